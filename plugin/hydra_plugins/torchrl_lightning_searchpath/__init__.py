@@ -1,0 +1,22 @@
+"""Lets every Hydra application compose ``data=gae`` and the other DataModules over documented buffers.
+
+Hydra imports this module in every application of the environment, so it must stay light: no torch, no TorchRL.
+"""
+
+from __future__ import annotations
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from torchrl_lightning._conf import EXPORT_DIR
+from torchrl_lightning._schemas import register_schemas
+
+PROVIDER = "torchrl-lightning"
+
+
+class TorchrlLightningSearchPath(SearchPathPlugin):
+    """Appends ``conf/export``: the user's own ``data`` group always wins over ours."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Adds the exported configs and stores the schemas that they are checked against."""
+        register_schemas()
+        search_path.append(provider=PROVIDER, path=f"file://{EXPORT_DIR}")

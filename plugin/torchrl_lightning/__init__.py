@@ -1,0 +1,71 @@
+"""TorchRL experience buffers as Lightning DataModules, configured by Hydra.
+
+Every public name is exported here, lazily (PEP 562): importing the package costs no torch import, so that shell
+completion and other people's Hydra applications stay fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "callbacks": ["ExperienceLog", "FramesProgressBar", "StopAtFrames"],
+    "collectors": [
+        "AsynchronousCollector",
+        "EnvironmentSpecs",
+        "GymnasiumCollector",
+        "environment_specs",
+        "make_vector_env",
+        "play_episodes",
+    ],
+    "datamodules": ["ExperienceDataModule", "OnPolicyDataModule"],
+    "estimators": [
+        "IntrinsicRewardNormalizer",
+        "discount_cumsum",
+        "discounted_returns",
+        "gae",
+        "standardize",
+        "vtrace",
+    ],
+    "learn": [
+        "A2CModule",
+        "ActorCriticModule",
+        "PPOModule",
+        "RandomNetworkDistillation",
+        "ReinforceModule",
+        "VTraceModule",
+        "build_actor",
+        "build_critic",
+    ],
+    "rollout": [
+        "DiscountedReturns",
+        "GAEBuffer",
+        "GeneralizedAdvantages",
+        "IntrinsicReturns",
+        "MinibatchSampler",
+        "RolloutStorage",
+        "RolloutWriter",
+        "VTraceAdvantages",
+        "VTraceBuffer",
+        "VanillaOnPolicyBuffer",
+    ],
+    "scan": ["discounted_scan"],
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_ROOM_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

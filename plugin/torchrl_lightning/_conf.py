@@ -1,0 +1,10 @@
+"""Where the Hydra tree lies, in a checkout and in an installed wheel. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_here = Path(__file__).resolve().parent
+# A wheel carries conf/ inside the package; a checkout has it two floors up, beside plugin/.
+CONF_DIR = next(path for path in (_here / "conf", _here.parents[1] / "conf") if path.is_dir())
+EXPORT_DIR = CONF_DIR / "export"
