@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
 from torchrl_lightning._conf import EXPORT_DIR
 from torchrl_lightning._schemas import register_schemas
 

@@ -1,0 +1,51 @@
+"""Writes the figures of each rollout to the loggers, over environment frames."""
+
+from __future__ import annotations
+
+import time
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class ExperienceLog(Callback):
+    """Logs what the DataModule's ``metrics()`` says: returns, lengths, timings, and the buffer's own figures.
+
+    It writes to the loggers directly, because ``self.log`` costs about 0.4 ms for each key, which is a tenth of the
+    learning time of a small agent.
+
+    Args:
+        every_n_epochs: epochs between two rows.
+
+    Raises:
+        ValueError: if ``every_n_epochs`` is below 1.
+
+    Example:
+        >>> ExperienceLog(every_n_epochs=0)
+        Traceback (most recent call last):
+        ValueError: every_n_epochs is 0; it must be at least 1.
+    """
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        super().__init__()
+        if every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs is {every_n_epochs}; it must be at least 1.")
+        self.every_n_epochs = every_n_epochs
+        self._began = 0.0
+        self._frames = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to count frames per second."""
+        self._began = time.perf_counter()
+        self._frames = int(getattr(trainer.datamodule, "frames", 0))  # type: ignore[attr-defined]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes one row."""
+        data = getattr(trainer, "datamodule", None)
+        if data is None or not hasattr(data, "frames") or (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        now = time.perf_counter()
+        metrics = data.metrics()
+        metrics["frames_per_second"] = (data.frames - self._frames) / max(now - self._began, 1e-9)
+        self._began, self._frames = now, data.frames
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=data.frames)

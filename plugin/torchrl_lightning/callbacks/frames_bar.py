@@ -1,0 +1,118 @@
+"""A progress bar over the environment frames of the whole run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+class FramesProgressBar(ProgressBar):
+    """Shows frames, frames per second, time left, and the latest training and evaluation returns.
+
+    Lightning's own bar counts mini-batches of an epoch, which says nothing about how far a run has come.
+
+    Args:
+        refresh_every: seconds between two refreshes; a refresh at each batch would cost a tenth of a small update.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[FramesProgressBar()], logger=False, enable_checkpointing=False)
+        >>> type(trainer.progress_bar_callback).__name__
+        'FramesProgressBar'
+    """
+
+    def __init__(self, refresh_every: float = 0.2) -> None:
+        super().__init__()
+        self.refresh_every = refresh_every
+        self._enabled = True
+        self._bar: Tqdm | None = None
+        self._refreshed = 0.0
+
+    def enable(self) -> None:
+        """Shows the bar."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Hides the bar, as Lightning asks of all ranks but the first."""
+        self._enabled = False
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Writes a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(sep.join(map(str, args)), **kwargs)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Opens the bar where a resumed run stands."""
+        data = self._data(trainer)
+        if data is None or not self._enabled:
+            return
+        total = data.total_frames if data.total_frames > 0 else None
+        self._bar = Tqdm(
+            total=total,
+            initial=data.frames,
+            unit="frame",
+            unit_scale=True,
+            dynamic_ncols=True,
+            smoothing=0.1,
+            file=sys.stderr,
+            desc="training",
+            bar_format=BAR_FORMAT if total else None,
+        )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Refreshes the bar, but not more often than asked for."""
+        now = time.monotonic()
+        if self._bar is not None and now - self._refreshed >= self.refresh_every:
+            self._refreshed = now
+            self._refresh(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remembers the return of the episodes that ended in the last rollout."""
+        if self._bar is not None and trainer.should_stop:
+            self._refresh(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Closes the bar at its last figures."""
+        if self._bar is not None:
+            self._refresh(trainer)
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the terminal in order."""
+        self._close()
+
+    def _refresh(self, trainer: Trainer) -> None:
+        bar, data = self._bar, self._data(trainer)
+        if bar is None or data is None:
+            return
+        metrics = data.metrics()
+        postfix = {}
+        if "train/return" in metrics:
+            postfix["return"] = f"{metrics['train/return']:.1f}"
+        if "eval/return" in trainer.callback_metrics:
+            postfix["eval"] = f"{float(trainer.callback_metrics['eval/return']):.1f}"
+        bar.set_postfix(postfix, refresh=False)
+        # A rollout more than was asked for is collected where total_frames is no multiple of it.
+        if bar.total is not None:
+            bar.total = max(bar.total, data.frames)
+        bar.update(data.frames - bar.n)
+        bar.refresh()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    @staticmethod
+    def _data(trainer: Trainer) -> Any:
+        data = getattr(trainer, "datamodule", None)
+        return data if hasattr(data, "total_frames") else None

@@ -1,0 +1,101 @@
+"""``torchrl-lightning-train``: trains what its config describes, evaluates it and draws its learning curve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+from torchrl_lightning._conf import CONF_DIR
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
+def main(cfg: DictConfig) -> float:
+    """Trains; gives the mean evaluation return, for sweepers that maximise it."""
+    from torchrl_lightning.cli.checks import check_config, check_environment
+
+    check_config(cfg)
+    check_environment(cfg)
+    return train(cfg)
+
+
+def train(cfg: DictConfig) -> float:
+    """Trains, evaluates and reports, in this order; reads from top to bottom."""
+    import time
+
+    import lightning as L
+    import torch
+    from hydra.utils import instantiate
+
+    from torchrl_lightning.cli.quiet import quiet
+
+    quiet()
+    torch.set_num_threads(cfg.torch_threads)
+    L.seed_everything(cfg.seed, verbose=False)
+
+    data = instantiate(cfg.data)
+    model = instantiate(cfg.model)
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
+    loggers = [instantiate(logger) for logger in cfg.logger.values()]
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers)
+
+    began = time.perf_counter()
+    trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+    seconds = time.perf_counter() - began
+
+    checkpoint = load_weights(model, trainer, cfg.eval_checkpoint)
+    episodes = data.evaluate(model.policy, cfg.eval_episodes)
+    returns = episodes["episode_return"]
+    if trainer.is_global_zero:
+        report(cfg, episodes, checkpoint, data.frames, seconds)
+    return float(returns.mean())
+
+
+def load_weights(model: Any, trainer: Any, which: str) -> str | None:
+    """Puts the best or the last weights into the model; gives the checkpoint's path, None for the weights at hand."""
+    import torch
+
+    path = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if which == "last" or not path:
+        return None
+    model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    return str(path)
+
+
+def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames: int, seconds: float) -> None:
+    """Draws the learning curve and says where everything is; the last line is for people and for scripts."""
+    from pathlib import Path
+
+    from torchrl_lightning.cli.plot import plot_runs
+
+    folder = Path(cfg.paths.output_dir)
+    if (folder / "csv" / "metrics.csv").exists():
+        plot_runs([folder], folder / "curve.png")
+        print(f"learning curve: {folder / 'curve.png'}")
+    if checkpoint is not None:
+        print(f"evaluated checkpoint: {checkpoint}")
+    print(summary(episodes, frames, seconds))
+
+
+def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
+    """Gives the last line of a run.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> summary(TensorDict({"episode_return": torch.full((20,), 500.0)}), 98304, 21.3)
+        'mean evaluation return: 500.0 +- 0.0 over 20 episodes, 98304 frames, 21 s'
+    """
+    returns = episodes["episode_return"].double()
+    return (
+        f"mean evaluation return: {returns.mean():.1f} +- {returns.std(correction=0):.1f} over {len(returns)} "
+        f"episodes, {frames} frames, {seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

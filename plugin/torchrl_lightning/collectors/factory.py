@@ -1,0 +1,71 @@
+"""Environments described by values, so that a YAML file and a worker process can both make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows only some entries of a flat observation, e.g. to hide velocities from a policy that has to remember.
+
+    Args:
+        env: an environment with a one-dimensional Box observation.
+        indices: the entries to show, in this order.
+
+    Raises:
+        ValueError: if the observation is no flat Box or an index is out of range.
+
+    Example:
+        >>> SelectObservation(gym.make("CartPole-v1"), [0, 2]).reset(seed=0)[0].shape
+        (2,)
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], indices: Sequence[int]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+            raise ValueError(f"observe= selects entries of a one-dimensional Box; the environment observes {space}.")
+        if not indices or not all(0 <= index < space.shape[0] for index in indices):
+            raise ValueError(f"observe={list(indices)} must name entries 0 to {space.shape[0] - 1} of {space}.")
+        self._indices = np.asarray(indices)
+        self.observation_space = gym.spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)  # type: ignore[arg-type]
+
+    def observation(self, observation: Any) -> Any:
+        """Gives the selected entries."""
+        return observation[self._indices]
+
+
+class EnvironmentFactory:
+    """Makes one environment from its id and settings; picklable and comparable by its text.
+
+    Args:
+        id: an environment id.
+        observe: entries of a flat observation to show; all if None.
+        **kwargs: passed on to :func:`gymnasium.make`, e.g. ``max_episode_steps``.
+
+    Example:
+        >>> factory = EnvironmentFactory("CartPole-v1", observe=[0, 2], max_episode_steps=200)
+        >>> factory().observation_space.shape
+        (2,)
+        >>> factory
+        EnvironmentFactory('CartPole-v1', observe=[0, 2], max_episode_steps=200)
+    """
+
+    def __init__(self, id: str, observe: Sequence[int] | None = None, **kwargs: Any) -> None:
+        self.id = id
+        self.observe = None if observe is None else list(observe)
+        self.kwargs = kwargs
+
+    def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
+        """Makes an environment; ``kwargs`` win over those of the factory, e.g. ``render_mode``."""
+        env = gym.make(self.id, **{**self.kwargs, **kwargs})
+        return env if self.observe is None else SelectObservation(env, self.observe)
+
+    def __repr__(self) -> str:
+        settings = {} if self.observe is None else {"observe": self.observe}
+        text = "".join(f", {name}={value!r}" for name, value in {**settings, **self.kwargs}.items())
+        return f"{type(self).__name__}({self.id!r}{text})"

@@ -1,0 +1,6 @@
+"""Lightning DataModules: each owns an environment, a collector, a buffer and the count of environment frames."""
+
+from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule
+
+__all__ = ["ExperienceDataModule", "OnPolicyDataModule"]

@@ -1,0 +1,387 @@
+"""The base of all streams: environment, collector, frame counter, evaluation, state and an orderly end."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_lightning.collectors import (
+    EnvironmentSpecs,
+    GymnasiumCollector,
+    environment_specs,
+    make_vector_env,
+    play_episodes,
+)
+from torchrl_lightning.datamodules.batches import Batches
+from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+# Evaluation draws its seeds far from those of training, so that no start state is met in both.
+EVALUATION_SEED_OFFSET = 1_000_003
+
+
+class ExperienceDataModule(L.LightningDataModule):
+    """Owns the environment, the collector and the count of environment frames of a run.
+
+    The LightningModule beside it owns policy, losses and optimizers. It offers ``policy`` (a TensorDict module that
+    writes the action), ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``, and it
+    builds its networks in ``configure_model`` from ``trainer.datamodule.specs``.
+
+    Args:
+        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
+        num_envs: environments stepped side by side, on each rank.
+        frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
+        total_frames: frames, summed over ranks, after which training stops; -1 for never.
+        collector: a callable that takes the policy and gives any TorchRL collector; by default a
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
+        reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
+            repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
+        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
+        eval_episodes: finished episodes that one evaluation plays.
+        eval_num_envs: environments that play them side by side.
+        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
+
+    Raises:
+        ValueError: if a size is not positive or ``frames_per_batch`` is no multiple of ``num_envs``.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        num_envs: int = 8,
+        frames_per_batch: int = 1024,
+        total_frames: int = -1,
+        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
+        reset_at_each_batch: bool = False,
+        eval_env: Any = None,
+        eval_episodes: int = 10,
+        eval_num_envs: int = 10,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "num_envs": num_envs,
+            "frames_per_batch": frames_per_batch,
+            "eval_episodes": eval_episodes,
+            "eval_num_envs": eval_num_envs,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1.")
+        if frames_per_batch % num_envs:
+            raise ValueError(
+                f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
+                f"take {-(-frames_per_batch // num_envs) * num_envs}."
+            )
+        if isinstance(env, VectorEnv) and eval_env is None:
+            raise ValueError(
+                "env is a ready vector environment, which cannot be built a second time for evaluation. "
+                "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
+            )
+        self.env = env
+        self.num_envs = num_envs
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
+        self.reset_at_each_batch = reset_at_each_batch
+        self.eval_env = env if eval_env is None else eval_env
+        self.eval_episodes = eval_episodes
+        self.eval_num_envs = min(eval_num_envs, eval_episodes)
+        self.seed = seed
+        self.frames = 0
+        self.collector: Any = None
+        self._make_collector = collector
+        self._vector_env: VectorEnv | None = None
+        self._specs: EnvironmentSpecs | None = None
+        self._stream: Iterator[TensorDictBase] | None = None
+        self._restored: dict[str, Any] | None = None
+        self._num_evaluations = 0
+
+    # ------------------------------------------------------------------ what the LightningModule reads
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """Observation and action specs of one environment, and how many there are."""
+        if self._specs is None:
+            self._specs = environment_specs(self._environment())
+        return self._specs
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that collect."""
+        return self.trainer.world_size if self.trainer is not None else 1
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last rollout, for loggers and progress bars."""
+        return {"frames": float(self.frames)}
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Builds the environment, once, and derives this rank's seeds; called again it changes nothing."""
+        trainer = self.trainer
+        if trainer is not None and str(trainer.precision).endswith("-true") and str(trainer.precision) != "32-true":
+            raise ValueError(
+                f"precision={trainer.precision!r} makes Lightning rebuild each TensorDict without its batch size and "
+                "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
+            )
+        if self.seed is None:
+            self.seed = int(torch.randint(2**31, ()).item())
+        if stage == "fit":
+            self._environment()
+
+    def train_dataloader(self) -> Batches:
+        """Gives the sized stream of training batches; nothing is collected before it is iterated."""
+        return Batches(self.batches_per_epoch, self._epoch)
+
+    def val_dataloader(self) -> Batches:
+        """Gives one batch of finished evaluation episodes, from environments of its own."""
+        return Batches(1, self._evaluation)
+
+    def test_dataloader(self) -> Batches:
+        """Gives the same as :meth:`val_dataloader`."""
+        return self.val_dataloader()
+
+    def teardown(self, stage: str) -> None:
+        """Ends collector and environment after a fit; a validation between two fits leaves them alone."""
+        if stage == "fit":
+            self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends collector and environment, for Lightning does not call :meth:`teardown` then."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends collector, worker processes and environment; safe to call at any time, any number of times."""
+        collector, self.collector, self._stream = self.collector, None, None
+        if collector is not None:
+            collector.shutdown()
+        vector_env, self._vector_env = self._vector_env, None
+        # A ready environment belongs to whoever made it.
+        if vector_env is not None and vector_env is not self.env:
+            vector_env.close()
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, from all ranks, as tensors and scalars."""
+        return {
+            "version": STATE_VERSION,
+            "fingerprint": self.fingerprint(),
+            "ranks": gather_states(self._rank_state()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: if it comes from another environment, capacity, number of ranks or state version.
+        """
+        self.check_state(state)
+        rank = self.trainer.global_rank if self.trainer is not None else 0
+        own = state_of_rank(state["ranks"], rank, self.world_size)
+        self.frames = int(own["frames"])
+        self._num_evaluations = int(own["num_evaluations"])
+        self._restored = own
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuses a state that was written by a DataModule of another make.
+
+        Raises:
+            ValueError: naming the first difference.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's experience state has version {state.get('version')}, this release reads "
+                f"{STATE_VERSION}. Resume with the release that wrote it."
+            )
+        stored, here = state["fingerprint"], self.fingerprint()
+        for name in {**stored, **here}:
+            if stored.get(name) != here.get(name):
+                raise ValueError(
+                    f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
+                    f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
+                )
+
+    @staticmethod
+    def state_frames(state: dict[str, Any]) -> int:
+        """Environment frames after which a state was written."""
+        return int(state["ranks"][0]["frames"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must agree between a checkpoint and the run that resumes from it."""
+        specs = self.specs
+        observation = {str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}
+        return {
+            "datamodule": type(self).__name__,
+            "environment": environment_name(self.env),
+            "observation": str(observation),
+            "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
+            "num_envs": self.num_envs,
+            "frames_per_batch": self.frames_per_batch,
+        }
+
+    def _rank_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "frames": self.frames,
+            "num_evaluations": self._num_evaluations,
+            "rng": torch.get_rng_state(),
+        }
+        if hasattr(self.collector, "state_dict"):
+            state["collector"] = dict(self.collector.state_dict())
+        elif self._restored is not None and "collector" in self._restored:
+            state["collector"] = self._restored["collector"]
+        return state
+
+    # ------------------------------------------------------------------ for the streams below
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Length of one training epoch, the same on every rank."""
+        raise NotImplementedError
+
+    def _epoch(self) -> Iterator[TensorDictBase]:
+        raise NotImplementedError
+
+    @property
+    def _rank_seed(self) -> int:
+        rank = self.trainer.global_rank if self.trainer is not None else 0
+        return (self.seed or 0) + rank * self.num_envs
+
+    def _environment(self) -> VectorEnv:
+        if self._vector_env is None:
+            self._vector_env = make_vector_env(self.env, self.num_envs)
+        return self._vector_env
+
+    def _start(self, policy: Any) -> Iterator[TensorDictBase]:
+        """Builds the collector at the first iteration, when weights are restored and on their device."""
+        if self._stream is None:
+            if self._make_collector is None:
+                self.collector = GymnasiumCollector(
+                    self._environment(),
+                    policy,
+                    num_envs=self.num_envs,
+                    frames_per_batch=self.frames_per_batch,
+                    seed=self._rank_seed,
+                    reset_at_each_batch=self.reset_at_each_batch,
+                )
+            else:
+                self.collector = call_with_policy(self._make_collector, policy)
+            self._stream = iter(self.collector)
+            self._restore_run()
+        return self._stream
+
+    def _restore_run(self) -> None:
+        restored, self._restored = self._restored, None
+        if restored is None:
+            return
+        if "collector" in restored and hasattr(self.collector, "load_state_dict"):
+            self.collector.load_state_dict(restored["collector"])
+        # Last of all, so that nothing that was built for this run draws from the restored generator.
+        torch.set_rng_state(restored["rng"])
+
+    def _collect(self, policy: Any) -> TensorDictBase | None:
+        """Gives the next rollout and counts its frames; None when the collector has ended."""
+        stream = self._start(policy)
+        update_weights = getattr(self.collector, "update_policy_weights_", None)
+        if update_weights is not None and self._make_collector is not None:
+            update_weights()
+        rollout = next(stream, None)
+        if rollout is None:
+            logger.warning("the collector ended after %d frames; training stops.", self.frames)
+            if self.trainer is not None:
+                self.trainer.should_stop = True
+            return None
+        self.frames += rollout.numel() * self.world_size
+        return rollout
+
+    def _stop_at_total_frames(self) -> None:
+        if 0 <= self.total_frames <= self.frames and self.trainer is not None:
+            self.trainer.should_stop = True
+
+    def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool = True) -> TensorDict:
+        """Plays finished episodes in environments of their own, with seeds that training never sees.
+
+        Args:
+            policy: the policy to judge.
+            episodes: how many; ``eval_episodes`` if None.
+            deterministic: take the mode of the policy's distribution instead of a sample.
+
+        Returns:
+            ``episode_return``, ``episode_length``, ``terminated`` and ``truncated``, each ``[episodes]``.
+        """
+        self._num_evaluations += 1
+        episodes = self.eval_episodes if episodes is None else episodes
+        env = make_vector_env(self.eval_env, min(self.eval_num_envs, episodes))
+        try:
+            return play_episodes(
+                env,
+                policy,
+                episodes,
+                seed=self._rank_seed + EVALUATION_SEED_OFFSET * self._num_evaluations,
+                deterministic=deterministic,
+            )
+        finally:
+            if env is not self.eval_env:
+                env.close()
+
+    def _evaluation(self) -> Iterator[TensorDictBase]:
+        yield self.evaluate(self._module().policy)
+
+    def _module(self) -> Any:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        if module is None:
+            raise RuntimeError(
+                f"{type(self).__name__} acts with the policy of the LightningModule that is being fitted; "
+                "iterate its loaders through Trainer.fit or Trainer.validate."
+            )
+        if not callable(getattr(module, "policy", None)):
+            raise TypeError(
+                f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
+                "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
+            )
+        return module
+
+    def __str__(self) -> str:
+        # Lightning's own version iterates the loaders, which would step the environments.
+        return (
+            f"{type(self).__name__}(env={environment_name(self.env)}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames}, frames={self.frames})"
+        )
+
+    __repr__ = __str__
+
+
+def environment_name(env: Any) -> str:
+    """Names an environment given as an id, a factory or a ready vector environment.
+
+    Example:
+        >>> environment_name("CartPole-v1")
+        'CartPole-v1'
+    """
+    if isinstance(env, str):
+        return env
+    if isinstance(env, VectorEnv):
+        return env.spec.id if env.spec is not None else type(env).__name__
+    return getattr(env, "__qualname__", None) or str(env)
+
+
+def call_with_policy(make_collector: Callable[..., Any], policy: Any) -> Any:
+    """Calls a collector factory with the policy, by name where it has such a parameter.
+
+    Example:
+        >>> call_with_policy(lambda policy: policy, "pi"), call_with_policy(lambda p: p, "pi")
+        ('pi', 'pi')
+    """
+    if "policy" in inspect.signature(make_collector).parameters:
+        return make_collector(policy=policy)
+    return make_collector(policy)

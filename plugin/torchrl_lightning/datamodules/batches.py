@@ -1,0 +1,38 @@
+"""The loader that Lightning iterates: sized, so that no batch is fetched before its predecessor was learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tensordict import TensorDictBase
+
+
+class Batches:
+    """A sized, re-iterable stream of batches without any work before iteration.
+
+    Lightning fetches one batch ahead of the training step when a loader has no length; every batch would then be one
+    update stale. A plain object with a length is stepped in lockstep. It is deliberately no
+    :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
+
+    Args:
+        length: number of batches of one pass.
+        make_iterator: called once a pass.
+
+    Example:
+        >>> batches = Batches(2, lambda: iter(["first", "second"]))
+        >>> len(batches), list(batches), list(batches)
+        (2, ['first', 'second'], ['first', 'second'])
+    """
+
+    def __init__(self, length: int, make_iterator: Callable[[], Iterator[TensorDictBase]]) -> None:
+        self._length = length
+        self._make_iterator = make_iterator
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return self._make_iterator()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(length={self._length})"

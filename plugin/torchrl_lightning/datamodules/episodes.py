@@ -1,0 +1,63 @@
+"""Returns and lengths of the episodes that end inside a rollout, begun there or before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class EpisodeTracker:
+    r"""Sums rewards over episodes that stretch over several rollouts.
+
+    With ``C[t]`` the cumulated reward of one environment's rollout, an episode that ended at ``t`` after one that ended
+    at ``s`` returned ``C[t] - C[s]``; the first one adds what was carried over from the rollouts before.
+
+    Args:
+        num_envs: number of environments.
+
+    Example:
+        >>> tracker = EpisodeTracker(1)
+        >>> tracker.update(torch.ones(3, 1), torch.tensor([[False], [True], [False]]))
+        (tensor([2.], dtype=torch.float64), tensor([2]))
+        >>> tracker.update(torch.ones(2, 1), torch.tensor([[False], [True]]))
+        (tensor([3.], dtype=torch.float64), tensor([3]))
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._returns = torch.zeros(num_envs, dtype=torch.float64)
+        self._lengths = torch.zeros(num_envs, dtype=torch.int64)
+
+    def update(self, reward: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes rewards and done flags ``[T, N]``; gives returns and lengths ``[E]`` of the episodes that ended."""
+        total = reward.detach().to("cpu", torch.float64).cumsum(0)
+        env, time = done.detach().cpu().t().nonzero(as_tuple=True)
+        at_end, after = total[time, env], time + 1
+        first = torch.ones_like(env, dtype=torch.bool)
+        first[1:] = env[1:] != env[:-1]
+        returns = at_end - torch.where(first, -self._returns[env], at_end.roll(1))
+        lengths = after - torch.where(first, -self._lengths[env], after.roll(1))
+        # What an environment carries on is what it gathered since its last episode end.
+        self._returns += total[-1]
+        self._lengths += len(total)
+        last = torch.ones_like(env, dtype=torch.bool)
+        last[:-1] = env[1:] != env[:-1]
+        ended = env[last]
+        self._returns[ended] = total[-1, ended] - at_end[last]
+        self._lengths[ended] = len(total) - after[last]
+        return returns, lengths
+
+    def reset(self) -> None:
+        """Forgets unfinished episodes, as when every environment has been reset."""
+        self._returns.zero_()
+        self._lengths.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the sums carried over."""
+        return {"returns": self._returns.clone(), "lengths": self._lengths.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the sums of :meth:`state_dict`."""
+        self._returns.copy_(state["returns"])
+        self._lengths.copy_(state["lengths"])

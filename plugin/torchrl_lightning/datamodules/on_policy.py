@@ -1,0 +1,209 @@
+"""On-policy experience: one training epoch is one rollout, learned from for some passes and then replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.episodes import EpisodeTracker
+from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
+
+
+class OnPolicyDataModule(ExperienceDataModule):
+    """Collects a rollout, estimates its advantages and serves it in mini-batches, once each Lightning epoch.
+
+    An epoch has ``num_epochs * num_mini_batch`` batches. The next rollout is collected when the next epoch begins, with
+    the weights that the last update left: no batch is ever older than its policy.
+
+    Args:
+        env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
+        buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
+            :class:`~torchrl_lightning.GAEBuffer` (the default).
+        num_epochs: passes over each rollout.
+        mini_batch_size: samples (time steps times environments) in a mini-batch; derived from ``num_mini_batch`` if
+            None.
+        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None.
+        shuffle: draw the samples of each pass in a new random order.
+
+    Raises:
+        ValueError: if the mini-batches do not fit the rollout.
+
+    Example:
+        >>> data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, mini_batch_size=32, num_epochs=2)
+        >>> data
+        OnPolicyDataModule(env=CartPole-v1, num_envs=4, frames_per_batch=64, total_frames=-1, frames=0)
+        >>> len(data.train_dataloader())
+        4
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        buffer: Callable[..., VanillaOnPolicyBuffer] = GAEBuffer,
+        num_epochs: int = 4,
+        mini_batch_size: int | None = None,
+        num_mini_batch: int | None = None,
+        shuffle: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(env, **kwargs)
+        if num_epochs < 1:
+            raise ValueError(f"num_epochs is {num_epochs}; it must be at least 1.")
+        self.num_epochs = num_epochs
+        self.shuffle = shuffle
+        self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)
+        self.buffer: VanillaOnPolicyBuffer | None = None
+        self._make_buffer = buffer
+        self._tracker = EpisodeTracker(self.num_envs)
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """``num_epochs * num_mini_batch``, the same on every rank."""
+        return self.num_epochs * self.num_mini_batch
+
+    @property
+    def rollout_length(self) -> int:
+        """Time steps of one rollout."""
+        return self.frames_per_batch // self.num_envs
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last rollout.
+
+        ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
+        ``time/collect`` and ``time/estimate`` are seconds; the buffer adds its own.
+        """
+        return {**super().metrics(), **self._metrics}
+
+    def setup(self, stage: str) -> None:
+        """Builds environment and buffer, once."""
+        super().setup(stage)
+        if stage == "fit" and self.buffer is None:
+            self.buffer = self._make_buffer(size=self.rollout_length)
+            self.buffer.set_rng(torch.Generator().manual_seed(self._rank_seed))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Adds the kind of buffer and its capacity."""
+        buffer = self.buffer
+        if buffer is None:
+            buffer = self._make_buffer(size=self.rollout_length)
+        return {**super().fingerprint(), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
+
+    def _rank_state(self) -> dict[str, Any]:
+        state = super()._rank_state()
+        state["episodes"] = self._tracker.state_dict()
+        if self.buffer is not None:
+            state["buffer"] = self.buffer.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores counters, generators and the rollout; the collector follows at the first iteration."""
+        super().load_state_dict(state)
+        own = self._restored
+        if own is not None and not self.reset_at_each_batch:
+            # The environments start anew, and what their unfinished episodes had gathered is gone with them.
+            own["episodes"] = EpisodeTracker(self.num_envs).state_dict()
+        if own is not None and self.buffer is not None and "buffer" in own:
+            self.buffer.load_state_dict(own["buffer"])
+            self._tracker.load_state_dict(own["episodes"])
+
+    def _epoch(self) -> Iterator[TensorDictBase]:
+        module = self._module()
+        buffer = self._require_buffer()
+        began = time.perf_counter()
+        buffer.actor = module.policy
+        buffer.critic = getattr(module, "critic", None)
+        rollout = self._collect(module.policy)
+        if rollout is None:
+            return
+        rollout = self._checked(rollout, buffer)
+        collected = time.perf_counter()
+        time_major = rollout.transpose(0, 1)
+        annotate = getattr(module, "annotate", None)
+        if annotate is not None:
+            annotate(time_major)
+        buffer.insert_data_slice(rollout)
+        buffer.policy_version = getattr(self.collector, "policy_version", None)
+        buffer.before_gradients()
+        estimated = time.perf_counter()
+        self._measure(time_major, collected - began, estimated - collected)
+        for epoch in range(self.num_epochs):
+            if epoch > 0:
+                buffer.before_epoch()
+            yield from buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle)
+        buffer.after_gradients(None, {})
+        self._stop_at_total_frames()
+
+    def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
+        frames = self.frames_per_batch
+        for name, value in (("num_mini_batch", number), ("mini_batch_size", size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if number is None and size is None:
+            return 4, None
+        if number is None:
+            assert size is not None
+            if size > frames:
+                raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
+            if frames % size:
+                raise ValueError(
+                    f"mini_batch_size={size} does not divide frames_per_batch={frames}; "
+                    f"take a divisor, or give num_mini_batch as well to leave {frames % size} samples out."
+                )
+            return frames // size, None
+        if size is not None and number * size > frames:
+            raise ValueError(
+                f"num_mini_batch={number} batches of mini_batch_size={size} need {number * size} samples, but a "
+                f"rollout has frames_per_batch={frames}."
+            )
+        if size is None and frames % number:
+            raise ValueError(
+                f"num_mini_batch={number} does not divide frames_per_batch={frames}; take a divisor, or give "
+                f"mini_batch_size={frames // number} as well to leave {frames % number} samples out."
+            )
+        return number, size
+
+    def _require_buffer(self) -> VanillaOnPolicyBuffer:
+        if self.buffer is None:
+            raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
+        return self.buffer
+
+    def _checked(self, rollout: TensorDictBase, buffer: VanillaOnPolicyBuffer) -> TensorDictBase:
+        """Gives the rollout as ``[N, T]`` or says what is wrong with it."""
+        if rollout.ndim == 1:
+            rollout = rollout.unsqueeze(0)
+            rollout.names = [None, "time"]
+        expected = (self.num_envs, self.rollout_length)
+        if tuple(rollout.batch_size) != expected:
+            raise ValueError(
+                f"the collector gave a rollout of shape {tuple(rollout.batch_size)}, expected "
+                f"[num_envs, frames_per_batch / num_envs] = {expected}. Give the DataModule the num_envs and "
+                "frames_per_batch of the collector; trajectories must not be split or padded."
+            )
+        missing = [key for key in buffer.required_keys if rollout.get(key, None) is None]
+        if missing:
+            raise KeyError(
+                f"{type(buffer).__name__} needs {missing}, which the policy did not write; the rollout has "
+                f"{sorted(map(str, rollout.keys()))}. Let the policy write them, or rename the buffer's keys."
+            )
+        return rollout
+
+    def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
+        buffer = self._require_buffer()
+        returns, lengths = self._tracker.update(
+            rollout["next", "reward"].reshape(*rollout.shape, -1).sum(-1), rollout["next", "done"].flatten(2).any(-1)
+        )
+        if self.reset_at_each_batch:
+            self._tracker.reset()
+        metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
+        if len(returns):
+            metrics["train/return"] = returns.mean().item()
+            metrics["train/length"] = lengths.double().mean().item()
+            metrics["train/episodes"] = float(len(returns))
+        self._metrics = metrics

@@ -1,0 +1,30 @@
+"""What differs between the processes of a distributed run: seeds and states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Gives the states of all ranks, in order of rank; a list of one without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [state]
+    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(states, state)
+    return states
+
+
+def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Picks the state of ``rank``.
+
+    Raises:
+        ValueError: if the run had another number of ranks.
+    """
+    if len(states) != world_size:
+        raise ValueError(
+            f"the checkpoint holds the experience state of {len(states)} rank(s), but this run has {world_size}. "
+            f"Resume with {len(states)} device(s), or load the weights alone."
+        )
+    return states[rank]
