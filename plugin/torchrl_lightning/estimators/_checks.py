@@ -1,0 +1,95 @@
+"""What every estimator asks of its inputs, and the messages for what does not meet it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+_MISSING_FLAG = {
+    "terminated": "set it where the episode ended (not by a time limit: `truncated`); it is never guessed from `done`",
+    "done": "it is `terminated | truncated`, true where the trajectory breaks",
+}
+
+
+def check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
+    """Check that all tensors agree in shape and device, the floats in a floating dtype, and that the flags are bool."""
+    name, reference = next(iter(floats.items()))
+    if not isinstance(reference, Tensor):
+        _refuse_type(caller, name, reference)
+    shape, dtype, device = reference.shape, reference.dtype, reference.device
+    if not dtype.is_floating_point:
+        raise TypeError(f"{caller}: {name} must be floating point, got {dtype}; call {name}.float() first")
+    if not shape:
+        raise ValueError(f"{caller}: {name} is a scalar, but dimension 0 must be time; pass {name}.unsqueeze(0)")
+    for key, tensor in floats.items():
+        if not isinstance(tensor, Tensor):
+            _refuse_type(caller, key, tensor)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{caller}: {key} has {tensor.dtype}, but {name} has {dtype}; convert one of them")
+        if tensor.shape != shape or tensor.device != device:
+            _refuse_layout(caller, key, tensor, name, reference)
+    for key, tensor in flags.items():
+        if not isinstance(tensor, Tensor):
+            _refuse_type(caller, key, tensor)
+        if tensor.dtype != torch.bool:
+            raise TypeError(f"{caller}: {key} must be a bool tensor, got {tensor.dtype}; call {key}.bool() first")
+        if tensor.shape != shape or tensor.device != device:
+            _refuse_layout(caller, key, tensor, name, reference)
+
+
+def check_fraction(caller: str, name: str, value: float | Tensor) -> float:
+    """Return a discount or a mixing factor as a number between 0 and 1."""
+    if type(value) is not float:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{caller}: {name} must be one number, got a tensor of shape {tuple(value.shape)}")
+        value = float(value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{caller}: {name} must be between 0 and 1, got {value}")
+    return value
+
+
+def explain_not_finite(caller: str, **tensors: Tensor) -> None:
+    """Raise for the first input that holds NaN or an infinity, naming the place; return where all inputs are finite.
+
+    The recurrences multiply and never select, so that one bad element reaches the first row of the result: checking
+    that row is free, and only a bad one gets here.
+    """
+    for name, tensor in tensors.items():
+        finite = torch.isfinite(tensor)
+        if name in ("log_pi", "log_mu"):  # minus infinity is the logarithm of an action that cannot be taken
+            finite = finite | torch.isneginf(tensor)
+        if not bool(finite.all()):
+            _refuse_element(caller, name, tensor, finite)
+    if "log_pi" in tensors:
+        difference = tensors["log_pi"] - tensors["log_mu"]
+        finite = ~torch.isnan(difference)
+        if not bool(finite.all()):
+            _refuse_element(caller, "log_pi - log_mu", difference, finite)
+
+
+def _refuse_element(caller: str, name: str, tensor: Tensor, finite: Tensor) -> NoReturn:
+    bad = torch.nonzero(~finite)
+    index = tuple(int(i) for i in bad[0])
+    place = ", ".join(str(i) for i in index)
+    raise ValueError(
+        f"{caller}: {name} is {float(tensor.detach()[index])} at index [{place}] (time first), one of {len(bad)} such "
+        f"elements of {tensor.numel()}; look for what produced it, and mask or replace it before estimating"
+    )
+
+
+def _refuse_type(caller: str, name: str, value: Any) -> NoReturn:
+    if value is None:
+        raise ValueError(f"{caller}: {name} is missing; {_MISSING_FLAG.get(name, 'pass one value for each step')}")
+    raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor")
+
+
+def _refuse_layout(caller: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> NoReturn:
+    if tensor.device != reference.device:
+        raise ValueError(f"{caller}: {name} is on {tensor.device}, but {reference_name} is on {reference.device}")
+    raise ValueError(
+        f"{caller}: {name} has shape {tuple(tensor.shape)}, but {reference_name} has {tuple(reference.shape)}; "
+        "all inputs need one entry for each step, time first (next_value is the value of each step's successor, so it "
+        "is as long as value)"
+    )

@@ -1,0 +1,136 @@
+"""Normalisation of intrinsic rewards by the running deviation of their discounted sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_lightning.estimators._checks import check_fraction
+from torchrl_lightning.scan import discounted_scan
+
+__all__ = ["IntrinsicRewardNormalizer"]
+
+
+class IntrinsicRewardNormalizer:
+    r"""Divide intrinsic rewards by a running standard deviation of their discounted sum.
+
+    .. math::
+        x_t = \gamma x_{t-1} + r_t, \qquad r_t \leftarrow r_t / \sqrt{\mathrm{Var}[x]}
+
+    The mean is not subtracted. The variance runs over everything seen so far and includes the rollout at hand. Forward,
+    the filter ignores episode ends and continues in the next rollout (Burda et al., "Exploration by Random Network
+    Distillation", https://arxiv.org/abs/1810.12894, and its code; population variance). Backward, it is the reward to
+    go, :math:`x_t = \gamma x_{t+1} + r_t`, starts anew in each rollout and enters the variance unbiased.
+
+    Args:
+        gamma: discount of the filter in [0, 1].
+        direction: ``"forward"`` or ``"backward"``.
+
+    Raises:
+        ValueError: ``gamma`` leaves [0, 1] or the direction is unknown.
+
+    >>> import torch
+    >>> normalizer = IntrinsicRewardNormalizer(gamma=0.0)
+    >>> normalizer.normalize(torch.tensor([[0.0], [4.0]])).round(decimals=3)
+    tensor([[0.],
+            [2.]])
+    """
+
+    def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
+        if direction not in ("forward", "backward"):
+            raise ValueError(f"IntrinsicRewardNormalizer: direction must be 'forward' or 'backward', got {direction!r}")
+        self.gamma = check_fraction("IntrinsicRewardNormalizer", "gamma", gamma)
+        self.direction = direction
+        self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
+        self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
+
+    @property
+    def variance(self) -> float:
+        """The running variance of the discounted sum."""
+        return self._variance
+
+    @torch.no_grad()
+    def normalize(self, reward: Tensor) -> Tensor:
+        """Take a rollout of intrinsic rewards into the statistics and return it normalised.
+
+        Args:
+            reward: ``[T, N, ...]``, time first, floating point; forward, with as many environments in each rollout.
+
+        Returns:
+            A new tensor in the shape and dtype of ``reward``.
+
+        Raises:
+            TypeError: the rewards are not a floating-point tensor.
+            ValueError: there is no reward, one is not finite, or the number of environments changed. Nothing is
+                taken into the statistics then.
+        """
+        if not isinstance(reward, Tensor) or not reward.dtype.is_floating_point:
+            came = f"a tensor of {reward.dtype}" if isinstance(reward, Tensor) else type(reward).__name__
+            raise TypeError(f"IntrinsicRewardNormalizer: rewards must be floating point, got {came}")
+        if reward.dim() == 0 or reward.numel() == 0:
+            raise ValueError(f"IntrinsicRewardNormalizer: got no reward, shape {tuple(reward.shape)}; want [T, N, ...]")
+        forward = self.direction == "forward"
+        if forward and self._filter is not None and self._filter.shape != reward.shape[1:]:
+            raise ValueError(
+                f"IntrinsicRewardNormalizer: the filter runs over {tuple(self._filter.shape)}, the rollout has "
+                f"{tuple(reward.shape[1:])} after time; use one normaliser for each set of environments"
+            )
+        wide = reward.detach().double()
+        before = None if self._filter is None else self._filter.to(reward.device)
+        sums = discounted_scan(wide, self.gamma, initial=before, reverse=not forward)
+        batch_variance, batch_mean = torch.var_mean(sums, correction=0 if forward or sums.numel() == 1 else 1)
+        mean, variance = float(batch_mean), float(batch_variance)
+        if not math.isfinite(variance):
+            bad = torch.nonzero(~torch.isfinite(wide))
+            place = bad[0].tolist() if len(bad) else "nowhere: their sums overflow"
+            raise ValueError(f"IntrinsicRewardNormalizer: {len(bad)} rewards are not finite, the first at {place}")
+        if forward:
+            self._filter = sums[-1].clone()
+        self._update(mean, variance, sums.numel())
+        return (wide / math.sqrt(self._variance)).to(reward.dtype)
+
+    def _update(self, mean: float, variance: float, count: int) -> None:
+        """Merge the moments of a batch into the running ones (Chan et al. 1979)."""
+        total = self._count + count
+        shift = mean - self._mean
+        spread = self._variance * self._count + variance * count + shift**2 * self._count * count / total
+        self._mean += shift * count / total
+        self._variance = spread / total
+        self._count = total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics and the filter as tensors and numbers, a copy."""
+        state: dict[str, Any] = {
+            "version": 1,
+            "gamma": self.gamma,
+            "forward": self.direction == "forward",
+            "mean": self._mean,
+            "variance": self._variance,
+            "count": self._count,
+        }
+        if self._filter is not None:
+            state["filter"] = self._filter.clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            KeyError: an entry is missing.
+            ValueError: the state comes from another version, discount or direction.
+        """
+        missing = {"version", "gamma", "forward", "mean", "variance", "count"} - state.keys()
+        if missing:
+            raise KeyError(f"IntrinsicRewardNormalizer: the state lacks {sorted(missing)}; it has {sorted(state)}")
+        own = {"version": 1, "gamma": self.gamma, "forward": self.direction == "forward"}
+        for key, value in own.items():
+            if state[key] != value:
+                raise ValueError(
+                    f"IntrinsicRewardNormalizer: the state was saved with {key}={state[key]}, this one has {value}"
+                )
+        kept = state.get("filter")
+        self._filter = None if kept is None else kept.detach().clone()
+        self._mean, self._variance, self._count = (float(state[key]) for key in ("mean", "variance", "count"))

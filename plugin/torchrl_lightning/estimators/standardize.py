@@ -1,0 +1,55 @@
+"""Zero mean and unit standard deviation over the valid entries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["standardize"]
+
+
+def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.
+
+    The standard deviation is the unbiased one; a single valid entry becomes 0. Entries that the mask leaves out count
+    for nothing and become 0, whatever they held.
+
+    Args:
+        x: any shape, floating point.
+        mask: bool, the shape of ``x``, true where the entry is valid; all of them by default.
+        eps: added to the standard deviation.
+
+    Returns:
+        A tensor in the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating point or ``mask`` is not bool.
+        ValueError: the shape or device of ``mask`` is not that of ``x``, or ``eps`` is negative.
+
+    >>> import torch
+    >>> standardize(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]), eps=0.0)
+    tensor([-1.,  0.,  1.,  0.])
+    """
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        came = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"standardize: x must be a floating-point tensor, got {came}; call x.float() first")
+    if eps < 0.0:
+        raise ValueError(f"standardize: eps must not be negative, got {eps}")
+    if mask is None:
+        if x.numel() < 2:
+            return x - x  # one entry is its own mean
+        std, mean = torch.std_mean(x)
+        return (x - mean) / (std + eps)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"standardize: mask must be a bool tensor, got {mask.dtype}; call mask.bool() first")
+    if mask.shape != x.shape or mask.device != x.device:
+        raise ValueError(
+            f"standardize: mask has shape {tuple(mask.shape)} on {mask.device}, but x has {tuple(x.shape)} on "
+            f"{x.device}; expand the mask to x"
+        )
+    count = mask.sum().to(x.dtype)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    mean = torch.where(mask, x, zero).sum() / count.clamp(min=1.0)
+    centred = torch.where(mask, x - mean, zero)
+    std = (centred.square().sum() / (count - 1.0).clamp(min=1.0)).sqrt()
+    return centred / (std + eps)
