@@ -53,9 +53,8 @@ def matrix(x: Tensor) -> np.ndarray[Any, Any]:
     """View a time-major tensor as a contiguous ``[T, N]`` array, copying only what is not contiguous."""
     if x.requires_grad:
         x = x.detach()
-    if x.dim() != 2:
-        x = x.reshape(x.shape[0], -1)
-    return x.contiguous().numpy()
+    array = x.contiguous().numpy()
+    return array if array.ndim == 2 else array.reshape(len(array), -1)
 
 
 def discounted_scan(

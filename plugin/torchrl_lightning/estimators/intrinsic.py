@@ -90,7 +90,11 @@ class IntrinsicRewardNormalizer:
         if forward:
             self._filter = sums[-1].clone()
         self._update(mean, variance, sums.numel())
-        return (wide / math.sqrt(self._variance)).to(reward.dtype)
+        # The documented backward filter takes its deviation in single precision; rewards scaled by it stay comparable.
+        deviation = (
+            math.sqrt(self._variance) if forward else float(torch.tensor(self._variance, dtype=torch.float32).sqrt())
+        )
+        return (wide / deviation).to(reward.dtype)
 
     def _update(self, mean: float, variance: float, count: int) -> None:
         """Merge the moments of a batch into the running ones (Chan et al. 1979)."""

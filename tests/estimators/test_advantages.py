@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
+
+from estimators.golden import assert_near, cases, load
+from torchrl_lightning import discount_cumsum, discounted_returns, gae, vtrace
+
+Estimates = Callable[..., object]
+Stream = dict[str, Tensor]
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=["numba", "torch"])
+def graph(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
+    """Inputs that need gradients take the torch path, all others numba."""
+    return (lambda x: x) if request.param == "numba" else (lambda x: x.clone().requires_grad_())
+
+
+def rollout(steps: int, *trailing: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Stream:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (steps, *trailing)
+    names = ("reward", "value", "next_value", "log_pi", "log_mu")
+    stream = {name: torch.randn(shape, generator=generator, dtype=dtype) for name in names}
+    done = torch.rand(shape, generator=generator) < 0.2
+    stream["terminated"] = done & (torch.rand(shape, generator=generator) < 0.5)
+    stream["done"] = done
+    return stream
+
+
+def arguments(stream: Stream, *names: str) -> Iterator[Tensor]:
+    return (stream[name] for name in (*names, "terminated", "done"))
+
+
+def run_gae(stream: Stream, gamma: float = 0.9, lmbda: float = 0.8) -> tuple[Tensor, Tensor]:
+    return gae(*arguments(stream, "reward", "value", "next_value"), gamma, lmbda)
+
+
+def run_vtrace(stream: Stream, gamma: float = 0.9, **kwargs: float) -> tuple[Tensor, Tensor]:
+    return vtrace(*arguments(stream, "log_pi", "log_mu", "reward", "value", "next_value"), gamma, **kwargs)
+
+
+def run_returns(stream: Stream, gamma: float = 0.9) -> tuple[Tensor]:
+    return (discounted_returns(*arguments(stream, "reward", "next_value"), gamma),)
+
+
+ESTIMATORS = pytest.mark.parametrize("estimator", [run_gae, run_vtrace, run_returns])
+
+
+def by_definition(stream: Stream, gamma: float, lmbda: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of one environment by scalar loops."""
+    steps = len(stream["reward"])
+    advantage, returns = torch.zeros(steps), torch.zeros(steps)
+    running, total = 0.0, float(stream["next_value"][-1])
+    for t in reversed(range(steps)):
+        r, v, w = (float(stream[name][t]) for name in ("reward", "value", "next_value"))
+        bootstrap = 0.0 if stream["terminated"][t] else gamma * w
+        running = r + bootstrap - v + (0.0 if stream["done"][t] else gamma * lmbda * running)
+        total = r + (bootstrap if stream["done"][t] else gamma * total)
+        advantage[t], returns[t] = running, total
+    return advantage, returns
+
+
+def test_golden_done_only(dtype: torch.dtype, graph: Callable[[Tensor], Tensor]) -> None:
+    for case in cases("returns_gae_done_only", dtype):
+        done = case["done"].bool()
+        reward, value = graph(case["reward"]), case["value"]
+        gamma, lmbda = float(case["gamma"]), float(case["lmbda"])
+        advantage, target = gae(reward, value[:-1], value[1:], done, done, gamma, lmbda)
+        assert_near(advantage, case["gae_advantage"])
+        assert_near(target, case["gae_value_target"])
+        assert_near(discounted_returns(reward, value[1:], done, done, gamma), case["return"])
+
+
+def test_golden_terminated_and_truncated(dtype: torch.dtype, graph: Callable[[Tensor], Tensor]) -> None:
+    for case in cases("gae_terminated_truncated", dtype):
+        terminated, truncated = case["terminated"].bool(), case["truncated"].bool()
+        flags = (terminated, terminated | truncated, float(case["gamma"]))
+        reward, value, following = graph(case["reward"]), case["value"], case["next_value"]
+        advantage, target = gae(reward, value, following, *flags, float(case["lmbda"]))
+        assert_near(advantage, case["advantage"])
+        assert_near(target, case["value_target"])
+        assert_near(discounted_returns(reward, following, *flags), case["return"])
+
+
+def test_golden_vtrace(dtype: torch.dtype, graph: Callable[[Tensor], Tensor]) -> None:
+    for case in cases("vtrace", dtype):
+        gamma, rho, c, pg_rho, lmbda = case["hyper_gamma_rho_c_pgrho_lambda"].tolist()
+        if dtype == torch.float32:  # the thresholds themselves have been rounded
+            gamma, rho, c, pg_rho, lmbda = (round(number, 6) for number in (gamma, rho, c, pg_rho, lmbda))
+        stream = {**case, "terminated": case["terminated"].bool(), "reward": graph(case["reward"])}
+        stream["done"] = stream["terminated"] | case["truncated"].bool()
+        advantage, target = run_vtrace(stream, gamma, lmbda=lmbda, rho_clip=rho, c_clip=c, pg_rho_clip=pg_rho)
+        assert_near(advantage, case["pg_advantage"])
+        assert_near(target, case["vs"])
+
+
+def test_vtrace_does_not_bootstrap_across_the_end_of_an_episode(graph: Callable[[Tensor], Tensor]) -> None:
+    case = load("vtrace_pytorchrl_bug")
+    done = case["done"].bool()
+    value = graph(case["value"])
+    log_pi, log_mu, reward = case["log_pi"], case["log_mu"], case["reward"]
+    advantage, target = vtrace(log_pi, log_mu, reward, value[:-1], value[1:], done, done, float(case["gamma"]))
+    assert_near(target, case["vs_textbook"])
+    assert_near(advantage, case["adv_textbook"])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    steps=st.integers(1, 40),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lmbda=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 10_000),
+)
+def test_against_scalar_loops(steps: int, gamma: float, lmbda: float, seed: int) -> None:
+    stream = rollout(steps, seed=seed)
+    advantage, returns = by_definition(stream, gamma, lmbda)
+    for tensors in (stream, {**stream, "reward": stream["reward"].clone().requires_grad_()}):
+        estimate, target = run_gae(tensors, gamma, lmbda)
+        torch.testing.assert_close(estimate.float(), advantage, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(target, estimate + stream["value"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(run_returns(tensors, gamma)[0].float(), returns, rtol=1e-5, atol=1e-5)
+
+
+@ESTIMATORS
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (30,), (30, 1), (30, 3), (30, 3, 1), (20, 2, 3, 2), (5, 300)])
+def test_backends_agree_in_every_shape(estimator: Estimates, gamma: float, shape: tuple[int, ...]) -> None:
+    stream = rollout(*shape)
+    if shape == (5, 300):
+        stream["reward"][:, 200:] *= 3  # beyond one tile
+    numba = estimator(stream, gamma)
+    torch_path = estimator({**stream, "reward": stream["reward"].clone().requires_grad_()}, gamma)
+    for fast, slow in zip(numba, torch_path, strict=True):
+        assert fast.shape == shape
+        assert fast.is_contiguous()
+        torch.testing.assert_close(fast, slow.detach(), rtol=1e-12, atol=1e-12)
+
+
+@ESTIMATORS
+def test_columns_are_independent(estimator: Estimates) -> None:
+    stream = rollout(25, 140, 2)
+    together = estimator(stream)
+    for index in [(0, 0), (127, 1), (139, 0)]:
+        alone = estimator({name: tensor[(slice(None), *index)] for name, tensor in stream.items()})
+        for whole, column in zip(together, alone, strict=True):
+            torch.testing.assert_close(whole[(slice(None), *index)], column, rtol=0, atol=1e-13)
+
+
+@ESTIMATORS
+def test_views_of_environment_major_data(estimator: Estimates) -> None:
+    stream = rollout(12, 5, 1, dtype=torch.float32)
+    views = {name: tensor.transpose(0, 1).contiguous().transpose(0, 1) for name, tensor in stream.items()}
+    assert not views["reward"].is_contiguous()
+    for from_view, from_copy in zip(estimator(views), estimator(stream), strict=True):
+        assert torch.equal(from_view, from_copy)
+    sliced = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in stream.items()}
+    for from_view, from_copy in zip(estimator(sliced), estimator(stream), strict=True):
+        assert torch.equal(from_view, from_copy)
+
+
+@ESTIMATORS
+def test_gradients_flow_through_the_torch_path(estimator: Estimates) -> None:
+    stream = rollout(6, 2)
+    names = ["reward", "value", "next_value"] if estimator is run_gae else ["reward", "next_value"]
+    leaves = [stream[name].clone().requires_grad_() for name in names]
+    run = lambda *tensors: estimator({**stream, **dict(zip(names, tensors, strict=True))})  # noqa: E731
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@ESTIMATORS
+def test_a_terminated_step_counts_as_done(estimator: Estimates) -> None:
+    stream = rollout(30, 3)
+    careless = {**stream, "done": stream["done"] & ~stream["terminated"]}
+    assert not torch.equal(careless["done"], stream["done"])
+    for graph in (False, True):
+        careless["reward"] = stream["reward"].clone().requires_grad_(graph)
+        for one, other in zip(estimator(careless), estimator(stream), strict=True):
+            torch.testing.assert_close(one.detach(), other, rtol=0, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(steps=st.integers(1, 30), seed=st.integers(0, 1000))
+def test_torchrl_agrees(steps: int, seed: int) -> None:
+    stream = rollout(steps, 3, 1, seed=seed)
+    batch = {name: tensor.transpose(0, 1) for name, tensor in stream.items()}  # TorchRL takes [N, T, 1]
+    tensors = [batch[name] for name in ("value", "next_value", "reward", "done", "terminated")]
+    gamma = torch.tensor(0.9, dtype=torch.float64)
+    theirs = generalized_advantage_estimate(gamma, 0.8, *tensors)
+    for ours, other in zip(run_gae(stream, 0.9, 0.8), theirs, strict=True):
+        torch.testing.assert_close(ours.transpose(0, 1), other, rtol=1e-6, atol=1e-6)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    theirs = vtrace_advantage_estimate(gamma, batch["log_pi"], batch["log_mu"], *tensors, one, one)
+    for ours, other in zip(run_vtrace(stream, 0.9), theirs, strict=True):
+        torch.testing.assert_close(ours.transpose(0, 1), other, rtol=1e-6, atol=1e-6)
+
+
+def test_on_policy_vtrace_is_td_lambda() -> None:
+    stream = rollout(40, 3)
+    stream["log_pi"] = stream["log_mu"]
+    advantage, target = run_vtrace(stream, 0.9, lmbda=0.7)
+    torch.testing.assert_close(target, run_gae(stream, 0.9, 0.7)[1], rtol=0, atol=1e-12)
+    assert not torch.equal(advantage, target - stream["value"])
+
+
+def test_vtrace_takes_impossible_actions_and_no_clipping() -> None:
+    stream = rollout(10, 2)
+    stream["log_pi"][3, 0] = -torch.inf  # the current policy would never act so
+    stream["log_mu"][5, 1] = -torch.inf
+    advantage, target = run_vtrace(stream)
+    assert torch.isfinite(advantage).all()
+    assert advantage[3, 0] == 0.0
+    assert target[3, 0] == stream["value"][3, 0]
+    with pytest.raises(ValueError, match=r"log_pi - log_mu is nan at index \[3, 0\]"):
+        run_vtrace({**stream, "log_mu": stream["log_pi"]})
+    plain = rollout(10, 2)
+    free = run_vtrace(plain, rho_clip=float("inf"), c_clip=float("inf"))
+    wide = run_vtrace(plain, rho_clip=1e9, c_clip=1e9)
+    assert torch.equal(free[0], wide[0])
+
+
+@ESTIMATORS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_not_finite_is_named_and_placed(estimator: Estimates, bad: float, requires_grad: bool) -> None:
+    names = ["reward", "next_value"] if estimator is run_returns else ["reward", "value", "next_value"]
+    for name in names:
+        for gamma in (0.0, 0.9):
+            for place in [(0, 0), (17, 2), (39, 1)]:
+                stream = rollout(40, 3)
+                stream["done"][5:8] = stream["terminated"][5:8] = True  # the trace ends between the element and row 0
+                stream[name][place] = bad
+                stream["reward"].requires_grad_(requires_grad)
+                with pytest.raises(ValueError, match=rf"{name} is -?(nan|inf) at index \[{place[0]}, {place[1]}\]"):
+                    estimator(stream, gamma)
+
+
+@ESTIMATORS
+def test_overflow_of_finite_inputs_is_no_error(estimator: Estimates) -> None:
+    stream = rollout(4, 2, dtype=torch.float32)
+    for name in ("terminated", "done"):
+        stream[name] = torch.zeros(4, 2, dtype=torch.bool)
+    stream["reward"] = torch.full((4, 2), 3e38)
+    stream["log_pi"] = stream["log_mu"]
+    assert torch.isinf(estimator(stream, 1.0)[-1][0]).all()
+
+
+@ESTIMATORS
+@pytest.mark.parametrize(
+    ("name", "change", "error", "match"),
+    [
+        ("terminated", lambda x: None, ValueError, "terminated is missing; .*never guessed from `done`"),
+        ("done", lambda x: None, ValueError, r"done is missing; .*terminated \| truncated"),
+        ("done", lambda x: x.float(), TypeError, r"done must be a bool tensor, got torch.float32; call done.bool"),
+        ("terminated", lambda x: x[:-1], ValueError, r"terminated has shape \(5, 2\), but reward has \(6, 2\)"),
+        ("next_value", lambda x: x[..., None], ValueError, r"next_value has shape \(6, 2, 1\)"),
+        ("next_value", lambda x: x.float(), TypeError, "next_value has torch.float32, but reward has torch.float64"),
+        ("next_value", lambda x: None, ValueError, "next_value is missing"),
+        ("next_value", lambda x: x.tolist(), TypeError, "next_value must be a torch.Tensor, got list"),
+        ("reward", lambda x: x.long(), TypeError, "reward must be floating point, got torch.int64"),
+        ("reward", lambda x: x[0, 0], ValueError, "reward is a scalar"),
+        ("reward", lambda x: x.to("meta"), ValueError, "is on cpu, but reward is on meta"),
+    ],
+)
+def test_bad_input_is_refused(
+    estimator: Estimates, name: str, change: Callable[[Tensor], object], error: type[Exception], match: str
+) -> None:
+    stream = rollout(6, 2)
+    stream[name] = change(stream[name])
+    with pytest.raises(error, match=match):
+        estimator(stream)
+
+
+def test_factors_out_of_range_are_refused() -> None:
+    stream = rollout(6, 2)
+    for estimator in (run_gae, run_vtrace, run_returns):
+        with pytest.raises(ValueError, match=r"gamma must be between 0 and 1, got 1\.5"):
+            estimator(stream, 1.5)
+        with pytest.raises(ValueError, match="gamma must be one number"):
+            estimator(stream, torch.rand(2))
+        assert torch.equal(estimator(stream, torch.tensor(0.5))[0], estimator(stream, 0.5)[0])
+    for estimator in (run_gae, run_vtrace):
+        with pytest.raises(ValueError, match="lmbda must be between 0 and 1, got nan"):
+            estimator(stream, 0.9, lmbda=float("nan"))
+    for name in ("rho_clip", "c_clip", "pg_rho_clip"):
+        with pytest.raises(ValueError, match=f"{name} must be above 0"):
+            run_vtrace(stream, 0.9, **{name: 0.0})
+
+
+@ESTIMATORS
+def test_empty_rollouts_give_empty_estimates(estimator: Estimates) -> None:
+    for shape in ((0, 3), (4, 0)):
+        assert all(tensor.shape == shape for tensor in estimator(rollout(*shape)))
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    streams = [rollout(100, 150, seed=seed, dtype=torch.float32) for seed in range(8)]
+    expected = [(*run_gae(stream), *run_vtrace(stream)) for stream in streams]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda stream: (*run_gae(stream), *run_vtrace(stream)), streams * 4))
+    for result, want in zip(results, expected * 4, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(result, want, strict=True))
+
+
+def test_discount_cumsum_keeps_time_first() -> None:
+    x = torch.randn(9, 2, dtype=torch.float64)
+    expected = torch.stack([sum(0.9 ** (k - t) * x[k] for k in range(t, 9)) for t in range(9)])
+    torch.testing.assert_close(discount_cumsum(x, 0.9), expected)
+    assert torch.equal(discount_cumsum(x, 0.0), x)

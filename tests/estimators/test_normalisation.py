@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from estimators.golden import assert_near, cases, load
+from torchrl_lightning import IntrinsicRewardNormalizer, standardize
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("direction", "expected", "variance"),
+    [
+        ("forward", "normalised_forward", "running_var_forward"),
+        ("backward", "normalised_backward_ref", "running_var_backward_ref"),
+    ],
+)
+def test_golden_intrinsic(dtype: torch.dtype, direction: str, expected: str, variance: str) -> None:
+    golden = load("intrinsic_reward_normalisation", dtype)
+    normalizer = IntrinsicRewardNormalizer(float(golden["gamma_int"]), direction)
+    for reward, want in zip(golden["irew"], golden[expected], strict=True):
+        given = reward.clone()
+        assert_near(normalizer.normalize(given), want)
+        assert torch.equal(given, reward)
+    assert normalizer.variance == pytest.approx(float(golden[variance][-1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_state_continues_where_it_was_saved(direction: str) -> None:
+    rollouts = torch.rand(4, 10, 3, 1)
+    whole, before = (IntrinsicRewardNormalizer(0.9, direction) for _ in range(2))
+    expected = [whole.normalize(reward) for reward in rollouts]
+    for reward in rollouts[:2]:
+        before.normalize(reward)
+    file = io.BytesIO()
+    torch.save(before.state_dict(), file)
+    state = before.state_dict()
+    before.normalize(rollouts[0])  # the saved state is a copy
+    after = IntrinsicRewardNormalizer(0.9, direction)
+    after.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert str(after.state_dict()) == str(state)
+    for reward, want in zip(rollouts[2:], expected[2:], strict=True):
+        assert torch.equal(after.normalize(reward), want)
+    after.load_state_dict(IntrinsicRewardNormalizer(0.9, direction).state_dict())
+    assert torch.equal(after.normalize(rollouts[0]), expected[0])
+
+
+def test_the_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> None:
+    reward = torch.rand(20, 2, dtype=torch.float64)
+    halves, whole = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
+    halves.normalize(reward[:10])
+    halves.normalize(reward[10:])
+    whole.normalize(reward)
+    assert halves.variance == pytest.approx(whole.variance, rel=1e-12)
+    backward = IntrinsicRewardNormalizer(0.9, "backward")
+    backward.normalize(reward[:, :1])
+    backward.normalize(reward)  # no filter is carried, so another number of environments is fine
+
+
+def test_constant_zero_rewards_stay_zero() -> None:
+    normalizer = IntrinsicRewardNormalizer()
+    assert torch.equal(normalizer.normalize(torch.zeros(5, 2)), torch.zeros(5, 2))
+    assert torch.equal(IntrinsicRewardNormalizer(direction="backward").normalize(torch.zeros(1, 1)), torch.zeros(1, 1))
+
+
+def test_bad_rewards_change_nothing() -> None:
+    normalizer = IntrinsicRewardNormalizer()
+    normalizer.normalize(torch.rand(5, 2))
+    before = str(normalizer.state_dict())
+    poisoned = torch.rand(5, 2)
+    poisoned[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"1 rewards are not finite, the first at \[3, 1\]"):
+        normalizer.normalize(poisoned)
+    with pytest.raises(ValueError, match=r"over \(2,\), the rollout has \(3,\)"):
+        normalizer.normalize(torch.rand(5, 3))
+    with pytest.raises(ValueError, match="got no reward"):
+        normalizer.normalize(torch.rand(0, 2))
+    with pytest.raises(TypeError, match=r"floating point, got a tensor of torch\.int64"):
+        normalizer.normalize(torch.ones(5, 2, dtype=torch.long))
+    assert str(normalizer.state_dict()) == before
+
+
+def test_bad_states_and_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="'forward' or 'backward', got 'sideways'"):
+        IntrinsicRewardNormalizer(direction="sideways")
+    with pytest.raises(ValueError, match="gamma must be between 0 and 1"):
+        IntrinsicRewardNormalizer(gamma=2.0)
+    normalizer = IntrinsicRewardNormalizer(0.9)
+    with pytest.raises(ValueError, match=r"gamma=0\.99, this one has 0\.9"):
+        normalizer.load_state_dict(IntrinsicRewardNormalizer(0.99).state_dict())
+    with pytest.raises(ValueError, match="forward=False, this one has True"):
+        normalizer.load_state_dict(IntrinsicRewardNormalizer(0.9, "backward").state_dict())
+    with pytest.raises(KeyError, match="lacks .*'count'"):
+        normalizer.load_state_dict({})
+
+
+def test_standardize_matches_the_documented_formula() -> None:
+    for case in cases("returns_gae_done_only"):
+        if case["reward"].numel() > 1:
+            assert_near(standardize(case["return"] - case["value"][:-1]), _reference(case["return"], case["value"]))
+            assert_near(standardize(case["gae_advantage"]), case["gae_advantage_normalised_ref"])
+
+
+def _reference(returns: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    advantage = returns - value[:-1]
+    return (advantage - advantage.mean()) / (advantage.std() + 1e-5)
+
+
+def test_standardize_ignores_what_is_masked_out() -> None:
+    x = torch.randn(7, 3, 1, dtype=torch.float64)
+    mask = torch.rand(7, 3, 1) < 0.6
+    mask[:2] = True
+    x[~mask] = torch.nan
+    result = standardize(x, mask)
+    assert torch.equal(result[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
+    torch.testing.assert_close(result[mask], standardize(x[mask]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(standardize(x.nan_to_num(), torch.ones_like(mask)), standardize(x.nan_to_num()))
+
+
+def test_standardize_of_one_or_no_entry_is_zero() -> None:
+    assert torch.equal(standardize(torch.tensor([[3.0]])), torch.zeros(1, 1))
+    assert torch.equal(standardize(torch.tensor([3.0, 4.0]), torch.tensor([True, False])), torch.zeros(2))
+    assert torch.equal(standardize(torch.tensor([3.0, 4.0]), torch.tensor([False, False])), torch.zeros(2))
+    assert torch.equal(standardize(torch.full((4,), 2.0)), torch.zeros(4))
+
+
+def test_standardize_refuses_bad_input() -> None:
+    x = torch.randn(4, 2)
+    with pytest.raises(TypeError, match=r"got torch\.float32; call mask\.bool"):
+        standardize(x, torch.ones(4, 2))
+    with pytest.raises(ValueError, match=r"mask has shape \(4,\)"):
+        standardize(x, torch.ones(4, dtype=torch.bool))
+    with pytest.raises(TypeError, match="floating-point"):
+        standardize(torch.ones(4, dtype=torch.long))
+    with pytest.raises(ValueError, match="eps"):
+        standardize(x, eps=-1.0)
