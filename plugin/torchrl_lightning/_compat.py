@@ -1,0 +1,147 @@
+"""The underscored TorchRL and tensordict names that our subclasses must touch, and nothing else.
+
+TorchRL's component classes are extended through a handful of private hooks (``_empty``, ``_init``, ``_len``, ...). They
+are gathered here, behind public names, so that an upgrade which moves one of them breaks this file and its contract
+tests instead of silently changing behaviour somewhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+__all__ = ["SamplerBase", "StorageBase", "WriterBase", "new_tensordict"]
+
+
+def new_tensordict(
+    source: dict[str, Any], batch_size: torch.Size, names: Sequence[str | None] | None = None
+) -> TensorDict:
+    """Build a TensorDict without checking its entries, several times faster than the constructor.
+
+    Args:
+        source: string keys; every value is a tensor or TensorDict that starts with ``batch_size``.
+        batch_size: the batch size, as a ``torch.Size``.
+        names: dimension names, if any.
+
+    Example:
+        >>> import torch
+        >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
+        torch.Size([3, 2])
+    """
+    return TensorDict._new_unsafe(source, batch_size=batch_size, names=names)
+
+
+class StorageBase(LazyTensorStorage):  # type: ignore[misc]
+    """``LazyTensorStorage`` with its private hooks under public names."""
+
+    @property
+    def data(self) -> TensorDictBase | None:
+        """Everything allocated, filled or not."""
+        return self._storage
+
+    @data.setter
+    def data(self, value: TensorDictBase | None) -> None:
+        self._storage = value
+        self.initialized = value is not None
+        self.__dict__.pop("_total_shape_value", None)
+
+    def set_length(self, length: int) -> None:
+        """Declare how many cells are filled, and that the content changed."""
+        self._len = length
+        self._bump_mutation_revision()
+
+    def record_cursor(self, row: int) -> None:
+        """Tell TorchRL which row was written last."""
+        self._set_last_cursor(row)
+
+    def clear(self) -> None:
+        """Forget the stored data; called by ``ReplayBuffer.empty``."""
+        self.set_length(0)
+
+    def _empty(self) -> None:
+        self.clear()
+
+
+class WriterBase(Writer):  # type: ignore[misc]
+    """``Writer`` with its private hooks under public names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._write_count = 0
+
+    @property
+    def storage(self) -> Storage | None:
+        """The storage that this writer fills, once registered."""
+        return self._storage
+
+    @property
+    def write_count(self) -> int:
+        """Rows written since the buffer was emptied."""
+        return self._write_count
+
+    @write_count.setter
+    def write_count(self, value: int) -> None:
+        self._write_count = value
+
+    def notify(self, index: Tensor) -> None:
+        """Tell every entity attached to the storage which cells were written."""
+        for entity in self._storage._attached_entities_iter():
+            entity.mark_update(index)
+
+    def clear(self, empty_write_count: bool = True) -> None:
+        """Move back to the start; called by ``ReplayBuffer.empty``."""
+        if empty_write_count:
+            self._write_count = 0
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self.clear(empty_write_count)
+
+
+class SamplerBase(SamplerWithoutReplacement):  # type: ignore[misc]
+    """``SamplerWithoutReplacement`` with its private hooks under public names and a generator of its own."""
+
+    _own_rng: torch.Generator | None = None
+
+    @property
+    def remaining(self) -> Tensor | None:
+        """Indices that this epoch has not delivered yet."""
+        return self._sample_list
+
+    @remaining.setter
+    def remaining(self, value: Tensor | None) -> None:
+        self._sample_list = value
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The random generator; seeded from torch's global one at first use unless one was given."""
+        if self._own_rng is None:
+            self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        return self._own_rng
+
+    # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.
+    @property
+    def _rng(self) -> torch.Generator:
+        return self.generator
+
+    @_rng.setter
+    def _rng(self, value: torch.Generator | None) -> None:
+        if value is not None:
+            self._own_rng = value
+
+    def set_remaining_batches(self, count: int) -> None:
+        """Tell TorchRL's prefetcher how many batches this epoch still holds."""
+        self._remaining_batches = count
+
+    def clear(self) -> None:
+        """Forget the epoch; called by ``ReplayBuffer.empty``."""
+        super()._empty()
+
+    def _empty(self) -> None:
+        self.clear()

@@ -1,0 +1,212 @@
+"""Transforms that write ``advantage`` and ``value_target``: Monte-Carlo returns, GAE, V-trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
+from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
+from torchrl_lightning.rollout.writer import TERMINATED
+
+
+class DiscountedReturns(AdvantageTransform):
+    """Discounted Monte-Carlo returns as value targets, and ``A = R - V``.
+
+    ``R[t] = r[t] + γ (V'[t] (1 - term[t]) if done[t] else R[t+1])``, with ``R[T] = V'[T-1]``.
+
+    Args:
+        gamma: discount.
+        critic: module that writes the values.
+        bootstrap: use values; without, cut-off episodes count as ended, no critic is needed and ``A = R``.
+        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag = torch.zeros(3, 1, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(3, 1, 1), "done": flag, "terminated": flag}
+        >>> rollout = TensorDict({"next": following}, [3, 1])
+        >>> DiscountedReturns(0.5, time_dim=0, bootstrap=False)(rollout)["value_target"].flatten().tolist()
+        [1.75, 1.5, 1.0]
+    """
+
+    def __init__(self, gamma: float = 0.99, critic: Any = None, *, bootstrap: bool = True, **kwargs: Any) -> None:
+        super().__init__(gamma, critic, **kwargs)
+        self.bootstrap = bootstrap
+
+    def fill(self, rollout: TensorDictBase) -> None:
+        """Write the values, where they are used."""
+        if self.bootstrap:
+            super().fill(rollout)
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write advantages and targets."""
+        if self.bootstrap:
+            super().compute(rollout)
+            return
+        reward = self.reward(rollout)
+        advantage, target = self.advantages(rollout, reward, torch.zeros_like(reward), torch.zeros_like(reward))
+        if self.standardize_advantages:
+            advantage = standardize(advantage)
+        rollout.set(self.advantage_key, advantage)
+        rollout.set(self.value_target_key, target)
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns minus values, and the returns."""
+        target = discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
+        return target - value, target
+
+
+class GeneralizedAdvantages(AdvantageTransform):
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438).
+
+    ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
+
+    Args:
+        gamma: discount.
+        lmbda: λ.
+        critic: module that writes the values.
+        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)
+        >>> following = {"reward": one, "done": flag, "terminated": flag, "state_value": one}
+        >>> rollout = TensorDict({"state_value": one, "next": following}, [1, 2], names=[None, "time"])
+        >>> GeneralizedAdvantages(gamma=0.5, lmbda=1.0)(rollout)["advantage"].flatten().tolist()
+        [0.75, 0.5]
+    """
+
+    def __init__(self, gamma: float = 0.99, lmbda: float = 0.95, critic: Any = None, **kwargs: Any) -> None:
+        super().__init__(gamma, critic, **kwargs)
+        check_unit(lmbda, "lmbda")
+        self.lmbda = lmbda
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """GAE of one critic."""
+        return gae(reward, value, next_value, *flags(rollout, reward), self.gamma, self.lmbda)
+
+
+class VTraceAdvantages(AdvantageTransform):
+    """V-trace targets and policy-gradient advantages (Espeholt et al. 2018, arXiv:1802.01561).
+
+    ``ρ = π(a|s) / μ(a|s)``; ``δ[t] = min(ρ̄, ρ) (r[t] + γ (1 - term[t]) V'[t] - V[t])``;
+    ``v[t] - V[t] = δ[t] + γ (1 - done[t]) λ min(c̄, ρ) (v[t+1] - V[t+1])``.
+
+    Args:
+        gamma: discount.
+        lmbda: λ.
+        critic: module that writes the values.
+        actor: current policy; without one ``current_log_prob_key`` must be in the rollout.
+        rho_clip: ρ̄.
+        c_clip: c̄.
+        pg_rho_clip: ρ̄ of the policy gradient; as ``rho_clip`` when ``None``.
+        log_prob_key: log-probability under the behaviour policy; never overwritten.
+        current_log_prob_key: log-probability under the current policy.
+        action_key: the action.
+        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)
+        >>> following = {"reward": one, "done": flag, "terminated": flag, "state_value": one}
+        >>> entries = {"state_value": one, "action_log_prob": torch.zeros(1, 2), "next": following}
+        >>> rollout = TensorDict(entries, [1, 2], names=[None, "time"])
+        >>> rollout["current_action_log_prob"] = torch.zeros(1, 2)
+        >>> VTraceAdvantages(gamma=0.5)(rollout)["value_target"].flatten().tolist()
+        [1.75, 1.5]
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        lmbda: float = 1.0,
+        critic: Any = None,
+        actor: Any = None,
+        *,
+        rho_clip: float = 1.0,
+        c_clip: float = 1.0,
+        pg_rho_clip: float | None = None,
+        log_prob_key: NestedKey = "action_log_prob",
+        current_log_prob_key: NestedKey = "current_action_log_prob",
+        action_key: NestedKey = "action",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(gamma, critic, **kwargs)
+        check_unit(lmbda, "lmbda")
+        self.lmbda = lmbda
+        self.actor = actor
+        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
+        self.log_prob_key, self.current_log_prob_key = log_prob_key, current_log_prob_key
+        self.action_key = action_key
+
+    @property
+    def actor(self) -> Any:
+        """The current policy."""
+        return self.__dict__.get("_actor_reference")
+
+    @actor.setter
+    def actor(self, actor: Any) -> None:
+        self.__dict__["_actor_reference"] = actor
+
+    def fill(self, rollout: TensorDictBase) -> None:
+        """Write values and the current policy's log-probabilities."""
+        if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):
+            actor = require(self.actor, "actor", f"to compute {self.current_log_prob_key!r}")
+            rollout.set(self.current_log_prob_key, current_log_prob(rollout, actor, self.action_key))
+        super().fill(rollout)
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """V-trace of one critic."""
+        log_pi, log_mu = log_probs(rollout, self.current_log_prob_key, self.log_prob_key, value)
+        return vtrace(
+            log_pi,
+            log_mu,
+            reward,
+            value,
+            next_value,
+            *flags(rollout, reward),
+            self.gamma,
+            lmbda=self.lmbda,
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+            pg_rho_clip=self.pg_rho_clip,
+        )
+
+
+def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
+    """``terminated``, and where the trace ends, in the shape of ``like``."""
+    return rollout.get(TERMINATED).expand_as(like), boundaries(rollout).expand_as(like)
+
+
+def log_probs(rollout: TensorDictBase, current: NestedKey, behaviour: NestedKey, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Current and behaviour log-probabilities with as many dimensions as ``like``.
+
+    Raises:
+        KeyError: the behaviour policy's log-probabilities are missing.
+    """
+    if rollout.get(behaviour, None) is None:
+        raise KeyError(
+            f"{behaviour!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
+            "let it write them (return_log_prob=True)."
+        )
+    pair = []
+    for key in (current, behaviour):
+        value = rollout.get(key)
+        value = value.unsqueeze(-1) if value.ndim == like.ndim - 1 else value
+        pair.append(value.to(like.dtype).expand_as(like))
+    return pair[0], pair[1]

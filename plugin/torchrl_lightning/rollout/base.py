@@ -1,0 +1,293 @@
+"""What every on-policy buffer does: hold one rollout, hand it out in mini-batches, save and restore itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
+from torchrl_lightning.rollout.layout import leaves_of
+from torchrl_lightning.rollout.minibatches import MinibatchSampler
+from torchrl_lightning.rollout.names import from_documented
+from torchrl_lightning.rollout.sequences import sequences
+from torchrl_lightning.rollout.storage import RolloutStorage, check_state_version, gather
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, under
+from torchrl_lightning.rollout.writer import RolloutWriter
+
+HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated", ("next", "state_value"))
+RESULTS: tuple[NestedKey, ...] = (
+    "advantage",
+    "value_target",
+    "intrinsic_advantage",
+    "intrinsic_value_target",
+    "current_action_log_prob",
+    ("next", "normalized_intrinsic_reward"),
+)
+
+
+class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
+    """One time-major rollout with TorchRL's verbs and the documented ones; see :class:`VanillaOnPolicyBuffer`."""
+
+    storage: RolloutStorage
+    sampler: MinibatchSampler
+    writer: RolloutWriter
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
+    ) -> None:
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self.generator = generator
+        super().__init__(
+            storage=RolloutStorage(size, num_envs=num_envs, device=device),
+            sampler=MinibatchSampler(generator=generator),
+            writer=RolloutWriter(time_dim, recurrent_keys=recurrent_keys),
+            dim_extend=0,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
+        self.recurrent = recurrent
+        self.recurrent_keys = recurrent_keys
+        self.batch_keys = batch_keys
+        self._consumed = False
+
+    @property
+    def size(self) -> int:
+        """Capacity along time."""
+        return self.storage.size
+
+    @property
+    def num_envs(self) -> int | None:
+        """Number of environments; ``None`` before the first write."""
+        return self.storage.num_envs
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rollout lives."""
+        return torch.device(self.storage.device)
+
+    @property
+    def step(self) -> int:
+        """Steps stored."""
+        return self.storage.num_steps
+
+    @property
+    def rollout(self) -> TensorDict:
+        """The stored rollout, time-major ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
+        return self.storage.rollout
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether mini-batches are whole environments: as told, else when a recurrent state is stored."""
+        if self.recurrent is not None:
+            return self.recurrent
+        return any(under(key, state) for key in self.storage.schema for state in self.recurrent_keys)
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def insert_data_slice(self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None) -> None:
+        """Replace what is stored by a rollout.
+
+        Args:
+            new_data: ``[N, T]`` with a dimension named ``"time"``, or any order with ``time_dim``; or a dict with the
+                documented names, time-major ``[T, N, ...]``. Results of an earlier estimate in it are left out.
+            time_dim: which dimension is time.
+        """
+        if not isinstance(new_data, TensorDictBase):
+            new_data, time_dim = from_documented(new_data, 2), 0
+        time_dim = self.writer.time_dim if time_dim is None else time_dim
+        data = self._without_results(new_data)
+        if len(self.transform):
+            data = self.transform.inv(data)
+        self.writer.prepare(data, time_dim, 0)
+        self.empty()
+        self.sampler.extend(self.writer.write(data, time_dim))
+
+    def _without_results(self, data: TensorDictBase) -> TensorDictBase:
+        drop = [key for key in RESULTS if key in data.keys(include_nested=isinstance(key, tuple))]
+        schema = self.storage.schema
+        if schema:
+            for key, _ in leaves_of(data):
+                last = key if isinstance(key, str) else key[1 if key[0] == "next" and len(key) > 1 else 0]
+                if key not in schema and last.endswith("state_value"):
+                    drop.append(key)
+        return data.exclude(*drop) if drop else data
+
+    def insert_transition(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
+        """Append one step of all environments.
+
+        Observation, recurrent state and ``is_init`` may be left out where an earlier step or rollout tells them: they
+        are carried over from the step after the last one.
+
+        Args:
+            sample: TensorDict ``[N]`` with our keys, or a dict with the documented names.
+        """
+        data = sample if isinstance(sample, TensorDictBase) else from_documented(sample, 1)
+        if self._consumed:
+            self.empty()
+        self.writer.add(self._carried(data.copy()))
+        self.sampler.restart()
+
+    def _carried(self, data: TensorDictBase) -> TensorDictBase:
+        tail = self.storage.tail
+        following = data.get("next", None)
+        if tail is not None and tail.shape == data.shape:
+            for key, value in leaves_of(tail):
+                if key not in data.keys(include_nested=True):
+                    data.set(key, value)
+        elif following is not None:
+            skip = ("reward", "done", "terminated", "truncated", "state_value")
+            for key, value in leaves_of(following):
+                name = key if isinstance(key, str) else key[0]
+                if name in self.recurrent_keys and data.get(key, None) is None:
+                    data.set(key, torch.zeros_like(value))
+                elif name not in skip and not name.endswith(("_reward", "_value")) and data.get(key, None) is None:
+                    raise KeyError(f"The first step has no {key!r} and nothing was stored before it to carry it over.")
+        if data.get("is_init", None) is None:
+            data.set("is_init", torch.ones(*data.shape, 1, dtype=torch.bool, device=data.device))
+        return data
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
+        if self._consumed:
+            self.writer.prepare(tensordicts, self.writer.time_dim, 0)
+            self.empty()
+        index: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+        return index
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget the stored steps; the step after the last is kept, so that the next rollout continues."""
+        self._consumed = False
+        super().empty(empty_write_count)
+
+    def reset(self) -> None:
+        """Set all counters to zero and forget the stored data (documented verb for ``empty``)."""
+        self.empty()
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> TensorDict:
+        """Copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
+
+        Args:
+            data_to_cpu: bring the copy to the CPU.
+        """
+        data = self.rollout.clone()
+        return data.cpu() if data_to_cpu else data
+
+    def generate_batches(
+        self,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> Iterator[TensorDictBase]:
+        """Iterate over mini-batches; each sample comes exactly once an epoch unless the numbers say otherwise.
+
+        Steps come flat, ``[B]``; a recurrent buffer gives whole environments ``[B, T]`` named ``(None, "time")``, and
+        counts environments. ``batch_keys`` restricts the entries; by default all come but the ``collector`` subtree,
+        the root flags, and the values of successors.
+
+        Args:
+            num_mini_batch: mini-batches an epoch; alone, they are as even as possible.
+            mini_batch_size: samples in each; alone, the last one may be short. With both, exactly so many of that size.
+            num_epochs: passes over the data.
+            shuffle: a new order for each epoch.
+            drop_last: leave the remainder out, so that all mini-batches have one size.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            ValueError: more is asked for than there is, or environments do not divide.
+        """
+        rollout, whole = self.rollout, self.is_recurrent
+        if num_mini_batch is None and mini_batch_size is None:
+            num_mini_batch, mini_batch_size = self._default_split()
+        units = rollout.shape[1] if whole else rollout.numel()
+        number, size = split_epoch(units, num_mini_batch, mini_batch_size, drop_last, whole=whole)
+        tree = pruned(rollout, self.batch_keys, HIDDEN, flat=not whole)
+        source = _as_tensordict(tree, rollout.batch_size) if whole else None
+
+        def batches() -> Iterator[TensorDictBase]:
+            for _ in range(num_epochs):
+                for index in index_batches(
+                    self.sampler, units, number, size, shuffle=shuffle, drop_last=drop_last, device=self.device
+                ):
+                    batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
+                    yield self.transform(batch) if len(self.transform) else batch
+
+        return batches()
+
+    def _default_split(self) -> tuple[int | None, int | None]:
+        return None, None
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exact copy of the buffer: tensors and scalars only, loads with ``torch.load(weights_only=True)``."""
+        return {
+            "schema_version": 1,
+            "storage": self.storage.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "writer": self.writer.state_dict(),
+            "transforms": dict(self.transform.state_dict()),
+            "generator": self.generator.get_state().clone(),
+            "consumed": self._consumed,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state; the buffer then gives the same next batches.
+
+        Raises:
+            ValueError: another version, capacity, number of environments or other data; names both.
+        """
+        check_state_version(state_dict, "on-policy buffer")
+        self.storage.load_state_dict(state_dict["storage"])
+        self.sampler.load_state_dict(state_dict["sampler"])
+        self.writer.load_state_dict(state_dict["writer"])
+        self.transform.load_state_dict(state_dict["transforms"])
+        self.generator.set_state(state_dict["generator"].cpu())
+        self._consumed = bool(state_dict["consumed"])
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def wrap_env(self, env: Any) -> Any:
+        """Hook for a DataModule: the environment to collect from."""
+        return env
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Hook for a DataModule: the policy to collect with."""
+        return policy
+
+    def metrics(self) -> dict[str, float]:
+        """Hook for a DataModule: figures to log."""
+        return {}
+
+    @property
+    def required_keys(self) -> list[NestedKey]:
+        """Entries that the policy must write."""
+        return ["action"]
+
+
+def _as_tensordict(tree: dict[str, Any], batch: torch.Size) -> TensorDict:
+    entries = {k: _as_tensordict(v, batch) if isinstance(v, dict) else v for k, v in tree.items()}
+    return new_tensordict(entries, batch)

@@ -1,0 +1,142 @@
+"""What all advantage transforms share: finding time, values, several critics, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning.estimators import standardize
+from torchrl_lightning.rollout.layout import time_axis, time_major
+from torchrl_lightning.rollout.values import fill_values, join, path, value_keys
+from torchrl_lightning.rollout.writer import REWARD, check_flags
+
+
+class AdvantageTransform(Transform):  # type: ignore[misc]
+    """Base of the transforms that write advantages and value targets on a rollout.
+
+    Calling it computes. In a replay buffer either append it with ``invert=True``, or set ``on_write=True``: both compute
+    when a rollout is written. Without, it computes on sampled sequences.
+
+    Args:
+        gamma: discount.
+        critic: module that writes ``value_key``; may be ``None`` where the rollout holds all values. It is not part of
+            the transform's ``state_dict``.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
+    """
+
+    episodic = True
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        time_dim: int | None = None,
+        reward_key: NestedKey = REWARD,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
+    ) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self.gamma = check_unit(gamma, "gamma")
+        self.critic = critic
+        self.time_dim = time_dim
+        self.reward_key, self.value_key = reward_key, value_key
+        self.advantage_key, self.value_target_key = advantage_key, value_target_key
+        self.recompute_values = recompute_values
+        self.standardize_advantages = standardize_advantages
+        self.on_write = on_write
+
+    # A critic belongs to the learner; registering it as a submodule would save its weights with every buffer.
+    @property
+    def critic(self) -> TensorDictModuleBase | None:
+        """The module that writes the values."""
+        return self.__dict__.get("_critic_reference")
+
+    @critic.setter
+    def critic(self, critic: TensorDictModuleBase | None) -> None:
+        self.__dict__["_critic_reference"] = critic
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("critic", "actor"):
+            self.__dict__[f"_{name}_reference"] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Compute on a rollout; pass samples through when ``on_write``."""
+        return tensordict if self.on_write else self.estimate(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.estimate(tensordict) if self.on_write else tensordict
+
+    def estimate(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write advantages and value targets on a rollout of any layout and return it."""
+        axis = time_axis(tensordict, self.time_dim)
+        check_flags(tensordict)
+        rollout = time_major(tensordict, self.time_dim)
+        before = dict(rollout.items(include_nested=True, leaves_only=True))
+        self.fill(rollout)
+        self.compute(rollout)
+        if rollout is not tensordict:
+            for key, value in rollout.items(include_nested=True, leaves_only=True):
+                if before.get(key) is not value:
+                    tensordict.set(key, value.squeeze(1) if tensordict.ndim == 1 else value.transpose(0, axis))
+        return tensordict
+
+    def fill(self, rollout: TensorDictBase) -> None:
+        """Write the values that :meth:`compute` reads on a time-major rollout."""
+        known: Callable[[NestedKey], bool] = lambda key: (  # noqa: E731
+            not self.recompute_values and key in rollout.keys(include_nested=True)
+        )
+        fill_values(rollout, self.critic, {self.value_key: self.episodic}, known=known)
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write advantages and targets of every critic on a time-major rollout that holds all values."""
+        for key in value_keys(rollout, None, self.value_key):
+            suffix = path(key)[len(path(self.value_key)) :]
+            value = rollout.get(key)
+            reward = self.reward(rollout).to(value.dtype).expand_as(value)
+            advantage, target = self.advantages(rollout, reward, value, rollout.get(("next", *path(key))))
+            if self.standardize_advantages:
+                advantage = standardize(advantage)
+            rollout.set(join(self.advantage_key, suffix), advantage)
+            rollout.set(join(self.value_target_key, suffix), target)
+
+    def reward(self, rollout: TensorDictBase) -> Tensor:
+        """The reward of the stream."""
+        reward: Tensor = rollout.get(self.reward_key)
+        return reward
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantage and value target of one critic."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+
+
+def check_unit(value: float, name: str) -> float:
+    """Return a discount that is in ``[0, 1]``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value!r}.")
+    return float(value)

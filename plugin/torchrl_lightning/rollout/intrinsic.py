@@ -1,0 +1,117 @@
+"""The intrinsic stream: normalised rewards and non-episodic returns with a critic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
+from torchrl_lightning.rollout.advantages import log_probs
+from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+
+NORMALIZED = ("next", "normalized_intrinsic_reward")
+
+
+class IntrinsicReturns(AdvantageTransform):
+    """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
+
+    The rewards are divided by the running standard deviation of their discounted sum. The stream does not end with the
+    episode: it is GAE with ``terminated = done = 0``, its own γ and its own critic. The raw reward stays as it is; the
+    normalised one is ``("next", "normalized_intrinsic_reward")``.
+
+    Args:
+        gamma: discount of the intrinsic stream.
+        lmbda: λ; 1 gives plain discounted returns.
+        critic: module that writes ``intrinsic_state_value``.
+        normalize: divide rewards by their running standard deviation.
+        direction: ``"forward"`` keeps the filter across rollouts, ``"backward"`` restarts it in each.
+        log_prob_keys: keys of the current and the behaviour policy's log-probabilities; with them V-trace replaces GAE.
+        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)
+        >>> following = {"intrinsic_reward": one, "reward": one, "done": ~flag, "terminated": ~flag}
+        >>> following["intrinsic_state_value"] = one
+        >>> entries = {"intrinsic_state_value": one, "next": following}
+        >>> rollout = TensorDict(entries, [1, 2], names=[None, "time"])
+        >>> result = IntrinsicReturns(gamma=0.5, lmbda=1.0, normalize=False)(rollout)
+        >>> result["intrinsic_value_target"].flatten().tolist()
+        [1.75, 1.5]
+    """
+
+    episodic = False
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        lmbda: float = 0.95,
+        critic: Any = None,
+        *,
+        normalize: bool = True,
+        direction: str = "forward",
+        log_prob_keys: tuple[NestedKey, NestedKey] | None = None,
+        reward_key: NestedKey = ("next", "intrinsic_reward"),
+        value_key: NestedKey = "intrinsic_state_value",
+        advantage_key: NestedKey = "intrinsic_advantage",
+        value_target_key: NestedKey = "intrinsic_value_target",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            gamma,
+            critic,
+            reward_key=reward_key,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            **kwargs,
+        )
+        check_unit(lmbda, "lmbda")
+        self.lmbda = lmbda
+        self.normalize = normalize
+        self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
+        self.log_prob_keys = log_prob_keys
+        self.clips: dict[str, Any] = {}
+
+    def fill(self, rollout: TensorDictBase) -> None:
+        """Normalise the rewards and write the values."""
+        self.normalize_rewards(rollout)
+        super().fill(rollout)
+
+    def normalize_rewards(self, rollout: TensorDictBase) -> None:
+        """Write the normalised rewards of a time-major rollout and advance the running statistics."""
+        reward = rollout.get(self.reward_key, None)
+        if reward is None:
+            raise KeyError(f"{self.reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
+        rollout.set(NORMALIZED, self.normalizer.normalize(reward) if self.normalize else reward)
+
+    def reward(self, rollout: TensorDictBase) -> Tensor:
+        """The normalised intrinsic reward."""
+        reward: Tensor = rollout.get(NORMALIZED)
+        return reward
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """GAE, or V-trace, that looks across episode ends."""
+        never = torch.zeros_like(reward, dtype=torch.bool)
+        if self.log_prob_keys is None:
+            return gae(reward, value, next_value, never, never, self.gamma, self.lmbda)
+        log_pi, log_mu = log_probs(rollout, *self.log_prob_keys, value)
+        return vtrace(
+            log_pi, log_mu, reward, value, next_value, never, never, self.gamma, lmbda=self.lmbda, **self.clips
+        )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The running statistics, so that they travel in ``state_dict``."""
+        return dict(self.normalizer.state_dict())
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the running statistics."""
+        self.normalizer.load_state_dict(state)

@@ -1,0 +1,77 @@
+"""How rollouts are laid out: leaves, schemas, and where time is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+Schema = dict[NestedKey, tuple[torch.Size, torch.dtype]]
+
+
+def leaves_of(data: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Every leaf with its (possibly nested) key.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+    for key, value in data.items():
+        if isinstance(value, TensorDictBase):
+            for inner, leaf in leaves_of(value):
+                yield (key, *((inner,) if isinstance(inner, str) else inner)), leaf
+        elif isinstance(value, Tensor):
+            yield key, value
+        else:
+            raise TypeError(f"Entry {key!r} is a {type(value).__name__}; rollouts hold tensors only.")
+
+
+def describe(data: TensorDictBase, batch_dims: int) -> Schema:
+    """Feature shape and dtype of every leaf behind the first ``batch_dims`` dimensions."""
+    return {key: (value.shape[batch_dims:], value.dtype) for key, value in leaves_of(data)}
+
+
+def schema_difference(stored: Schema, given: Schema) -> str:
+    """Say in words how ``given`` differs from ``stored``."""
+    parts = [f"{key!r} is missing" for key in stored.keys() - given.keys()]
+    parts += [f"{key!r} is new" for key in given.keys() - stored.keys()]
+    parts += [
+        f"{key!r} is {list(given[key][0])} {given[key][1]}, stored is {list(stored[key][0])} {stored[key][1]}"
+        for key in stored.keys() & given.keys()
+        if stored[key] != given[key]
+    ]
+    return "; ".join(sorted(parts))
+
+
+def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
+    """Find the time dimension: the explicit one, else the one named ``"time"``; never a guess.
+
+    Raises:
+        ValueError: ``time_dim`` is out of range, or there is neither an explicit nor a named dimension.
+    """
+    if time_dim is not None:
+        if not -data.ndim <= time_dim < data.ndim:
+            raise ValueError(f"time_dim={time_dim} does not exist in batch size {list(data.shape)}.")
+        return time_dim % data.ndim
+    if "time" in data.names:
+        return int(data.names.index("time"))
+    raise ValueError(
+        f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {data.names}). "
+        'Name it, e.g. rollout.names = [None, "time"], or pass time_dim=.'
+    )
+
+
+def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
+    """View ``data`` as ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``.
+
+    Raises:
+        ValueError: time is unknown, or there are more than two batch dimensions.
+    """
+    axis = time_axis(data, time_dim)
+    if data.ndim == 1:
+        return data.unsqueeze(1)
+    if data.ndim != 2:
+        raise ValueError(f"Expected a rollout [N, T] or [T, N], got batch size {list(data.shape)}.")
+    return data if axis == 0 else data.transpose(0, 1)

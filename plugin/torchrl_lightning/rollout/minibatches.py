@@ -1,0 +1,169 @@
+"""Epochs over a rollout, in mini-batches of steps or of whole environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_lightning._compat import SamplerBase
+from torchrl_lightning.rollout.storage import check_state_version
+
+UNITS = ("steps", "environments")
+
+
+class MinibatchSampler(SamplerBase):
+    """Visits every sample of a rollout exactly once an epoch, shuffled or in order.
+
+    With ``by="steps"`` a batch is ``[B]`` steps; with ``by="environments"`` it is ``[B, T]`` whole environments, for
+    recurrent policies, and the batch size counts environments. A write starts a new epoch.
+
+    Args:
+        drop_last: drop the ragged last batch of an epoch instead of delivering it short.
+        shuffle: draw a new order for each epoch; otherwise in time-major order.
+        by: ``"steps"`` or ``"environments"``.
+        generator: random generator; seeded from torch's global one when ``None``.
+
+    Raises:
+        ValueError: ``by`` is unknown.
+
+    Example:
+        >>> sampler = MinibatchSampler(shuffle=False)
+        >>> [batch.tolist() for batch in sampler.epoch(5, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        by: str = "steps",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if by not in UNITS:
+            raise ValueError(f"by must be one of {UNITS}, got {by!r}.")
+        super().__init__(drop_last=drop_last, shuffle=shuffle)
+        self.by = by
+        self._own_rng = generator
+
+    def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Indices ``0 .. count - 1`` of one epoch, permuted if shuffled."""
+        if not (self.shuffle if shuffle is None else shuffle):
+            return torch.arange(count, device=device)
+        rng = self.generator
+        return torch.randperm(count, generator=rng, device=rng.device).to(device)
+
+    def epoch(
+        self,
+        count: int,
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        num_batches: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[Tensor]:
+        """Yield the index batches of one epoch over ``count`` units.
+
+        Args:
+            count: number of units (steps or environments).
+            batch_size: units in a batch.
+            shuffle: overrides the sampler's option.
+            drop_last: overrides the sampler's option.
+            num_batches: stop after so many batches.
+            device: where the indices live.
+        """
+        drop = self.drop_last if drop_last is None else drop_last
+        for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):
+            if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
+                return
+            yield batch
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[tuple[Tensor, ...] | Tensor, dict[str, Any]]:
+        """The next batch of this epoch, as TorchRL's buffers ask for it: coordinates ``(t, n)``.
+
+        Raises:
+            RuntimeError: the storage is empty.
+            ValueError: ``drop_last`` is set and an epoch holds no full batch.
+        """
+        if not len(storage):
+            raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
+        whole = self.by == "environments"
+        if whole and storage.ndim != 2:
+            raise ValueError(f'by="environments" needs a [T, N] storage, this one has ndim={storage.ndim}.')
+        steps, count = storage.shape if whole else (1, len(storage))
+        if self.drop_last and batch_size > count:
+            raise ValueError(f"A batch of {batch_size} does not fit into {count} {self.by}, and drop_last is set.")
+        device = getattr(storage, "device", "cpu")
+        if self.remaining is None or self.len_storage != count:
+            self.remaining = self.order(count, device=device)
+            self.len_storage = count
+        index, rest = self.remaining[:batch_size], self.remaining[batch_size:]
+        left = rest.shape[0] // batch_size if self.drop_last else -(rest.shape[0] // -batch_size)
+        self.ran_out = left == 0
+        self.remaining = rest if left else None
+        self.set_remaining_batches(left)
+        if storage.ndim == 1:
+            return index, {}
+        if not whole:
+            return torch.unravel_index(index, storage.shape), {}
+        time = torch.arange(steps, device=device).expand(index.shape[0], -1)
+        return (time, index.unsqueeze(1).expand_as(time)), {}
+
+    def restart(self) -> None:
+        """Forget what is left of this epoch."""
+        self.clear()
+
+    def extend(self, index: Any) -> None:
+        """Start a new epoch, because new data came."""
+        self.restart()
+
+    def add(self, index: Any) -> None:
+        """Start a new epoch, because new data came."""
+        self.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options, what is left of the epoch, and the generator: tensors and scalars only."""
+        return {
+            "schema_version": 1,
+            "len_storage": self.len_storage,
+            "remaining": None if self.remaining is None else self.remaining.clone(),
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "by": self.by,
+            "ran_out": self.ran_out,
+            "generator": self.generator.get_state().clone(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly; the generator object stays the same, its state is set.
+
+        Raises:
+            ValueError: the state counts in other units.
+        """
+        check_state_version(state_dict, "mini-batch sampler")
+        if state_dict["by"] != self.by:
+            raise ValueError(f"The state samples by={state_dict['by']!r}, this sampler by={self.by!r}.")
+        self.len_storage = int(state_dict["len_storage"])
+        remaining = state_dict["remaining"]
+        self.remaining = None if remaining is None else remaining.clone()
+        self.drop_last, self.shuffle = bool(state_dict["drop_last"]), bool(state_dict["shuffle"])
+        self.ran_out = bool(state_dict["ran_out"])
+        self.generator.set_state(state_dict["generator"].cpu())
+
+    def dumps(self, path: Any) -> None:
+        """Write the state to a folder."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "minibatches.pt")
+
+    def loads(self, path: Any) -> None:
+        """Read the state from a folder."""
+        self.load_state_dict(torch.load(Path(path) / "minibatches.pt", weights_only=True))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(by={self.by!r}, shuffle={self.shuffle}, drop_last={self.drop_last})"

@@ -1,0 +1,101 @@
+"""The documented names of on-policy data, and the keys they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+DOCUMENTED: dict[str, NestedKey] = {
+    "Observation": "observation",
+    "RecurrentHiddenStates": "recurrent_state",
+    "Action": "action",
+    "Reward": ("next", "reward"),
+    "IntrinsicReward": ("next", "intrinsic_reward"),
+    "ExternalReturn": "value_target",
+    "IntrinsicReturn": "intrinsic_value_target",
+    "Value": "state_value",
+    "IntrinsicValue": "intrinsic_state_value",
+    "LogProbability": "action_log_prob",
+    "Advantage": "advantage",
+    "IntrinsicAdvantage": "intrinsic_advantage",
+    "Done": ("next", "terminated"),
+}
+"""The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
+
+SUCCESSORS: dict[str, NestedKey] = {
+    "NextObservation": ("next", "observation"),
+    "NextRecurrentHiddenStates": ("next", "recurrent_state"),
+}
+FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
+COLUMNS = {"Reward", "IntrinsicReward", "Value", "IntrinsicValue"}
+KNOWN = sorted({*DOCUMENTED, *SUCCESSORS, *FLAGS})
+
+
+def key_of(name: str) -> NestedKey:
+    """The key of a documented name; a root key stands for itself.
+
+    Example:
+        >>> key_of("Reward")
+        ('next', 'reward')
+    """
+    return DOCUMENTED.get(name, SUCCESSORS.get(name, name))
+
+
+def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
+    """Read a dict with documented names as a TensorDict with our keys.
+
+    ``Done`` means terminated after this step, unless ``NextDone`` is there: then ``NextDone`` does, and ``Done`` marks the
+    start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. Dict observations become root keys.
+
+    Args:
+        sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
+        batch_dims: 1 for a transition, 2 for a rollout.
+
+    Raises:
+        KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
+    """
+    unknown = sorted(set(sample) - set(KNOWN))
+    if unknown:
+        raise KeyError(f"Unknown names {unknown}; the documented ones are {KNOWN}.")
+    missing = [name for name in ("Reward", "Done") if name not in sample]
+    if missing:
+        raise KeyError(f"{missing} missing in a sample with {sorted(sample)}.")
+    batch = torch.as_tensor(sample["Reward"]).shape[:batch_dims]
+    out = TensorDict({}, batch)
+
+    def column(value: Any) -> Tensor:
+        tensor = torch.as_tensor(value)
+        return tensor.unsqueeze(-1) if tensor.ndim == batch_dims else tensor
+
+    for name, value in sample.items():
+        if name in FLAGS or value is None:
+            continue
+        key = key_of(name)
+        if isinstance(value, Mapping | TensorDictBase):
+            nested = name not in ("Observation", "NextObservation")
+            for part, leaf in value.items():
+                leaf = column(leaf) if name in COLUMNS else torch.as_tensor(leaf)
+                prefix = key if isinstance(key, tuple) else (key,)
+                out.set((*prefix, part) if nested else (*prefix[:-1], part), leaf)
+        elif name in COLUMNS:
+            out.set(key, column(value))
+        elif name == "LogProbability":
+            tensor = torch.as_tensor(value)
+            out.set(key, tensor.squeeze(-1) if tensor.ndim > batch_dims and tensor.shape[-1] == 1 else tensor)
+        else:
+            out.set(key, torch.as_tensor(value))
+    terminated = column(sample.get("NextDone", sample["Done"])).bool()
+    truncated = sample.get("NextTruncated", sample.get("Truncated"))
+    cut = torch.zeros_like(terminated) if truncated is None else column(truncated).bool()
+    out.set(("next", "terminated"), terminated)
+    out.set(("next", "truncated"), cut)
+    out.set(("next", "done"), terminated | cut)
+    start = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
+    if start is not None:
+        out.set("is_init", column(start).bool())
+    return out

@@ -1,0 +1,273 @@
+"""The storage of one rollout: time-major ``[T, N]``, plus the one step after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
+
+STATE_VERSION = 1
+
+
+class RolloutStorage(StorageBase):
+    """Time-major storage ``[T, N]`` of one rollout, with the one step after the last.
+
+    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries that are added to :attr:`rollout`
+    (values, advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, episode start,
+    recurrent state); it survives ``empty`` so that the next rollout can continue from it.
+
+    Args:
+        size: capacity along time; a longer rollout is refused.
+        num_envs: number of environments; taken from the first write when ``None``.
+        device: where the data lives.
+
+    Raises:
+        ValueError: ``size`` or ``num_envs`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> storage = RolloutStorage(4, num_envs=2)
+        >>> data = TensorDict({"action": torch.arange(6).view(3, 2)}, [3, 2])
+        >>> storage.set(slice(0, 3), data)
+        >>> storage.num_steps, storage.rollout.shape
+        (3, torch.Size([3, 2]))
+    """
+
+    def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
+        for name, value in (("size", size), ("num_envs", num_envs)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        super().__init__(size * (num_envs or 1), ndim=2, device=device)
+        self.size = size
+        self.num_envs = num_envs
+        self.num_steps = 0
+        self.tail: TensorDict | None = None
+        self.schema: Schema = {}
+        self._rollout: TensorDict | None = None
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """``[T, N]`` of the filled part, ``None`` before the first write."""
+        return None if self.data is None else torch.Size([self.num_steps, self.num_envs or 0])
+
+    @property
+    def rollout(self) -> TensorDict:
+        """The filled part, ``[T, N]`` named ``("time", None)``: live views, plus what was added since the last write.
+
+        Raises:
+            RuntimeError: nothing is stored.
+        """
+        if self.data is None or not self.num_steps:
+            raise RuntimeError("The rollout storage is empty: write a rollout first (insert_data_slice or extend).")
+        if self._rollout is None:
+            self._rollout = self._view()
+        return self._rollout
+
+    def _view(self) -> TensorDict:
+        batch = torch.Size([self.num_steps, self.num_envs or 0])
+
+        def build(node: TensorDictBase) -> TensorDict:
+            entries = {
+                key: build(value) if isinstance(value, TensorDictBase) else value[: self.num_steps]
+                for key, value in node.items()
+            }
+            return new_tensordict(entries, batch, ["time", None])
+
+        assert self.data is not None
+        return build(self.data)
+
+    def _init(self, data: TensorDictBase) -> None:
+        self.allocate(data)
+
+    def allocate(self, row: TensorDictBase) -> None:
+        """Reserve memory for ``size`` rows like ``row`` (batch size ``[N]``).
+
+        Raises:
+            ValueError: the number of environments differs from ``num_envs``.
+        """
+        if row.ndim != 1 or (self.num_envs is not None and row.shape[0] != self.num_envs):
+            raise ValueError(f"Expected rows of {self.num_envs} environments, got batch size {list(row.shape)}.")
+        rows, envs = self.size, row.shape[0]
+        self.num_envs = envs
+        self.max_size = rows * envs
+        out = TensorDict({}, [rows, envs], device=None)
+        for key, value in leaves_of(row):
+            out.set(key, torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device))
+        self.data = out
+        self.schema = describe(row, 1)
+
+    def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
+        """Write rows: an integer cursor takes ``[N]``, a slice takes ``[T, N]``.
+
+        Any other index edits cells in place, as TorchRL does.
+        """
+        if self.data is None:
+            self.allocate(data if isinstance(cursor, int) else data[0])
+        if not isinstance(cursor, (int, slice)) or not set_cursor:
+            super().set(cursor, data, set_cursor=False)
+            return
+        assert self.data is not None
+        rows = slice(cursor, cursor + 1) if isinstance(cursor, int) else cursor
+        for key, value in leaves_of(data):
+            self.data.get(key)[rows].copy_(value if isinstance(cursor, slice) else value.unsqueeze(0))
+        self._finish_write(rows.stop)
+
+    def _finish_write(self, num_steps: int) -> None:
+        self._rollout = None
+        self.num_steps = num_steps
+        self.record_cursor(num_steps - 1)
+        self.set_length(num_steps * (self.num_envs or 0))
+
+    def get(self, index: Any) -> TensorDict:
+        """Read cells; a pair of equal coordinate tensors ``(t, n)`` is gathered leaf by leaf."""
+        rollout = self.rollout
+        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(i, Tensor) for i in index):
+            flat = torch.as_tensor(index[0] * self.num_envs + index[1])
+            batch = gather(flatten_tree(rollout), flat.reshape(-1))
+            return batch if flat.ndim == 1 else batch.reshape(flat.shape)
+        return rollout[index]
+
+    def clear(self) -> None:
+        """Forget the stored steps; the step after the last stays."""
+        self._rollout = None
+        self.num_steps = 0
+        super().clear()
+
+    def resize(self, size: int) -> None:
+        """Change the capacity along time and keep what is stored.
+
+        Raises:
+            ValueError: more steps are stored than fit.
+        """
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"size must be a positive integer, got {size!r}.")
+        if size < self.num_steps:
+            raise ValueError(f"{self.num_steps} steps are stored and do not fit into size={size}; call empty() first.")
+        old, num_steps, extra = self.data, self.num_steps, self.added() if self.num_steps else {}
+        self.size = size
+        self.max_size = size * (self.num_envs or 1)
+        if old is not None:
+            self.allocate(old[0])
+            if num_steps:
+                self.set(slice(0, num_steps), old[:num_steps])
+                for key, value in extra.items():
+                    self.rollout.set(key, value)
+
+    def added(self) -> dict[NestedKey, Tensor]:
+        """Entries of :attr:`rollout` that are not what was written: new keys, and replaced values."""
+        assert self.data is not None
+        stored = self.data
+        return {
+            key: value
+            for key, value in leaves_of(self.rollout)
+            if key not in self.schema or value.data_ptr() != stored.get(key).data_ptr()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
+        filled = None if self.data is None else self.data[: self.num_steps].clone().to_dict()
+        added = {} if not self.num_steps else _nest({k: v.clone() for k, v in self.added().items()})
+        return {
+            "schema_version": STATE_VERSION,
+            "size": self.size,
+            "num_envs": self.num_envs,
+            "num_steps": self.num_steps,
+            "data": filled,
+            "added": added,
+            "tail": None if self.tail is None else self.tail.clone().to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly.
+
+        Raises:
+            ValueError: another version, size, number of environments, or other keys, shapes or dtypes.
+        """
+        check_state_version(state_dict, "rollout storage")
+        for name in ("size", "num_envs"):
+            here, there = getattr(self, name), state_dict[name]
+            if here is not None and there is not None and here != there:
+                raise ValueError(
+                    f"The state has {name}={there}, this storage has {name}={here}; "
+                    f"build the storage with {name}={there} or load a matching state."
+                )
+        steps, envs = state_dict["num_steps"], state_dict["num_envs"]
+        filled = None if state_dict["data"] is None else TensorDict(state_dict["data"], [steps, envs])
+        if filled is not None:
+            schema = describe(filled, 2)
+            if self.schema and schema != self.schema:
+                raise ValueError(f"The state holds other data: {schema_difference(self.schema, schema)}.")
+            if self.data is None:
+                self.allocate(_empty_row(filled, envs))
+        if filled is not None and steps:
+            self.set(slice(0, steps), filled)
+            for key, value in leaves_of(TensorDict(state_dict["added"], [steps, envs])):
+                self.rollout.set(key, value.to(self.device, copy=True))
+        else:
+            self.clear()
+        tail = state_dict["tail"]
+        self.tail = None if tail is None else TensorDict(tail, [envs]).to(self.device).clone()
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "rollout.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from a folder."""
+        self.load_state_dict(torch.load(Path(path) / "rollout.pt", weights_only=True))
+
+
+def check_state_version(state_dict: Mapping[str, Any], owner: str) -> None:
+    """Refuse a state that another version of the schema wrote."""
+    version = state_dict.get("schema_version")
+    if version != STATE_VERSION:
+        raise ValueError(f"The {owner} state has schema version {version!r}, this release reads {STATE_VERSION}.")
+
+
+def _empty_row(filled: TensorDict, envs: int) -> TensorDict:
+    row = TensorDict({}, [envs])
+    for key, value in leaves_of(filled):
+        row.set(key, value.new_empty((envs, *value.shape[2:])))
+    return row
+
+
+def _nest(flat: dict[NestedKey, Tensor]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = (key,) if isinstance(key, str) else key
+        node = nested
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return nested
+
+
+Tree = dict[str, Any]
+
+
+def flatten_tree(rollout: TensorDictBase) -> Tree:
+    """Nested dict of the leaves of ``[T, N]`` as flat ``[T * N, ...]`` views."""
+    return {
+        key: flatten_tree(value) if isinstance(value, TensorDictBase) else value.flatten(0, 1)
+        for key, value in rollout.items()
+    }
+
+
+def gather(tree: Tree, index: Tensor) -> TensorDict:
+    """Read rows ``index`` (``[B]``) of every leaf of a flat tree by ``index_select``."""
+    batch = index.shape
+    entries = {
+        key: value.index_select(0, index) if isinstance(value, Tensor) else gather(value, index)
+        for key, value in tree.items()
+    }
+    return new_tensordict(entries, batch)

@@ -1,0 +1,350 @@
+"""The plain on-policy buffer: Monte-Carlo returns, and the documented verbs all on-policy buffers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.estimators import discounted_returns, standardize
+from torchrl_lightning.rollout.advantages import DiscountedReturns
+from torchrl_lightning.rollout.base import OnPolicyBuffer
+from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
+from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
+from torchrl_lightning.rollout.values import fill_values
+
+Values = Tensor | Mapping[str, Tensor]
+
+
+class VanillaOnPolicyBuffer(OnPolicyBuffer):
+    """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V`` (documented by PyTorchRL).
+
+    A rollout goes in with ``insert_data_slice`` (or step by step with ``insert_transition``), ``before_gradients`` writes
+    values, ``advantage`` and ``value_target``, ``generate_batches`` hands it out. Everything is time-major, ``[T, N, ...]``.
+
+    Args:
+        size: capacity along time.
+        device: where the rollout lives.
+        actor: TensorDict policy; may be assigned later.
+        algorithm: any object with ``gamma`` and optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
+        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are intrinsic
+            rewards; may be assigned later.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
+        recompute_values: run the critic although the policy wrote values.
+        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: advantages.
+        value_target_key: value targets.
+        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        **kwargs: ``num_envs``, ``time_dim``, ``recurrent``, ``recurrent_keys``, ``batch_keys``, ``batch_size``,
+            ``generator``, ``transform``.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag = torch.zeros(2, 3, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(2, 3, 1), "done": flag, "terminated": flag}
+        >>> rollout = TensorDict({"action": torch.zeros(2, 3), "next": following}, [2, 3], names=[None, "time"])
+        >>> buffer = VanillaOnPolicyBuffer(3, gamma=0.5, bootstrap=False, standardize_advantages=False)
+        >>> buffer.insert_data_slice(rollout)
+        >>> buffer.before_gradients()
+        >>> batch = next(buffer.generate_batches(1, shuffle=False))
+        >>> batch["value_target"].flatten().tolist()
+        [1.75, 1.75, 1.5, 1.5, 1.0, 1.0]
+    """
+
+    storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
+    parameters: ClassVar[tuple[str, ...]] = (
+        "size",
+        "gamma",
+        "gamma_intrinsic",
+        "actor",
+        "critic",
+        "intrinsic_critic",
+        "algorithm",
+        "envs",
+        "standardize_advantages",
+        "recompute_values",
+        "normalize_intrinsic",
+        "batch_keys",
+        "recurrent",
+        "frame_stack",
+    )
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        actor: Any = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        *,
+        gamma: float | None = None,
+        critic: TensorDictModuleBase | None = None,
+        intrinsic_critic: TensorDictModuleBase | None = None,
+        gamma_intrinsic: float | None = None,
+        normalize_intrinsic: bool = True,
+        intrinsic_direction: str = "forward",
+        standardize_advantages: bool = True,
+        recompute_values: bool = False,
+        bootstrap: bool = True,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        frame_stack: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("num_envs", getattr(envs, "num_envs", None))
+        super().__init__(size, device, **kwargs)
+        self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
+        self.algorithm, self.envs = algorithm, envs
+        self.gamma = check_unit(_first(gamma, getattr(algorithm, "gamma", None), 0.99), "gamma")
+        self.gamma_intrinsic = check_unit(
+            _first(gamma_intrinsic, getattr(algorithm, "gamma_intrinsic", None), 0.99), "gamma_intrinsic"
+        )
+        self.standardize_advantages = standardize_advantages
+        self.recompute_values = recompute_values
+        self.bootstrap = bootstrap
+        self.normalize_intrinsic = normalize_intrinsic
+        self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
+        self.frame_stack = _first(frame_stack, getattr(envs, "frame_stack", None), 1)
+        self.num_channels_obs: int | None = None
+        self.intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
+
+    @classmethod
+    def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
+
+        Args:
+            size: capacity along time.
+            **options: constructor options.
+        """
+
+        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Self:
+            return cls(size, device, actor, algorithm, envs, **options)
+
+        return create
+
+    # ---- estimates --------------------------------------------------------------------------------------------------
+
+    def estimator(self) -> AdvantageTransform:
+        """The transform that writes advantages and targets of the extrinsic stream."""
+        return DiscountedReturns(self.gamma, bootstrap=self.bootstrap, **self._estimator_options())
+
+    def _estimator_options(self) -> dict[str, Any]:
+        return {
+            "value_key": self.value_key,
+            "advantage_key": self.advantage_key,
+            "value_target_key": self.value_target_key,
+            "standardize_advantages": self.standardize_advantages,
+        }
+
+    @property
+    def intrinsic_lmbda(self) -> float:
+        """λ of the intrinsic stream."""
+        return 1.0
+
+    def before_gradients(self) -> None:
+        """Write values, advantages and targets of every stream and critic over the filled steps.
+
+        Raises:
+            RuntimeError: nothing is stored, or a critic is needed and missing.
+        """
+        self.fill_values()
+        self.estimate()
+
+    def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
+        """Write values of all steps and their successors.
+
+        Args:
+            recompute: run the critic although the policy wrote values.
+            unroll: run a recurrent critic over whole sequences instead of from each stored state.
+        """
+        rollout, schema = self.rollout, self.storage.schema
+        recompute = recompute or self.recompute_values
+
+        def known(key: NestedKey) -> bool:
+            return key in schema and not recompute
+
+        streams: list[tuple[Any, dict[NestedKey, bool]]] = []
+        if self.bootstrap:
+            streams.append((self.critic, {self.value_key: True}))
+        if self.has_intrinsic:
+            if self.intrinsic_critic is None and streams:
+                streams[0][1][self.intrinsic.value_key] = False
+            else:
+                streams.append((self.intrinsic_critic or self.critic, {self.intrinsic.value_key: False}))
+        for critic, roots in streams:
+            fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
+
+    def estimate(self) -> None:
+        """Write advantages and targets from the values that are there."""
+        rollout = self.rollout
+        self.estimator().compute(rollout)
+        if self.has_intrinsic:
+            self.normalize_int_rewards()
+            self.intrinsic.gamma, self.intrinsic.lmbda = self.gamma_intrinsic, self.intrinsic_lmbda
+            self.intrinsic.standardize_advantages = self.standardize_advantages
+            self.intrinsic.compute(rollout)
+
+    @property
+    def has_intrinsic(self) -> bool:
+        """Whether the stored rollout has intrinsic rewards."""
+        return self.storage.num_steps > 0 and "intrinsic_reward" in self.rollout.get("next").keys()
+
+    def normalize_int_rewards(self) -> None:
+        """Divide the intrinsic rewards by a running estimate of their returns' deviation, once for each rollout.
+
+        Raises:
+            KeyError: the rollout has no intrinsic rewards.
+        """
+        if NORMALIZED in self.rollout.keys(include_nested=True):
+            return
+        self.intrinsic.normalize = self.normalize_intrinsic
+        self.intrinsic.normalize_rewards(self.rollout)
+
+    def after_gradients(self, batch: Any, info: Any) -> Any:
+        """Note that the rollout was used: the next write starts a new one. Changes no data; may be called often.
+
+        Args:
+            batch: the mini-batch.
+            info: returned unchanged.
+        """
+        self._consumed = True
+        return info
+
+    def compute_returns(
+        self,
+        rewards: Tensor,
+        returns: Values | None,
+        values: Values,
+        dones: Tensor,
+        gamma: float,
+        truncated: Tensor | None = None,
+    ) -> Values:
+        """Return values of time-major tensors; ``returns`` is filled in place where given.
+
+        Args:
+            rewards: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored.
+            returns: ``[T, N, 1]`` or ``[T + 1, N, 1]`` to write into, or ``None``; a dict for several critics.
+            values: ``[T + 1, N, 1]``, the last row is the bootstrap; a dict for several critics.
+            dones: terminated after each step, ``[T, N, 1]``; with ``T + 1`` rows, row ``t + 1`` belongs to step ``t``.
+            gamma: discount.
+            truncated: cut off after each step, like ``dones``.
+        """
+        if isinstance(values, Mapping):
+            outs = cast("Mapping[str, Tensor]", returns or {})
+            return {
+                k: cast(Tensor, self.compute_returns(rewards, outs.get(k), v, dones, gamma, truncated))
+                for k, v in values.items()
+            }
+        steps = values.shape[0] - 1
+        if rewards.shape[0] not in (steps, steps + 1) or steps < 1:
+            raise ValueError(f"values has {steps + 1} rows, so rewards needs {steps} rows, got {rewards.shape[0]}.")
+        rewards = rewards[:steps].to(values.dtype)
+        flags = [f if f.shape[0] == steps else f[1:] for f in (dones, dones if truncated is None else truncated)]
+        terminated, cut = (f.bool().expand_as(rewards) for f in flags)
+        result = self._returns(rewards, values, terminated, terminated | cut, gamma)
+        if isinstance(returns, Tensor):
+            returns[:steps].copy_(result)
+            if returns.shape[0] == steps + 1:
+                returns[-1].copy_(values[-1])
+            return returns
+        return result
+
+    def _returns(self, rewards: Tensor, values: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
+        return discounted_returns(rewards, values[1:], terminated, done, gamma)
+
+    def compute_advantages(self, returns: Values, values: Values) -> Values:
+        """Transition advantages ``R - V``, standardised once over all of them unless that is switched off.
+
+        Args:
+            returns: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored; a dict for several critics.
+            values: likewise; one row more than ``returns`` is ignored.
+        """
+        if isinstance(values, Mapping):
+            targets = cast("Mapping[str, Tensor]", returns)
+            return {k: cast(Tensor, self.compute_advantages(targets[k], v)) for k, v in values.items()}
+        returns = cast(Tensor, returns)
+        steps = values.shape[0] - 1 if returns.shape[0] == values.shape[0] else returns.shape[0]
+        advantage = returns[:steps] - values[:steps]
+        return standardize(advantage) if self.standardize_advantages else advantage
+
+    # ---- the other documented verbs ---------------------------------------------------------------------------------
+
+    def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
+        """Reserve memory for steps like ``sample`` (``[N]``, our keys or documented names); nothing is stored.
+
+        Raises:
+            ValueError: other steps are stored already.
+        """
+        data = sample if isinstance(sample, TensorDictBase) else from_documented(sample, 1)
+        if self.storage.num_steps:
+            raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
+        self.storage.allocate(self._carried(data.copy()))
+
+    def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
+        """Channels of one frame, also kept as ``num_channels_obs``.
+
+        Raises:
+            ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
+        """
+        name = "Observation" if "Observation" in sample.keys() else "observation"
+        obs = sample.get(name, None)
+        if not isinstance(obs, Tensor):
+            raise ValueError(
+                f"Channels need one tensor observation [N, C, ...], got {sorted(map(str, sample.keys()))}; "
+                "read a dict observation's entries one by one."
+            )
+        if obs.ndim < 2 or obs.shape[1] % self.frame_stack:
+            raise ValueError(
+                f"Observations of shape {list(obs.shape)} do not hold frame_stack={self.frame_stack} frames "
+                "along their first dimension behind the environments."
+            )
+        self.num_channels_obs = obs.shape[1] // self.frame_stack
+        return self.num_channels_obs
+
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
+        """Set a parameter; ``size`` makes room again and keeps what is stored.
+
+        Raises:
+            ValueError: there is no such parameter, or what is stored does not fit into the new size.
+        """
+        if parameter_name not in self.parameters:
+            raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(self.parameters)}.")
+        if parameter_name == "size":
+            self.storage.resize(new_parameter_value)
+            return
+        if parameter_name.startswith("gamma") or parameter_name.endswith("lambda"):
+            new_parameter_value = check_unit(new_parameter_value, parameter_name)
+        setattr(self, parameter_name, new_parameter_value)
+
+    def _default_split(self) -> tuple[int | None, int | None]:
+        return getattr(self.algorithm, "num_mini_batch", None), getattr(self.algorithm, "mini_batch_size", None)
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exact copy, with the running statistics of the intrinsic rewards."""
+        return {**super().state_dict(), "intrinsic": self.intrinsic.get_extra_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly; see the base class for errors."""
+        super().load_state_dict(state_dict)
+        self.intrinsic.set_extra_state(state_dict["intrinsic"])
+
+
+def _first(*candidates: Any) -> Any:
+    return next(candidate for candidate in candidates if candidate is not None)

@@ -1,0 +1,206 @@
+"""The writer of rollouts, the only place that transposes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._compat import WriterBase
+from torchrl_lightning.rollout.layout import describe, leaves_of, schema_difference, time_axis, time_major
+from torchrl_lightning.rollout.storage import RolloutStorage, check_state_version
+
+REWARD = ("next", "reward")
+DONE = ("next", "done")
+TERMINATED = ("next", "terminated")
+TRUNCATED = ("next", "truncated")
+
+
+class RolloutWriter(WriterBase):
+    """Writes rollouts into a :class:`RolloutStorage`, time-major, and refuses what does not fit.
+
+    ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order with
+    ``time_dim``; ``add`` takes one step of all environments, ``[N]``. An unnamed two-dimensional batch is an error.
+
+    Args:
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        recurrent_keys: root keys of recurrent states; zeroed in the step after the last where an episode ended.
+
+    Raises:
+        ValueError: on write, before anything changes: unknown time dimension, overflow, other keys, shapes or dtypes
+            than stored, rewards or values that are not finite.
+        KeyError: on write, ``("next", "terminated")`` is missing.
+        TypeError: the registered storage is not a :class:`RolloutStorage`, or flags are not boolean.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), writer=RolloutWriter(), dim_extend=0)
+        >>> flag = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(2, 5, 1), "done": flag, "terminated": flag}
+        >>> rollout = TensorDict({"action": torch.zeros(2, 5), "next": following}, [2, 5], names=[None, "time"])
+        >>> index = buffer.extend(rollout)
+        >>> buffer[:].shape, buffer[:].names
+        (torch.Size([5, 2]), ['time', None])
+    """
+
+    def __init__(
+        self, time_dim: int | None = None, *, recurrent_keys: tuple[NestedKey, ...] = ("recurrent_state",)
+    ) -> None:
+        super().__init__()
+        self.time_dim = time_dim
+        self.recurrent_keys = recurrent_keys
+
+    def register_storage(self, storage: Any) -> None:
+        """Take the storage to fill."""
+        if not isinstance(storage, RolloutStorage):
+            raise TypeError(f"RolloutWriter fills a RolloutStorage, got {type(storage).__name__}.")
+        super().register_storage(storage)
+
+    @property
+    def _target(self) -> RolloutStorage:
+        if self.storage is None:
+            raise RuntimeError("The writer has no storage yet; give both to a replay buffer.")
+        return self.storage
+
+    def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
+        """Append a rollout and return the written cells, one row ``(t, n)`` for each element in the order of ``data``."""
+        storage, time_dim = self._target, self.time_dim if time_dim is None else time_dim
+        self.prepare(data, time_dim, storage.num_steps)
+        return self.write(data, time_dim)
+
+    def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> None:
+        """Check that ``data`` may be written from step ``start`` on; changes nothing."""
+        rollout = time_major(data, time_dim)
+        steps, size = rollout.shape[0], self._target.size
+        if not steps:
+            raise ValueError("The rollout is empty: it holds 0 steps.")
+        if start + steps > size:
+            stored = f" after {start} stored ones; call empty() first" if start else ""
+            raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
+        self._check(rollout, 2)
+
+    def write(self, data: TensorDictBase, time_dim: int | None) -> Tensor:
+        """Write a rollout that :meth:`prepare` accepted."""
+        storage = self._target
+        rollout = time_major(data, time_dim)
+        start, steps = storage.num_steps, rollout.shape[0]
+        storage.set(slice(start, start + steps), rollout)
+        storage.tail = self._tail(rollout[-1])
+        self.write_count += steps
+        cells = self._cells(start, steps)
+        self.notify(cells)
+        if data.ndim == 2 and time_axis(data, time_dim) == 1:
+            cells = cells.unflatten(0, (steps, -1)).transpose(0, 1).flatten(0, 1)
+        # TorchRL's tensordict buffer cannot attach (t, n) pairs where the first sizes agree; it can attach the rows.
+        return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
+
+    def add(self, data: TensorDictBase) -> int:
+        """Append one step of all environments, ``[N]``, and return its row."""
+        storage = self._target
+        if data.ndim != 1:
+            raise ValueError(
+                f"add takes one step of all environments, batch size [N]; got {list(data.shape)}. "
+                "Use extend for a rollout."
+            )
+        if storage.num_steps >= storage.size:
+            raise ValueError(f"All size={storage.size} steps are stored, step {storage.size + 1} does not fit.")
+        self._check(data, 1)
+        row = storage.num_steps
+        storage.set(row, data)
+        storage.tail = self._tail(data)
+        self.write_count += 1
+        self.notify(self._cells(row, 1))
+        return row
+
+    def _cells(self, start: int, steps: int) -> Tensor:
+        envs = self._target.num_envs or 0
+        flat = torch.arange(start * envs, (start + steps) * envs, device=self._target.device)
+        return torch.stack((flat // envs, flat % envs), -1)
+
+    def _check(self, data: TensorDictBase, batch_dims: int) -> None:
+        storage = self._target
+        envs = data.shape[-1]
+        if storage.num_envs is not None and envs != storage.num_envs:
+            raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
+        check_flags(data)
+        schema = describe(data, batch_dims)
+        if storage.schema and schema != storage.schema:
+            raise ValueError(f"The rollout differs from what is stored: {schema_difference(storage.schema, schema)}.")
+        for key in (REWARD, *(k for k in schema if (k if isinstance(k, str) else k[0]).endswith("state_value"))):
+            check_finite(data.get(key), key)
+
+    def _tail(self, last: TensorDictBase) -> TensorDict:
+        following, done = last.get("next"), last.get(DONE)
+        tail = TensorDict({}, last.shape)
+        for key, value in leaves_of(following):
+            name = key if isinstance(key, str) else key[0]
+            if name in ("reward", "done", "terminated", "truncated") or name.endswith(("state_value", "_reward")):
+                continue
+            recurrent = name in self.recurrent_keys or key in self.recurrent_keys
+            ended = done.reshape(done.shape[0], *[1] * (value.ndim - 1)) if recurrent else None
+            value = value.to(self._target.device)
+            tail.set(key, value.clone() if ended is None else value.masked_fill(ended.to(value.device), 0))
+        tail.set("is_init", done.to(self._target.device, copy=True))
+        return tail
+
+    def state_dict(self) -> dict[str, Any]:
+        """The write count; the cursor is the storage's."""
+        return {"schema_version": 1, "write_count": self.write_count}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the write count."""
+        check_state_version(state_dict, "rollout writer")
+        self.write_count = int(state_dict["write_count"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder."""
+        Path(path).mkdir(exist_ok=True)
+        (Path(path) / "rollout_writer.json").write_text(json.dumps(self.state_dict()))
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from a folder."""
+        self.load_state_dict(json.loads((Path(path) / "rollout_writer.json").read_text()))
+
+
+def check_flags(data: TensorDictBase) -> None:
+    """Check that reward and the end-of-episode flags are there and boolean.
+
+    Raises:
+        KeyError: one is missing; the message says what to add.
+        TypeError: a flag is not boolean.
+    """
+    if "next" not in data.keys():
+        raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
+    keys = data.get("next").keys()
+    if "terminated" not in keys:
+        raise KeyError(
+            f'("next", "terminated") is missing (there are {sorted(keys)}). Add it: boolean, shape [..., 1], True where '
+            "the episode really ended and False where it was cut by a time limit; it is never guessed from done."
+        )
+    for key in ("reward", "done"):
+        if key not in keys:
+            raise KeyError(f'("next", "{key}") is missing (there are {sorted(keys)}).')
+    for key in (DONE, TERMINATED):
+        if data.get(key).dtype is not torch.bool:
+            raise TypeError(f"{key} must be boolean, got {data.get(key).dtype}; convert it with .bool().")
+
+
+def check_finite(value: Tensor, key: NestedKey) -> None:
+    """Refuse NaN and infinite entries.
+
+    Raises:
+        ValueError: there are some; the message counts them.
+    """
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        bad = int((~torch.isfinite(value)).sum())
+        raise ValueError(
+            f"{key!r} holds {bad} values that are NaN or infinite, of {value.numel()}; nothing was written."
+        )
