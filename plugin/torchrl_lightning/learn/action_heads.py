@@ -1,0 +1,198 @@
+"""Action heads: from features to distribution parameters, samples and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributions as D
+from torchrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from torchrl.data import (
+    MultiCategorical as MultiCategoricalSpec,
+)
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+
+from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
+from torchrl_lightning.learn.networks import orthogonal
+
+POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
+Parameters = tuple[Tensor, ...]
+
+
+class ActionHead(nn.Module):
+    """One linear layer from features to distribution parameters.
+
+    Args:
+        layers: Maps features `[*B, H]` to the parameters.
+        parameter_keys: What the parameters are called; the distribution takes them under these names.
+        distribution_class: The distribution.
+        distribution_kwargs: What the distribution takes besides.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        parameter_keys: Sequence[str],
+        distribution_class: type[D.Distribution],
+        distribution_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self.parameter_keys = list(parameter_keys)
+        self.distribution_class = distribution_class
+        self.distribution_kwargs = distribution_kwargs or {}
+
+    def forward(self, features: Tensor) -> Parameters:
+        """Return the distribution's parameters."""
+        parameters = self.layers(features)
+        return parameters if isinstance(parameters, tuple) else (parameters,)
+
+    def distribution(self, parameters: Parameters) -> D.Distribution:
+        """Return the distribution with these parameters."""
+        return self.distribution_class(
+            **dict(zip(self.parameter_keys, parameters, strict=True)), **self.distribution_kwargs
+        )
+
+    def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Return actions and log-probabilities, with the random numbers that TorchRL's generic path would draw."""
+        dist = self.distribution(parameters)
+        if not deterministic:
+            action = dist.rsample() if dist.has_rsample else dist.sample()
+        elif hasattr(dist, "deterministic_sample"):
+            action = dist.deterministic_sample
+        else:
+            action = dist.mode
+        return action, dist.log_prob(action)
+
+    def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities `[*B]` and entropies `[*B]`, the latter from one sample if need be."""
+        dist = self.distribution(parameters)
+        if isinstance(dist, TanhNormal):
+            return dist.log_prob(action), -dist.rsample_and_log_prob()[1]
+        return dist.log_prob(action), dist.entropy()
+
+
+class CategoricalHead(ActionHead):
+    """Integer actions; torch's `Categorical` without the object around it."""
+
+    def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Return integer actions `[*B]` and log-probabilities `[*B]`."""
+        logits = parameters[0]
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+        probs = logits.softmax(-1)
+        if deterministic:
+            action = probs.argmax(-1, keepdim=True)
+        else:
+            action = torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1, True).reshape(*probs.shape[:-1], 1)
+        return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
+
+    def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities `[*B]` and entropies `[*B]`."""
+        logits = parameters[0].log_softmax(-1)
+        log_prob = logits.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        # A forbidden action has log-probability -inf; its share of the entropy is zero.
+        return log_prob, -(logits.clamp_min(torch.finfo(logits.dtype).min) * logits.exp()).sum(-1)
+
+
+class GaussianLayer(nn.Module):
+    """A linear mean and a standard deviation that does not depend on the state, both in units of the action.
+
+    Args:
+        features: Width of the input.
+        center: Middle of the action range `[A]`.
+        half_range: Half the action range `[A]`; mean and deviation are learnt in its units.
+        initial_std: First standard deviation, in units of `half_range`.
+    """
+
+    center: Tensor
+    half_range: Tensor
+
+    def __init__(self, features: int, center: Tensor, half_range: Tensor, initial_std: float) -> None:
+        super().__init__()
+        self.mean = orthogonal(nn.Linear(features, center.numel()), POLICY_GAIN)
+        self.log_std = nn.Parameter(torch.full((center.numel(),), math.log(initial_std)))
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+
+    def forward(self, features: Tensor) -> Parameters:
+        """Return mean and standard deviation, `[*B, A]` each."""
+        loc = torch.addcmul(self.center, self.mean(features), self.half_range)
+        return loc, (self.log_std.exp() * self.half_range).expand_as(loc)
+
+
+def build_head(spec: TensorSpec, features: int, distribution: str = "auto", initial_std: float = 1.0) -> ActionHead:
+    """Build the head of an unbatched action spec.
+
+    Integer actions get a categorical, one-hot ones TorchRL's `OneHotCategorical`, several integers a joint
+    `MultiCategorical`; bounded boxes a `ClippedNormal` (`distribution="normal"`, the default) or TorchRL's `TanhNormal`
+    (`"tanh_normal"`), unbounded ones an `IndependentNormal`.
+
+    Raises:
+        ValueError: `distribution` is unknown, or does not fit the actions.
+        TypeError: There is no distribution for these actions.
+
+    Example:
+        >>> build_head(Categorical(3), 8).distribution_class.__name__
+        'Categorical'
+    """
+    if distribution not in ("auto", "normal", "tanh_normal"):
+        raise ValueError(f"distribution must be 'auto', 'normal' or 'tanh_normal', got {distribution!r}")
+    sizes = _choices(spec)
+    if sizes:
+        layer = orthogonal(nn.Linear(features, sum(sizes)), POLICY_GAIN)
+        head = ActionHead(layer, ["logits"], MultiCategorical, {"sizes": sizes})
+    elif isinstance(spec, Categorical) and not spec.shape:
+        layer = orthogonal(nn.Linear(features, int(spec.space.n)), POLICY_GAIN)
+        head = CategoricalHead(layer, ["logits"], D.Categorical)
+    elif isinstance(spec, OneHot):
+        layer = orthogonal(nn.Linear(features, int(spec.space.n)), POLICY_GAIN)
+        head = ActionHead(layer, ["logits"], OneHotCategorical)
+    elif isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
+        return _gaussian_head(spec, features, distribution, initial_std)
+    else:
+        raise TypeError(
+            f"no distribution for actions {spec}; supported are Categorical, MultiCategorical, Binary, OneHot, and "
+            "one-dimensional floating-point Bounded and Unbounded specs"
+        )
+    if distribution != "auto":
+        raise ValueError(f"distribution={distribution!r} is for continuous actions, but the actions are {spec}")
+    return head
+
+
+def _choices(spec: TensorSpec) -> list[int]:
+    if isinstance(spec, MultiCategoricalSpec):
+        return [int(n) for n in spec.nvec.reshape(-1)]
+    if isinstance(spec, Categorical) and len(spec.shape) == 1:  # all parts of one size
+        return [int(spec.space.n)] * spec.shape[0]
+    return [2] * spec.shape[0] if isinstance(spec, Binary) and len(spec.shape) == 1 else []
+
+
+def _gaussian_head(spec: TensorSpec, features: int, distribution: str, initial_std: float) -> ActionHead:
+    low = getattr(spec.space, "low", torch.full(spec.shape, -math.inf)).to(torch.float32).clone()
+    high = getattr(spec.space, "high", torch.full(spec.shape, math.inf)).to(torch.float32).clone()
+    huge = torch.finfo(torch.float32).max  # TorchRL writes "no bound" so
+    low[low <= -huge], high[high >= huge] = -math.inf, math.inf
+    bounded = low.isfinite() & high.isfinite()
+    center = torch.where(bounded, (high + low) / 2, 0.0)
+    half_range = torch.where(bounded, (high - low) / 2, 1.0)
+    layer = GaussianLayer(features, center, half_range, initial_std)
+    if distribution == "tanh_normal":
+        if not bounded.all():
+            raise ValueError(
+                f"distribution='tanh_normal' needs finite bounds, got low {low.tolist()}, high {high.tolist()}"
+            )
+        layer.center, layer.half_range = torch.zeros_like(center), torch.ones_like(half_range)
+        return ActionHead(layer, ["loc", "scale"], TanhNormal, {"low": low, "high": high, "event_dims": 1})
+    if bool(low.isinf().all() & high.isinf().all()):
+        return ActionHead(layer, ["loc", "scale"], IndependentNormal)
+    return ActionHead(layer, ["loc", "scale"], ClippedNormal, {"low": low, "high": high})

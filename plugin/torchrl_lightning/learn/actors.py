@@ -1,0 +1,129 @@
+"""Actors: TorchRL's `ProbabilisticActor` built from specs, with a fast forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn.probabilistic import interaction_type
+from torch import Tensor
+from torch import distributions as D
+from torchrl.data import Composite, TensorSpec
+from torchrl.modules import ProbabilisticActor
+
+from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
+from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.trunks import FEATURES
+
+_DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
+
+
+class Actor(ProbabilisticActor):
+    """A trunk and an action head, as a `ProbabilisticActor` that writes `action` and `action_log_prob`.
+
+    Its forward calls network and distribution directly: same values and random numbers as TorchRL's generic path
+    (`generic_forward`), in about half the time on a handful of rows. Intermediate results are not written, so
+    that rollouts hold only what `out_keys` names. Recurrent actors also write `("next", "recurrent_state")`.
+
+    Args:
+        trunk: From observations to features.
+        head: From features to distribution parameters.
+        spec: The unbatched action spec.
+    """
+
+    def __init__(self, trunk: TensorDictModuleBase, head: ActionHead, spec: TensorSpec | None = None) -> None:
+        super().__init__(
+            TensorDictSequential(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=head.parameter_keys)),
+            in_keys=head.parameter_keys,
+            out_keys=["action"],
+            spec=None if spec is None else Composite(action=spec),
+            distribution_class=head.distribution_class,
+            distribution_kwargs=head.distribution_kwargs,
+            return_log_prob=True,
+            log_prob_key="action_log_prob",
+            default_interaction_type=InteractionType.RANDOM,
+        )
+        # Plain attributes for speed; the modules are registered once, above.
+        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+        self.__dict__["next_state_keys"] = [key for key in trunk.out_keys if key != FEATURES]
+        self.out_keys = ["action", "action_log_prob", *self.next_state_keys]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the actor reads a recurrent state."""
+        return bool(self.trunk.recurrent)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the action, its log-probability and, where there is one, the next recurrent state."""
+        kind = interaction_type() or InteractionType.RANDOM
+        if len(args) != 1 or kwargs or kind not in _DETERMINISTIC or not isinstance(args[0], TensorDictBase):
+            return self.generic_forward(*args, **kwargs)
+        tensordict = args[0]
+        features, states = self.trunk.step(tensordict)
+        action, log_prob = self.head.sample(self.head(features), _DETERMINISTIC[kind])
+        tensordict.set("action", action)
+        tensordict.set("action_log_prob", log_prob)
+        for key, state in zip(self.next_state_keys, states, strict=True):
+            tensordict.set(key, state)
+        return tensordict
+
+    def generic_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TorchRL's own forward: every kind of interaction, dispatch over keyword arguments, an output TensorDict."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase):
+            full = super().forward(args[0].copy())
+            return args[0].update(full.select(*self.out_keys))
+        return super().forward(*args, **kwargs)
+
+    def parameters_of(self, tensordict: TensorDictBase) -> Parameters:
+        """Return the distribution's parameters, writing nothing."""
+        return self.head(self.trunk.read(tensordict))
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
+        """Return the distribution over actions, writing nothing."""
+        return self.head.distribution(self.parameters_of(tensordict))
+
+    def evaluate(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of the stored actions, `[*B]` each, writing nothing."""
+        return self.head.evaluate(self.parameters_of(tensordict), tensordict.get("action"))
+
+
+def build_actor(
+    specs: Any, network: Network | None = None, *, distribution: str = "auto", initial_std: float = 1.0
+) -> Actor:
+    """Build an actor for an environment's specs.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: What comes before the head; `MLPNetwork()` when not given.
+        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
+        initial_std: For continuous actions: first standard deviation, in units of half the action range.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Categorical, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> td = build_actor(specs)(TensorDict(observation=torch.zeros(3, 4), batch_size=3))
+        >>> td["action"].shape, td["action_log_prob"].shape
+        (torch.Size([3]), torch.Size([3]))
+    """
+    keys, entries = observation_entries(specs)
+    trunk = (network or MLPNetwork()).trunk(keys, entries)
+    head = build_head(specs.action, trunk.features, distribution, initial_std)
+    return Actor(trunk, head, specs.action)
+
+
+def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
+    """Return the observation's keys and leaf specs, in sorted order, without bookkeeping entries.
+
+    Raises:
+        ValueError: There is no entry.
+    """
+    leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
+    skip = {"is_init", "recurrent_state", "step_count"}
+    keys = sorted((key for key in leaves if (key if isinstance(key, str) else key[0]) not in skip), key=str)
+    if not keys:
+        raise ValueError(f"the observation spec has no entries: {specs.observation}")
+    return keys, [leaves[key] for key in keys]

@@ -1,0 +1,264 @@
+"""The LightningModule around an on-policy loss: networks from specs, updates, schedules, metrics, evaluation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.objectives import LossModule, ValueEstimators
+
+from torchrl_lightning.learn.actors import Actor, build_actor
+from torchrl_lightning.learn.critics import Critic, build_critic
+from torchrl_lightning.learn.losses import target_key
+from torchrl_lightning.learn.metrics import MetricSums
+from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.rnd import RandomNetworkDistillation
+from torchrl_lightning.learn.schedules import Schedule, as_schedule
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ActorCriticModule(L.LightningModule):
+    """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
+
+    The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
+    and live in `loss` alone. Subclasses say which loss in `build_loss`.
+
+    Args:
+        network: What comes before the heads; `MLPNetwork()` when not given.
+        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
+        initial_std: For continuous actions: first standard deviation, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
+        separate_critics: Whether each critic head has a trunk of its own.
+        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
+        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
+        learning_rate: For the default optimizer.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        entropy_schedule: The same for the entropy coefficient.
+
+    Raises:
+        ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        distribution: str = "auto",
+        initial_std: float = 1.0,
+        critics: Sequence[str] | None = None,
+        separate_critics: bool = False,
+        intrinsic: RandomNetworkDistillation | None = None,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        learning_rate: float = 3e-4,
+        max_grad_norm: float | None = 0.5,
+        schedule: str | Schedule = "constant",
+        entropy_schedule: str | Schedule = "constant",
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.network: Network = network or MLPNetwork()
+        self.distribution, self.initial_std = distribution, initial_std
+        self.critic_names, self.separate_critics = critics, separate_critics
+        self.intrinsic = intrinsic
+        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
+        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
+        self.schedule, self.entropy_schedule = as_schedule(schedule), as_schedule(entropy_schedule)
+        self.loss: LossModule | None = None
+        self.metric_sums = MetricSums()
+        self._groups: list[list[nn.Parameter]] = []
+        self._coefficients: dict[str, float] = {}
+        self._stopped = False
+
+    @abstractmethod
+    def build_loss(self, actor: Actor, critic: Critic) -> LossModule:
+        """Return the loss; it must have a method `terms(batch)` that gives `loss_...` parts and diagnostics."""
+
+    # -- networks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def value_keys(self) -> list[NestedKey]:
+        """What the critic writes, the intrinsic value last."""
+        keys: list[NestedKey] = [("state_value", name) for name in self.critic_names or ()] or ["state_value"]
+        return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
+
+    def build(self, specs: Any) -> ActorCriticModule:
+        """Build networks and loss for an environment's specs, once; return the module."""
+        if self.loss is None:
+            actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
+            critic = build_critic(
+                specs, self.network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics
+            )
+            loss = self.build_loss(actor, critic)
+            # Made at once: a loss that makes it at first use has other state-dict keys before and after.
+            loss.make_value_estimator(ValueEstimators.GAE, gamma=0.99, lmbda=0.95)
+            if self.intrinsic is not None:
+                self.intrinsic.build(specs)
+            self.loss = loss
+            self._coefficients = {
+                name: float(value) for name, value in loss.named_buffers() if name in self.scheduled_coefficients
+            }
+        return self
+
+    def configure_model(self) -> None:
+        """Lightning's hook: build from the DataModule's specs."""
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
+                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
+            )
+        if self.loss is None:
+            data = getattr(self.trainer, "datamodule", None)
+            if not hasattr(data, "specs"):
+                raise RuntimeError(
+                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
+                    f"{type(data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                )
+            self.build(data.specs)
+
+    @property
+    def policy(self) -> Actor:
+        """The actor."""
+        return self._built().actor_network
+
+    @property
+    def critic(self) -> Critic:
+        """The critic."""
+        return self._built().critic_network
+
+    def _built(self) -> Any:
+        if self.loss is None:
+            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+        return self.loss
+
+    def annotate(self, rollout: TensorDictBase) -> None:
+        """Add `("next", "intrinsic_reward")` to a time-major rollout, where the module has an intrinsic stream."""
+        if self.intrinsic is not None:
+            self.intrinsic.annotate(rollout)
+
+    # -- optimizers and schedules -----------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Lightning's hook: one optimizer, one more for the critic's own parameters where asked for."""
+        actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
+        extra = list(self.intrinsic.predictor_parameters()) if self.intrinsic is not None else []
+        if self.critic_optimizer is None:
+            self._groups = [actor + critic + extra]
+            factories = [self.optimizer or self._default_optimizer]
+        else:
+            self._groups = [actor + extra, critic]
+            factories = [self.optimizer or self._default_optimizer, self.critic_optimizer]
+        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
+
+    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=self.learning_rate, eps=1e-5, fused=True)
+
+    @property
+    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
+        """Buffers of the loss that follow a schedule."""
+        return {"entropy_coeff": self.entropy_schedule}
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's frames already collected; 0 where the DataModule does not say."""
+        data = getattr(self.trainer, "datamodule", None)
+        total = getattr(data, "total_frames", None) or 0
+        return data.frames / total if data is not None and total > 0 else 0.0
+
+    def on_train_epoch_start(self) -> None:
+        """Lightning's hook: set learning rates and coefficients from the frames, so that a resumed run has the same."""
+        self._stopped = False
+        progress = self.progress
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(progress)
+        for name, schedule in self.scheduled_coefficients.items():
+            if name in self._coefficients:
+                getattr(self._built(), name).fill_(self._coefficients[name] * schedule(progress))
+
+    def _optimizers(self) -> list[Any]:
+        optimizers = self.optimizers()
+        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Lightning's hook: one update on one mini-batch."""
+        if self._stopped:
+            return
+        terms = self._built().terms(batch)
+        if self.intrinsic is not None:
+            terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
+        if self.should_stop(terms):
+            self._stopped = True
+            return
+        losses = [value for name, value in terms.items() if name.startswith("loss_")]
+        norms = self.update(torch.stack(losses).sum())
+        self.accumulate(terms | norms)
+        key = self.critic.out_keys[0]
+        value, target = batch.get(key, None), batch.get(target_key(key), None)
+        if value is not None and target is not None:
+            self.metric_sums.add_prediction(value, target)
+
+    def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
+        """Whether to leave out this update and the rest of the epoch."""
+        return False
+
+    def update(self, loss: Tensor) -> dict[str, Tensor]:
+        """Step all optimizers along the loss; return the gradient norms before clipping."""
+        norms: dict[str, Tensor] = {}
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+        self.manual_backward(loss)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
+            if self.max_grad_norm is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer.optimizer)
+                name = "grad_norm" if i == 0 else "critic_grad_norm"
+                norms[name] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
+            optimizer.step()
+        return norms
+
+    # -- metrics ----------------------------------------------------------------------------------------------------
+
+    def accumulate(self, metrics: Mapping[str, Tensor | float]) -> None:
+        """Add scalars to this epoch's means, logged as `train/...` when it ends."""
+        self.metric_sums.add(metrics)
+
+    def on_train_epoch_end(self) -> None:
+        """Lightning's hook: log the epoch's means over the frames collected so far."""
+        metrics = {f"train/{name}": value for name, value in self.metric_sums.flush().items()}
+        metrics["train/learning_rate"] = float(self._optimizers()[0].param_groups[0]["lr"])
+        self._log_over_frames(metrics, batch_size=1)
+
+    def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Lightning's hook: log the returns and lengths `[E]` of finished evaluation episodes."""
+        returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
+        metrics = {
+            "eval/return": returns.mean(),
+            "eval/return_std": returns.std(correction=0),
+            "eval/length": lengths.mean(),
+        }
+        self._log_over_frames(metrics, batch_size=returns.numel())
+
+    def _log_over_frames(self, metrics: dict[str, Any], batch_size: int) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "frames"):
+            # Lightning's loggers take an entry called "step" for their x axis.
+            metrics["step"] = float(data.frames)
+        self.log_dict(
+            metrics, batch_size=batch_size, sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
+        )

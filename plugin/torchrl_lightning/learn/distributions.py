@@ -1,0 +1,134 @@
+"""The distributions over actions that TorchRL does not bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+
+_HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class MultiCategorical(D.Distribution):
+    r"""Several independent categorical choices with one joint log-probability.
+
+    \(\log p(a) = \sum_i \log p_i(a_i)\); actions are integers `[*B, K]`.
+
+    Args:
+        logits: The concatenated logits `[*B, sum(sizes)]`.
+        sizes: The number of choices of each of the K parts.
+
+    Example:
+        >>> dist = MultiCategorical(torch.zeros(2, 5), [2, 3])
+        >>> dist.sample().shape, dist.log_prob(torch.zeros(2, 2, dtype=torch.long))
+        (torch.Size([2, 2]), tensor([-1.7918, -1.7918]))
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = False
+
+    def __init__(self, logits: Tensor, sizes: Sequence[int]) -> None:
+        self.parts = [part.log_softmax(-1) for part in logits.split(list(sizes), -1)]
+        super().__init__(logits.shape[:-1], torch.Size([len(self.parts)]), validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions `[*S, *B, K]`."""
+        return torch.stack(
+            [D.Categorical(logits=part, validate_args=False).sample(sample_shape) for part in self.parts], -1
+        )
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the joint log-probability `[*B]` of actions `[*B, K]`."""
+        terms = []
+        for part, choice in zip(self.parts, value.long().unbind(-1), strict=True):
+            part = part.expand(*choice.shape, part.shape[-1])
+            terms.append(part.gather(-1, choice.unsqueeze(-1)).squeeze(-1))
+        return torch.stack(terms).sum(0)
+
+    def entropy(self) -> Tensor:
+        """Return the joint entropy `[*B]`."""
+        return torch.stack([-(part.exp() * part.clamp_min(-1e30)).sum(-1) for part in self.parts]).sum(0)
+
+    @property
+    def mode(self) -> Tensor:
+        """The likeliest actions `[*B, K]`."""
+        return torch.stack([part.argmax(-1) for part in self.parts], -1)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """What TorchRL takes under deterministic exploration: the mode."""
+        return self.mode
+
+
+class ClippedNormal(D.Distribution):
+    r"""A diagonal Normal whose samples are clipped to a box, with the exact log-probability of the clipped action.
+
+    A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
+    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at `low`, and correspondingly at `high`. The policy gradient
+    stays unbiased and has less variance than that of the Normal before clipping (Fujita and Maeda, "Clipped Action Policy
+    Gradient", ICML 2018). The stored action is the one that the environment executes.
+
+    Args:
+        loc: Mean before clipping `[*B, A]`.
+        scale: Standard deviation before clipping `[*B, A]`.
+        low: Lower bound `[A]`, may be -inf.
+        high: Upper bound `[A]`, may be inf.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> ClippedNormal(0 * one, one, -one, one).log_prob(one).exp()  # the mass beyond one sigma
+        tensor(0.1587)
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = False
+
+    def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
+        self.loc, self.scale = loc, scale.expand_as(loc)
+        self.low, self.high = low.to(loc.device), high.to(loc.device)
+        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw actions `[*S, *B, A]` inside the box."""
+        with torch.no_grad():
+            noise = torch.empty(
+                (*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device
+            ).normal_()
+            return self._clip(noise.mul_(self.scale).add_(self.loc))
+
+    def _clip(self, action: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(action, self.low), self.high)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-probability `[*B]` of actions `[*B, A]`: density inside, mass on the bounds."""
+        z = (value - self.loc) / self.scale
+        below, above = value <= self.low, value >= self.high
+        inside = -0.5 * z * z - self.scale.log() - _HALF_LOG_2PI
+        # On a bound z is the bound's own, so the tail beyond it has the mass ndtr(z) or ndtr(-z). Elsewhere the tail is
+        # not wanted, and a harmless argument keeps its gradient finite.
+        edge = below | above
+        tail = torch.special.log_ndtr(torch.where(edge, torch.where(above, -z, z), 0.0))
+        return torch.where(edge, tail, inside).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy `[*B]` before clipping, which has no incentive to hide in the bounds."""
+        return (self.scale.log() + (0.5 + _HALF_LOG_2PI)).sum(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        """The mean before clipping, clipped."""
+        return self._clip(self.loc)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean before clipping, clipped (not the mean of the clipped samples)."""
+        return self.mode
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """What TorchRL takes under deterministic exploration: the clipped mean."""
+        return self.mode

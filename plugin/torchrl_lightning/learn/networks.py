@@ -1,0 +1,270 @@
+"""Encoders of observations, and the small configuration objects that build them from an environment's specs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrl.data import Categorical
+
+from torchrl_lightning.learn.trunks import FeedForwardTrunk, RecurrentTrunk
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "leaky_relu": nn.LeakyReLU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+
+def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
+    """Give a linear or convolutional layer orthogonal weights and zero biases (Saxe et al., 2014); return it."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if isinstance(weight, Tensor):
+        nn.init.orthogonal_(weight, gain)
+    if isinstance(bias, Tensor):
+        nn.init.zeros_(bias)
+    return layer
+
+
+def activation_class(name: str) -> type[nn.Module]:
+    """Return the activation of that name.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the known ones.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh") -> nn.Sequential:
+    """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity.
+
+    Example:
+        >>> mlp(3, [8, 4])(torch.zeros(2, 3)).shape
+        torch.Size([2, 4])
+    """
+    act, layers = activation_class(activation), []
+    for width in hidden_sizes:
+        layers += [orthogonal(nn.Linear(in_features, int(width))), act()]
+        in_features = int(width)
+    return nn.Sequential(*layers)
+
+
+class FlatEntries(nn.Module):
+    """Flattens and concatenates observation entries: vectors as they are, discrete ones as one-hot.
+
+    Args:
+        specs: The unbatched spec of each entry, in the order of the forward arguments.
+    """
+
+    def __init__(self, specs: Sequence[Any]) -> None:
+        super().__init__()
+        self.classes = [int(spec.space.n) if isinstance(spec, Categorical) else 0 for spec in specs]
+        self.event_dims = [len(spec.shape) for spec in specs]
+        self.features = sum(
+            classes * math.prod(spec.shape) if classes else math.prod(spec.shape)
+            for spec, classes in zip(specs, self.classes, strict=True)
+        )
+        self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        """Map entries `[*B, *F_i]` to `[*B, F]`."""
+        if self.trivial and entries[0].dtype is torch.float32:
+            return entries[0]
+        flat = []
+        for entry, classes, dims in zip(entries, self.classes, self.event_dims, strict=True):
+            if classes:
+                entry, dims = F.one_hot(entry.long(), classes), dims + 1
+            entry = entry.to(torch.float32)
+            flat.append(entry.flatten(-dims) if dims else entry.unsqueeze(-1))
+        return torch.cat(flat, -1) if len(flat) > 1 else flat[0]
+
+
+class MLPEncoder(nn.Module):
+    """A multi-layer perceptron over the concatenated observation entries."""
+
+    def __init__(self, specs: Sequence[Any], hidden_sizes: Sequence[int], activation: str) -> None:
+        super().__init__()
+        self.flat = FlatEntries(specs)
+        self.layers = mlp(self.flat.features, hidden_sizes, activation)
+        self.features = int(hidden_sizes[-1]) if len(hidden_sizes) else self.flat.features
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        """Map entries `[*B, *F_i]` to features `[*B, H]`."""
+        return self.layers(self.flat(*entries))
+
+
+class CNNEncoder(nn.Module):
+    """Convolutions over one pixel entry (uint8 is divided by 255), joined by the other entries as vectors.
+
+    Images may be `[C, H, W]`, `[H, W, C]` (at most four channels) or `[H, W]`.
+    """
+
+    def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
+        super().__init__()
+        pixels = [i for i, spec in enumerate(specs) if len(spec.shape) in (2, 3)]
+        if len(pixels) != 1:
+            shapes = [tuple(spec.shape) for spec in specs]
+            raise ValueError(
+                f"a CNN needs exactly one image entry ([C, H, W], [H, W, C] or [H, W]), got shapes {shapes}; "
+                "use MLPNetwork for vectors"
+            )
+        self.pixels = pixels[0]
+        shape = list(specs[self.pixels].shape)
+        self.two_dimensional = len(shape) == 2
+        self.channels_last = len(shape) == 3 and shape[-1] <= 4 < shape[0]
+        if self.two_dimensional:
+            shape = [1, *shape]
+        elif self.channels_last:
+            shape = [shape[-1], *shape[:-1]]
+        act, layers, channels, size = activation_class(network.activation), [], shape[0], shape[1:]
+        for out, kernel, stride in zip(network.channels, network.kernels, network.strides, strict=True):
+            size = [(edge - kernel) // stride + 1 for edge in size]
+            if min(size) < 1:
+                raise ValueError(
+                    f"images of {shape[1]} x {shape[2]} are too small for kernels {list(network.kernels)} with "
+                    f"strides {list(network.strides)}; give smaller kernels"
+                )
+            layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), act()]
+            channels = out
+        self.convolutions = nn.Sequential(*layers)
+        others = [spec for i, spec in enumerate(specs) if i != self.pixels]
+        self.flat = FlatEntries(others) if others else None
+        width = channels * math.prod(size) + (self.flat.features if self.flat else 0)
+        self.layers = mlp(width, network.hidden_sizes, network.activation)
+        self.features = int(network.hidden_sizes[-1]) if len(network.hidden_sizes) else width
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        """Map entries `[*B, *F_i]` to features `[*B, H]`."""
+        image = entries[self.pixels]
+        image = image.float().div_(255.0) if image.dtype is torch.uint8 else image.float()
+        if self.two_dimensional:
+            image = image.unsqueeze(-3)
+        elif self.channels_last:
+            image = image.movedim(-1, -3)
+        batch = image.shape[:-3]
+        features = self.convolutions(image.reshape(-1, *image.shape[-3:])).reshape(*batch, -1)
+        if self.flat is not None:
+            others = [entry for i, entry in enumerate(entries) if i != self.pixels]
+            features = torch.cat([features, self.flat(*others)], -1)
+        return self.layers(features)
+
+
+@runtime_checkable
+class Network(Protocol):
+    """What `build_actor` and `build_critic` need: an encoder, a trunk, and whether actor and critic share it."""
+
+    shared: bool
+
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
+        """Build a module that maps the entries to features; it has an integer attribute `features`."""
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
+        """Build the TensorDict module from observation keys to features."""
+
+
+@dataclass
+class MLPNetwork:
+    """A multi-layer perceptron over flat observations.
+
+    Args:
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation.
+        shared: Whether actor and critic share the hidden layers.
+
+    Example:
+        >>> from torchrl.data import Unbounded
+        >>> MLPNetwork([16]).encoder([Unbounded(3)]).features
+        16
+    """
+
+    hidden_sizes: Sequence[int] = field(default_factory=lambda: [64, 64])
+    activation: str = "tanh"
+    shared: bool = False
+
+    def encoder(self, specs: Sequence[Any]) -> MLPEncoder:
+        """Build the encoder of these entries."""
+        return MLPEncoder(specs, list(self.hidden_sizes), self.activation)
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> FeedForwardTrunk:
+        """Build the TensorDict module from observation keys to features."""
+        return FeedForwardTrunk(self.encoder(specs), keys)
+
+
+@dataclass
+class CNNNetwork:
+    """Convolutions over pixels, by default those of Mnih et al. (2015), shared by actor and critic.
+
+    Args:
+        channels: Output channels of each convolution.
+        kernels: Kernel size of each convolution.
+        strides: Stride of each convolution.
+        hidden_sizes: Width of each hidden layer after the convolutions.
+        activation: Name of the activation.
+        shared: Whether actor and critic share all of it.
+
+    Example:
+        >>> from torchrl.data import Unbounded
+        >>> CNNNetwork().encoder([Unbounded((4, 84, 84), dtype=torch.uint8)]).features
+        512
+    """
+
+    channels: Sequence[int] = field(default_factory=lambda: [32, 64, 64])
+    kernels: Sequence[int] = field(default_factory=lambda: [8, 4, 3])
+    strides: Sequence[int] = field(default_factory=lambda: [4, 2, 1])
+    hidden_sizes: Sequence[int] = field(default_factory=lambda: [512])
+    activation: str = "relu"
+    shared: bool = True
+
+    def encoder(self, specs: Sequence[Any]) -> CNNEncoder:
+        """Build the encoder of these entries."""
+        return CNNEncoder(specs, self)
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> FeedForwardTrunk:
+        """Build the TensorDict module from observation keys to features."""
+        return FeedForwardTrunk(self.encoder(specs), keys)
+
+
+@dataclass
+class RecurrentNetwork:
+    """A GRU or an LSTM over another network's features; actor and critic always share it.
+
+    One memory for both keeps the critic a function of what a rollout records: given a row's observation and
+    `recurrent_state`, it needs no state of its own.
+
+    Args:
+        cell: `"gru"` or `"lstm"`.
+        hidden_size: Width of the recurrent state.
+        num_layers: Number of recurrent layers.
+        encoder_network: What comes before; one layer of `hidden_size` when not given.
+
+    Example:
+        >>> from torchrl.data import Unbounded
+        >>> trunk = RecurrentNetwork(hidden_size=8).trunk(["observation"], [Unbounded(3)])
+        >>> trunk.in_keys, trunk.state_keys
+        (['observation', 'recurrent_state', 'is_init'], ['recurrent_state'])
+    """
+
+    cell: str = "gru"
+    hidden_size: int = 64
+    num_layers: int = 1
+    encoder_network: MLPNetwork | CNNNetwork | None = None
+    shared: bool = field(default=True, init=False)
+
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
+        """Build the encoder that comes before the recurrent layers."""
+        return (self.encoder_network or MLPNetwork([self.hidden_size])).encoder(specs)
+
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> RecurrentTrunk:
+        """Build the TensorDict module from observation keys and recurrent state to features."""
+        return RecurrentTrunk(self.encoder(specs), keys, self.cell, self.hidden_size, self.num_layers)

@@ -1,0 +1,90 @@
+"""Proximal policy optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_lightning.learn.actors import Actor
+from torchrl_lightning.learn.base import ActorCriticModule
+from torchrl_lightning.learn.critics import Critic
+from torchrl_lightning.learn.losses import DirectClipPPOLoss
+from torchrl_lightning.learn.networks import Network
+from torchrl_lightning.learn.schedules import Schedule, as_schedule
+
+
+class PPOModule(ActorCriticModule):
+    """PPO with a clipped objective (Schulman et al., 2017), over TorchRL's `ClipPPOLoss`.
+
+    Args:
+        network: What comes before the heads; `MLPNetwork()` when not given.
+        clip_epsilon: How far the probability ratio may leave 1 with profit.
+        entropy_coeff: Weight of the entropy bonus.
+        critic_coeff: Weight of the critic's loss.
+        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        clip_value: Clip the change of the value prediction to this; None does not clip.
+        normalize_advantage: Standardise the advantage within each mini-batch.
+        target_kl: Leave out the rest of an epoch once the approximate divergence exceeds 1.5 times this.
+        extrinsic_coeff: Weight of the advantage of the environment's reward.
+        intrinsic_coeff: Weight of the intrinsic advantage, where `intrinsic` is given.
+        clip_schedule: Of `clip_epsilon` over frames, as `schedule`.
+        kwargs: As for `ActorCriticModule`.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Categorical, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> module = PPOModule(entropy_coeff=0.01).build(specs)
+        >>> module.policy(TensorDict(observation=torch.zeros(3, 4), batch_size=3))["action"].shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        clip_epsilon: float = 0.2,
+        entropy_coeff: float = 0.0,
+        critic_coeff: float = 0.5,
+        loss_critic_type: str = "l2",
+        clip_value: float | None = None,
+        normalize_advantage: bool = True,
+        target_kl: float | None = None,
+        extrinsic_coeff: float = 1.0,
+        intrinsic_coeff: float = 1.0,
+        clip_schedule: str | Schedule = "constant",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(network, **kwargs)
+        self.loss_arguments = {
+            "clip_epsilon": clip_epsilon,
+            "entropy_coeff": entropy_coeff,
+            "critic_coeff": critic_coeff,
+            "loss_critic_type": loss_critic_type,
+            "clip_value": clip_value,
+            "normalize_advantage": normalize_advantage,
+            "extrinsic_coeff": extrinsic_coeff,
+            "intrinsic_coeff": intrinsic_coeff if self.intrinsic is not None else 0.0,
+        }
+        self.target_kl = target_kl
+        self.clip_schedule = as_schedule(clip_schedule)
+
+    def build_loss(self, actor: Actor, critic: Critic) -> DirectClipPPOLoss:
+        """Return the clipped loss."""
+        return DirectClipPPOLoss(actor, critic, **self.loss_arguments)
+
+    @property
+    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
+        """Entropy coefficient and clipping range."""
+        return {"entropy_coeff": self.entropy_schedule, "clip_epsilon": self.clip_schedule}
+
+    def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
+        """Whether the policy has moved too far from the one that acted; all ranks decide alike."""
+        if self.target_kl is None:
+            return False
+        divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")
+        return float(divergence) > 1.5 * self.target_kl

@@ -1,0 +1,151 @@
+"""Random network distillation: prediction error of a fixed random network as a reward for novelty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.data import Categorical
+
+from torchrl_lightning.learn.actors import observation_entries
+from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+
+
+class RandomNetworkDistillation(nn.Module):
+    r"""Random network distillation (Burda et al., 2019).
+
+    A predictor learns the output of a fixed, randomly initialised target network on the observations met; its error on
+    the next observation is the intrinsic reward:
+    \(r^{int} = \frac{1}{d}\lVert f(\tilde o') - \hat f(\tilde o') \rVert^2\).
+    Observations are whitened by running moments over all that was met:
+    \(\tilde o = \mathrm{clip}((o - \mu)/\sigma, \pm 5)\).
+    The rewards are raw: the buffer normalises them and estimates their returns.
+
+    Args:
+        network: What comes before the embedding; `MLPNetwork([64, 64], "relu")` when not given.
+        embedding_size: Width `d` of the embedding.
+        clip: Bound of the whitened observations.
+        update_fraction: Share of each mini-batch that trains the predictor.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Composite, Unbounded
+        >>> rnd = RandomNetworkDistillation().build(SimpleNamespace(observation=Composite(observation=Unbounded(4))))
+        >>> rollout = TensorDict({"next": {"observation": torch.randn(5, 2, 4)}}, (5, 2))
+        >>> rnd.annotate(rollout)
+        >>> rollout["next", "intrinsic_reward"].shape
+        torch.Size([5, 2, 1])
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        embedding_size: int = 64,
+        clip: float = 5.0,
+        update_fraction: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if not 0.0 < update_fraction <= 1.0:
+            raise ValueError(f"update_fraction must be in (0, 1], got {update_fraction}")
+        self.network: Network = network or MLPNetwork([64, 64], "relu")
+        self.embedding_size, self.clip, self.update_fraction = embedding_size, clip, update_fraction
+        self.keys: list[Any] = []
+        self.target: nn.Module | None = None
+        self.predictor: nn.Module | None = None
+
+    def build(self, specs: Any) -> RandomNetworkDistillation:
+        """Build both networks and the running moments for an environment's specs, once; return the module."""
+        if self.target is None:
+            self.keys, entries = observation_entries(specs)
+            self.whitened = [not isinstance(entry, Categorical) for entry in entries]
+            self.target, self.predictor = self._embedding(entries), self._embedding(entries)
+            self.target.requires_grad_(False)
+            self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+            for i, entry in enumerate(entries):
+                self.register_buffer(f"mean_{i}", torch.zeros(entry.shape, dtype=torch.float64))
+                self.register_buffer(f"variance_{i}", torch.ones(entry.shape, dtype=torch.float64))
+        return self
+
+    def _embedding(self, entries: list[Any]) -> nn.Module:
+        encoder = self.network.encoder(entries)
+        return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
+
+    def predictor_parameters(self) -> Iterator[nn.Parameter]:
+        """Return what is trained."""
+        return self._built(self.predictor).parameters()
+
+    @staticmethod
+    def _built(module: nn.Module | None) -> nn.Module:
+        if module is None:
+            raise RuntimeError("the networks do not exist yet; call `build(specs)` first")
+        return module
+
+    def _next_observations(self, batch: TensorDictBase) -> list[Tensor]:
+        entries = []
+        for key in self.keys:
+            entry = batch.get(("next", *key) if isinstance(key, tuple) else ("next", key), None)
+            if entry is None:
+                raise KeyError(f"random network distillation needs ('next', {key!r}), but the batch does not have it")
+            entries.append(entry)
+        return entries
+
+    def _whiten(self, entries: list[Tensor]) -> list[Tensor]:
+        result = []
+        for i, (entry, whitened) in enumerate(zip(entries, self.whitened, strict=True)):
+            if whitened:
+                mean, variance = getattr(self, f"mean_{i}"), getattr(self, f"variance_{i}")
+                scale = variance.rsqrt().clamp_max(1e4).float()  # a constant entry stays near zero
+                entry = ((entry - mean.float()) * scale).clamp_(-self.clip, self.clip)
+            result.append(entry)
+        return result
+
+    @torch.no_grad()
+    def observe(self, entries: list[Tensor]) -> None:
+        """Merge observations `[*B, *F_i]` into the running moments (Chan et al., 1979)."""
+        count: Tensor = self.count  # type: ignore[assignment]
+        added = entries[0].numel() / max(self.mean_0.numel(), 1)
+        total = count + added
+        for i, entry in enumerate(entries):
+            mean, variance = getattr(self, f"mean_{i}"), getattr(self, f"variance_{i}")
+            flat = entry.reshape(-1, *mean.shape).double()
+            new_variance, new_mean = torch.var_mean(flat, 0, correction=0)
+            delta = new_mean - mean
+            variance.copy_((variance * count + new_variance * added + delta * delta * (count * added / total)) / total)
+            mean.add_(delta * (added / total))
+        count.copy_(total)
+
+    @torch.no_grad()
+    def annotate(self, rollout: TensorDictBase) -> None:
+        """Update the moments with a rollout `[T, N]` and add its raw `("next", "intrinsic_reward")` `[T, N, 1]`."""
+        entries = self._next_observations(rollout)
+        self.observe(entries)
+        error = self._error(entries)
+        rollout.set(("next", "intrinsic_reward"), error.reshape(*rollout.batch_size, 1))
+
+    def _error(self, entries: list[Tensor]) -> Tensor:
+        whitened = self._whiten(entries)
+        with torch.no_grad():
+            target = self._built(self.target)(*whitened)
+        return (self._built(self.predictor)(*whitened) - target).square().mean(-1)
+
+    def loss(self, batch: TensorDictBase) -> Tensor:
+        """Return the predictor's mean squared error on a mini-batch, or on a random part of it."""
+        error = self._error(self._next_observations(batch)).reshape(-1)
+        if self.update_fraction < 1.0:
+            kept = (torch.rand_like(error) < self.update_fraction).to(error.dtype)
+            return (error * kept).sum() / kept.sum().clamp_min(1.0)
+        return error.mean()
+
+
+class _Embedding(nn.Module):
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        return self.head(self.encoder(*entries))

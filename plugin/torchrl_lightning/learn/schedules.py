@@ -1,0 +1,75 @@
+"""Schedules over a run's environment frames: functions from progress in [0, 1] to a factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Schedule = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class ConstantSchedule:
+    """The factor 1 throughout.
+
+    Example:
+        >>> ConstantSchedule()(0.5)
+        1.0
+    """
+
+    def __call__(self, progress: float) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """From 1 down to `final` in a straight line.
+
+    Example:
+        >>> LinearSchedule(final=0.5)(0.5)
+        0.75
+    """
+
+    final: float = 0.0
+
+    def __call__(self, progress: float) -> float:
+        """Return the factor at this progress."""
+        return 1.0 + (self.final - 1.0) * min(max(progress, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """From 1 down to `final` along half a cosine (Loshchilov and Hutter, 2017).
+
+    Example:
+        >>> round(CosineSchedule()(0.5), 3)
+        0.5
+    """
+
+    final: float = 0.0
+
+    def __call__(self, progress: float) -> float:
+        """Return the factor at this progress."""
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+
+_NAMED: dict[str, Schedule] = {"constant": ConstantSchedule(), "linear": LinearSchedule(), "cosine": CosineSchedule()}
+
+
+def as_schedule(schedule: str | Schedule | None) -> Schedule:
+    """Return a schedule by name, or the given function itself; None is constant.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if schedule is None:
+        return ConstantSchedule()
+    if not isinstance(schedule, str):
+        return schedule
+    if schedule not in _NAMED:
+        raise ValueError(
+            f"unknown schedule {schedule!r}; known are {', '.join(_NAMED)}, or give a function of progress"
+        )
+    return _NAMED[schedule]

@@ -1,0 +1,183 @@
+"""Trunks: TensorDict modules from observations to the features that heads read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.modules import GRUModule, LSTMModule, recurrent_mode
+
+FEATURES = "features"
+
+
+class FeedForwardTrunk(TensorDictModuleBase):
+    """An encoder as a TensorDict module.
+
+    Args:
+        encoder: Maps the entries to features, and has an integer attribute `features`.
+        keys: The observation entries.
+
+    Example:
+        >>> from torchrl_lightning.learn.networks import MLPNetwork
+        >>> from torchrl.data import Unbounded
+        >>> trunk = MLPNetwork([8]).trunk(["observation"], [Unbounded(3)])
+        >>> trunk.read(TensorDict(observation=torch.zeros(2, 3), batch_size=2)).shape
+        torch.Size([2, 8])
+    """
+
+    recurrent = False
+    state_keys: Sequence[NestedKey] = ()
+
+    def __init__(self, encoder: nn.Module, keys: Sequence[NestedKey]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.features: int = encoder.features  # type: ignore[assignment]
+        self.in_keys = list(keys)
+        self.out_keys = [FEATURES]
+
+    def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the features `[*B, H]` and the next recurrent states (none), writing nothing."""
+        return self.read(tensordict), ()
+
+    def read(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the features `[*B, H]`, writing nothing."""
+        return self.encoder(*[tensordict.get(key) for key in self.in_keys])
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the features."""
+        return tensordict.set(FEATURES, self.read(tensordict))
+
+
+class RecurrentTrunk(TensorDictModuleBase):
+    r"""An encoder followed by TorchRL's `GRUModule` or `LSTMModule`.
+
+    Single steps (the default) take each row's own state, zeroed where `is_init`:
+    \(h_{t+1}, y_t = \mathrm{cell}(x_t, (1 - \mathrm{init}_t) h_t)\).
+    Sequences `[B, T]` (inside `torchrl.modules.set_recurrent_mode`) take the first state of each row and run on,
+    starting from zero wherever `is_init` says that an episode begins.
+
+    Args:
+        encoder: Maps the entries to features, and has an integer attribute `features`.
+        keys: The observation entries.
+        cell: `"gru"` (state: a tensor `[*B, L, H]`) or `"lstm"` (state: a nested TensorDict of `h` and `c`).
+        hidden_size: Width of the recurrent state.
+        num_layers: Number of recurrent layers.
+
+    Raises:
+        ValueError: The cell is unknown.
+    """
+
+    recurrent = True
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        keys: Sequence[NestedKey],
+        cell: str = "gru",
+        hidden_size: int = 64,
+        num_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        if cell not in ("gru", "lstm"):
+            raise ValueError(f"cell must be 'gru' or 'lstm', got {cell!r}")
+        self.encoder = encoder
+        self.state_keys: list[NestedKey] = (
+            ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
+        )
+        module = GRUModule if cell == "gru" else LSTMModule
+        self.memory = module(
+            input_size=encoder.features,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            in_keys=["encoded", *self.state_keys, "is_init"],
+            out_keys=[FEATURES, *[_next(key) for key in self.state_keys]],
+        )
+        cells: nn.RNNBase = self.memory.gru if cell == "gru" else self.memory.lstm
+        for name, parameter in cells.named_parameters():
+            if name.startswith("weight"):
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+        self.cell, self.features = cell, hidden_size
+        self.observation_keys = list(keys)
+        self.in_keys = [*self.observation_keys, *self.state_keys, "is_init"]
+        self.out_keys = [FEATURES, *[_next(key) for key in self.state_keys]]
+
+    @property
+    def _cells(self) -> nn.RNNBase:
+        return self.memory.gru if self.cell == "gru" else self.memory.lstm
+
+    def _states(self, tensordict: TensorDictBase, is_init: Tensor) -> list[Tensor]:
+        fresh = is_init.unsqueeze(-1)  # [*B, 1, 1] against [*B, L, H]
+        states = []
+        for key in self.state_keys:
+            state = tensordict.get(key, None)
+            if state is None:
+                raise KeyError(
+                    f"a recurrent policy needs {key!r} in its input; add "
+                    "`torchrl.modules.utils.get_primers_from_module(policy)` to the environment"
+                )
+            states.append(state.masked_fill(fresh, 0.0))
+        return states
+
+    def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return features `[*B, H]` and the next states, writing nothing."""
+        encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
+        is_init = tensordict.get("is_init")
+        states = self._states(tensordict, is_init)
+        if recurrent_mode() and tensordict.ndim:
+            return self._sequence(encoded, is_init, states, tensordict)
+        batch = encoded.shape[:-1]
+        inputs = encoded.reshape(-1, 1, encoded.shape[-1])
+        # [*B, L, H] -> [L, B, H], which torch's cells want.
+        before = [state.reshape(-1, *state.shape[-2:]).transpose(0, 1).contiguous() for state in states]
+        output, after = self._cells(inputs, before[0] if len(before) == 1 else tuple(before))
+        after = (after,) if isinstance(after, Tensor) else after
+        return output.reshape(*batch, -1), tuple(
+            state.transpose(0, 1).reshape(*batch, *state.shape[::2]) for state in after
+        )
+
+    def _sequence(
+        self, encoded: Tensor, is_init: Tensor, states: list[Tensor], tensordict: TensorDictBase
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        work = TensorDict({"encoded": encoded, "is_init": is_init}, tensordict.batch_size)
+        for key, state in zip(self.state_keys, states, strict=True):
+            work.set(key, state)
+        work = self.memory(work)
+        return work.get(FEATURES), tuple(work.get(_next(key)) for key in self.state_keys)
+
+    def read(self, tensordict: TensorDictBase) -> Tensor:
+        """Return features `[*B, H]`, writing nothing."""
+        return self.step(tensordict)[0]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the features and the next recurrent states."""
+        features, states = self.step(tensordict)
+        tensordict.set(FEATURES, features)
+        for key, state in zip(self.state_keys, states, strict=True):
+            tensordict.set(_next(key), state)
+        return tensordict
+
+
+def _next(key: NestedKey) -> NestedKey:
+    return ("next", key) if isinstance(key, str) else ("next", *key)
+
+
+def initial_states(trunk: RecurrentTrunk, batch_size: Sequence[int]) -> TensorDict:
+    """Return zero states of a batch, under the trunk's keys.
+
+    Example:
+        >>> from torchrl_lightning.learn.networks import RecurrentNetwork
+        >>> from torchrl.data import Unbounded
+        >>> trunk = RecurrentNetwork("lstm", 8).trunk(["observation"], [Unbounded(3)])
+        >>> initial_states(trunk, [2])["recurrent_state", "c"].shape
+        torch.Size([2, 1, 8])
+    """
+    states = TensorDict({}, batch_size)
+    for key in trunk.state_keys:
+        states.set(key, torch.zeros(*batch_size, trunk._cells.num_layers, trunk.features))
+    return states
