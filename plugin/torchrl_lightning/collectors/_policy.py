@@ -1,0 +1,87 @@
+"""What a collector has to know about a policy: its device, its recurrent states, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, unravel_key
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.modules.utils import get_primers_from_module
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """Write a key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def next_key(key: NestedKey) -> tuple[str, ...]:
+    """The same key under ``next``."""
+    return ("next", *as_tuple(key))
+
+
+def policy_device(policy: object) -> torch.device:
+    """The device of the policy's first parameter or buffer, else the CPU."""
+    if isinstance(policy, nn.Module):
+        for tensors in (policy.parameters(), policy.buffers()):
+            for tensor in tensors:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
+    """Collect the states that the policy's submodules declare by ``make_tensordict_primer``.
+
+    Returns:
+        For each key the values at the start of an episode, ``[num_envs, *state]``.
+
+    Raises:
+        ValueError: A primer that draws its initial values.
+    """
+    if not isinstance(policy, nn.Module):
+        return {}
+    primers = get_primers_from_module(policy, warn=False)
+    if primers is None:
+        return {}
+    states: dict[NestedKey, Tensor] = {}
+    for primer in getattr(primers, "transforms", [primers]):
+        for key, spec in primer.primers.items(include_nested=True, leaves_only=True):
+            default = primer.default_value
+            value = default.get(key, 0.0) if isinstance(default, Mapping) else default
+            if primer.random or callable(value):
+                raise ValueError(
+                    f"The recurrent state {key!r} starts from drawn or computed values; "
+                    "only constant initial states are supported. Set default_value of its primer to a number."
+                )
+            # A primer may carry the batch already; the state of one environment is what the shape ends with.
+            shape = spec.shape[len(primer.primers.shape) :]
+            states[unravel_key(key)] = torch.full((num_envs, *shape), value or 0.0, dtype=spec.dtype)
+    return states
+
+
+def load_weights(policy: object, weights: object) -> None:
+    """Copy weights into the policy in place.
+
+    Args:
+        policy: The policy that acts.
+        weights: Another module of the same structure, its state dict, or a TensorDict of its parameters.
+
+    Raises:
+        TypeError: Weights of another kind, or a policy without weights.
+    """
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"The policy ({type(policy).__name__}) is no nn.Module, so it has no weights to update.")
+    state: Mapping[str, Any]
+    if isinstance(weights, nn.Module):
+        state = weights.state_dict()
+    elif isinstance(weights, TensorDictBase):
+        state = {".".join(as_tuple(key)): value for key, value in weights.items(include_nested=True, leaves_only=True)}
+    elif isinstance(weights, Mapping):
+        state = weights
+    else:
+        raise TypeError(f"Expected a module, a state dict or a TensorDict of parameters, got {type(weights).__name__}.")
+    policy.load_state_dict(dict(state))

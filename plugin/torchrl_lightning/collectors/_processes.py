@@ -1,0 +1,123 @@
+"""Worker processes: started together, asked one by one, ended together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from tensordict import TensorDict
+
+from torchrl_lightning.collectors._shared import SharedWeights
+from torchrl_lightning.collectors._worker import WorkerTask, run_worker
+
+
+class WorkerPool:
+    """Worker processes and the rollouts that they hand over through shared memory.
+
+    Each worker has a pipe of its own: a process that is killed cannot take a common lock with it.
+
+    Args:
+        payloads: What each worker collects with, pickled.
+        batches: How many batches each worker has collected before.
+        slots: How many rollouts each worker may have in flight.
+        weights: Where the workers find their weights.
+        shape: ``[T, N]`` of a rollout.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[bytes],
+        batches: Sequence[int],
+        slots: int,
+        weights: SharedWeights,
+        shape: Sequence[int],
+    ) -> None:
+        self._shape = list(shape)
+        self._processes: list[Any] = []
+        self._connections: list[Any] = []
+        self._slots: list[list[TensorDict]] = []
+        context = multiprocessing.get_context("spawn")
+        try:
+            for worker, (payload, before) in enumerate(zip(payloads, batches, strict=True)):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                self._slots.append([])
+                task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid())
+                process = context.Process(
+                    target=run_worker, args=(task, weights, theirs), name=f"collector-{worker}", daemon=True
+                )
+                process.start()
+                theirs.close()  # so that the pipe ends when the worker does
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, worker: int) -> TensorDict:
+        """Wait for a worker's next rollout; return a copy, time-major ``[T, N]``.
+
+        Raises:
+            RuntimeError: The worker failed or died.
+        """
+        while True:
+            kind, content = self._message(worker)
+            if kind == "rollout":
+                rollout = self._slots[worker][content].clone()
+                self._send(worker, content)
+                return rollout
+            if kind == "error":
+                raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
+            self._slots[worker] = [_as_tensordict(leaves, self._shape) for leaves in content]
+            self._send(worker, 0)
+
+    def close(self) -> None:
+        """End all processes; those that do not end by themselves within a second are killed."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send(None)
+        deadline = time.monotonic() + 1.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._slots = [], [], []
+
+    def _message(self, worker: int) -> tuple[str, Any]:
+        connection, process = self._connections[worker], self._processes[worker]
+        multiprocessing.connection.wait([connection, process.sentinel])
+        try:
+            # A worker that ends may have left its last message in the pipe.
+            if connection.poll():
+                message: tuple[str, Any] = connection.recv()
+                return message
+        except (EOFError, OSError):
+            pass
+        process.join(1.0)
+        raise RuntimeError(
+            f"Collector worker {worker} died with exit code {process.exitcode}. A negative code is the signal that "
+            "killed it; -9 is often the system's memory limit."
+        )
+
+    def _send(self, worker: int, message: int) -> None:
+        with suppress(OSError):  # if the worker has died, the next message says so
+            self._connections[worker].send(message)
+
+
+def _as_tensordict(leaves: dict[Any, Any], shape: list[int]) -> TensorDict:
+    result = TensorDict({}, shape)
+    for key, value in leaves.items():
+        result[key] = value
+    return result

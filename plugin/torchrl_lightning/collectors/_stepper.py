@@ -1,0 +1,120 @@
+"""One interface to a vector environment, whichever way it resets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from torchrl_lightning.collectors.specs import observation_leaves
+from torchrl_lightning.collectors.vector_env import autoreset_mode
+
+Array = NDArray[Any]
+Final = tuple[int, list[Array]]  # environment, leaves of its last observation
+
+
+class VectorStepper:
+    """Steps a vector environment and separates last observations from those after a reset.
+
+    Observations come as lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's
+    own memory: copy them before the next call.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        self.env = env
+        self.mode = autoreset_mode(env)
+        leaves = observation_leaves(env.single_observation_space)
+        self.keys = [key for _, key, _ in leaves]
+        self.spaces = [space for _, _, space in leaves]
+        self._paths = [path for path, _, _ in leaves]
+        space = env.single_action_space
+        self.action_shape = (env.num_envs, *(space.shape or ()))
+        self.action_dtype = np.dtype(space.dtype)
+        self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
+
+    def reset(self, seeds: Sequence[int] | None) -> list[Array]:
+        """Start an episode in every environment."""
+        seed: Any = None if seeds is None else list(seeds)
+        observation, _ = self.env.reset(seed=seed)
+        return self.leaves(observation)
+
+    def step(self, action: Array) -> tuple[list[Array], Array, Array, Array, Any]:
+        """Step once: observations, rewards, terminations, truncations, info."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self.leaves(observation), reward, terminated, truncated, info
+
+    def finish(
+        self, done: Array, leaves: list[Array], info: dict[str, Any]
+    ) -> tuple[list[Array], Iterator[Final] | list[Final]]:
+        """Sort out a step that ended episodes.
+
+        Args:
+            done: Which environments ended an episode, ``[N]``.
+            leaves: The observations that the step returned.
+            info: What the step reported.
+
+        Returns:
+            The observations to act on next, and the last observation of each finished episode.
+
+        Raises:
+            RuntimeError: The environment does not report last observations, or cannot reset a part of itself.
+        """
+        if self.mode is AutoresetMode.DISABLED:
+            return self._reset_done(done, leaves)
+        final = info.get("final_obs")
+        if final is None:
+            raise RuntimeError(
+                f"{self.env} ended episodes {np.flatnonzero(done).tolist()} without info['final_obs']; "
+                "AutoresetMode.SAME_STEP promises the last observation there."
+            )
+        if isinstance(final, dict):
+            batched = self.leaves(final)
+            return leaves, [(i, [leaf[i] for leaf in batched]) for i in np.flatnonzero(done).tolist()]
+        return leaves, ((i, self.leaves(final[i])) for i in np.flatnonzero(done).tolist())
+
+    def leaves(self, observation: Any) -> list[Array]:
+        """List an observation's arrays in the order of ``keys``."""
+        if len(self._paths) == 1 and not self._paths[0]:
+            return [observation]
+        arrays = []
+        for path in self._paths:
+            entry = observation
+            for name in path:
+                entry = entry[name]
+            arrays.append(entry)
+        return arrays
+
+    def close(self) -> None:
+        """Close the environment; an environment with processes that hangs in a step is terminated."""
+        if self.env.closed:
+            return
+        processes = isinstance(self.env.unwrapped, AsyncVectorEnv)
+        try:
+            self.env.close(**({"timeout": 5.0} if processes else {}))
+        except (EOFError, OSError, TimeoutError):
+            if not processes:
+                raise
+            self.env.close(terminate=True)
+
+    def _reset_done(self, done: Array, leaves: list[Array]) -> tuple[list[Array], list[Final]]:
+        final = [np.array(leaf) for leaf in leaves]
+        try:
+            observation, _ = self.env.reset(options={"reset_mask": done.copy()})
+        except Exception as error:
+            raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
+        fresh = self.leaves(observation)
+        for before, after in zip(final, fresh, strict=True):
+            if not np.array_equal(before[~done], after[~done], equal_nan=before.dtype.kind == "f"):
+                raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
+        return fresh, [(i, [leaf[i] for leaf in final]) for i in np.flatnonzero(done).tolist()]
+
+
+_NO_PARTIAL_RESET = (
+    "{env} has AutoresetMode.DISABLED but cannot reset only the environments that are done "
+    "(env.reset(options={{'reset_mask': done}})). Build it with "
+    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP instead."
+)

@@ -1,0 +1,104 @@
+"""What a process of the asynchronous collector does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_lightning.collectors._shared import SharedWeights
+from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a worker is told when it starts.
+
+    Attributes:
+        payload: The pickled environment, policy and keyword arguments of the worker's ``GymnasiumCollector``.
+        batches: How many batches this worker has collected before, in a run that is resumed.
+        worker: Its number.
+        num_workers: How many there are.
+        slots: How many rollouts it may have in flight.
+        parent: The process to live no longer than.
+    """
+
+    payload: bytes
+    batches: int
+    worker: int
+    num_workers: int
+    slots: int
+    parent: int
+
+
+def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    """Collect rollouts into shared memory until the other end of the connection closes or says so.
+
+    Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
+    ``("error", text)``. The parent sends the number of a slot that is free again, or ``None`` for the end.
+    """
+    # Ctrl-C reaches the whole process group; the parent decides what becomes of the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _collect(task, weights, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone or has closed the connection
+    except BaseException:
+        with suppress(OSError):
+            connection.send(("error", traceback.format_exc()))
+    finally:
+        connection.close()
+
+
+def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    env, policy, kwargs = pickle.loads(task.payload)
+    collector = GymnasiumCollector(env, policy, **kwargs)
+    # Other seeds and trajectory ids than before the interruption, if this run is a resumed one.
+    counters = {
+        "batches": task.batches,
+        "trajectories": task.batches * (collector.frames_per_batch + collector.num_envs),
+    }
+    collector.load_state_dict({**collector.state_dict(), **counters})
+    module = policy if isinstance(policy, nn.Module) else None
+    free = list(range(task.slots))
+    slots: list[TensorDict] = []
+    version = -1
+    try:
+        while True:
+            while not free or connection.poll():
+                slot = _receive(connection, task.parent)
+                if slot is None:
+                    return
+                free.append(slot)
+            version = weights.fetch(module, version)
+            rollout = collector.rollout()
+            ids = rollout["collector", "traj_ids"]
+            rollout["collector", "traj_ids"] = ids * task.num_workers + task.worker
+            rollout["collector", "policy_version"] = torch.full_like(ids, version)
+            if not slots:
+                slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
+                connection.send(("slots", [dict(slot.items(True, True)) for slot in slots]))
+                if _receive(connection, task.parent) is None:  # wait until the parent has mapped them
+                    return
+            slot = free.pop(0)
+            slots[slot].update_(rollout.transpose(0, 1))
+            connection.send(("rollout", slot))
+    finally:
+        collector.shutdown(raise_on_error=False)
+
+
+def _receive(connection: Connection, parent: int) -> int | None:
+    while not connection.poll(1.0):
+        if os.getppid() != parent:
+            return None
+    message: int | None = connection.recv()
+    return message

@@ -1,0 +1,288 @@
+"""A collector whose environments run in processes of their own, with weights that may be stale."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import get_context
+from typing import Any
+
+import cloudpickle
+import gymnasium
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_lightning.collectors._checks import (
+    check_frames,
+    check_policy,
+    check_state,
+    number_of_batches,
+    read_specs,
+)
+from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device
+from torchrl_lightning.collectors._processes import WorkerPool
+from torchrl_lightning.collectors._rng import check_seed
+from torchrl_lightning.collectors._shared import SharedWeights
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.collectors.vector_env import check_env_source
+
+_STATE_VERSION = 1
+
+
+class AsynchronousCollector:
+    """Collects rollouts in worker processes while the learner learns.
+
+    Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout it takes the latest
+    weights that :meth:`update_policy_weights_` has published, and it stamps the rollout with their version:
+    ``policy_version - batch["collector", "policy_version"]`` is the lag. Workers are served in turn and have at most
+    ``rollouts_in_flight`` rollouts begun and not yet yielded, so with one publication per batch the lag is at most
+    ``num_workers * rollouts_in_flight``.
+
+    Processes start with the first batch (by ``spawn``: a script needs ``if __name__ == "__main__":``), ignore Ctrl-C
+    and never outlive this process. Batches are ``[N, T]`` named ``(None, "time")``, each from one worker. Resuming is
+    not exact: rollouts in flight are lost, and every worker begins with a reset.
+
+    Args:
+        env: An id, or a factory of one environment that can be pickled.
+        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
+        num_workers: The number of processes.
+        num_envs: The number of environments in each process.
+        frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
+        total_frames: Iteration stops when so many frames were yielded; -1 means never.
+        seed: Environment ``i`` of worker ``w`` is first reset with ``seed + w * num_envs + i``; ``None`` draws it.
+        rollouts_in_flight: How many rollouts a worker may have begun that were not yet yielded.
+        reset_at_each_batch: Begin every batch with seeded resets.
+        exploration_type: How the policy acts.
+        clip_actions: Clip what the environment gets to its Box.
+        env_kwargs: As in :func:`make_vector_env`.
+        wrappers: As in :func:`make_vector_env`.
+
+    Raises:
+        ValueError: Sizes that do not fit, or an unknown id.
+        TypeError: An environment or policy that cannot be sent to a process.
+        RuntimeError: A worker failed (its traceback is in the message) or died.
+
+    Source:
+        Espeholt et al. (2018), IMPALA, https://arxiv.org/abs/1802.01561
+
+    Example:
+        >>> collector = AsynchronousCollector("CartPole-v1", num_workers=2, num_envs=2, frames_per_batch=8)
+        >>> collector.policy_version, collector.specs.num_envs
+        (0, 2)
+        >>> collector.shutdown()
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[..., gymnasium.Env[Any, Any]],
+        policy: Policy | None = None,
+        *,
+        num_workers: int = 2,
+        num_envs: int = 1,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        seed: int | None = None,
+        rollouts_in_flight: int = 1,
+        reset_at_each_batch: bool = False,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        clip_actions: bool = False,
+        env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
+    ) -> None:
+        if isinstance(env, VectorEnv):
+            raise TypeError(
+                f"Each worker builds its own environments, but env is a ready {type(env).__name__}; "
+                "pass its id or a factory of one environment."
+            )
+        check_env_source(env)
+        check_policy(policy)
+        check_frames(frames_per_batch, num_envs, total_frames)
+        if num_workers < 1 or rollouts_in_flight < 1:
+            raise ValueError(
+                f"num_workers={num_workers} and rollouts_in_flight={rollouts_in_flight} must be at least 1."
+            )
+        self._env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
+        _pickled((env, self._env_args), "The environment (env, env_kwargs, wrappers)")
+        self.env, self.policy = env, policy
+        self.num_workers, self.num_envs = num_workers, num_envs
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.steps = frames_per_batch // num_envs
+        self.rollouts_in_flight = rollouts_in_flight
+        self.seed = check_seed(seed)
+        self._kwargs: dict[str, Any] = {
+            **self._env_args,
+            "reset_at_each_batch": reset_at_each_batch,
+            "exploration_type": exploration_type,
+            "clip_actions": clip_actions,
+            "num_envs": num_envs,
+            "frames_per_batch": frames_per_batch,
+        }
+        self.closed = False
+        self.frames = 0
+        self.policy_version = 0
+        self._batches = 0
+        self._specs: EnvironmentSpecs | None = None
+        self._weights: SharedWeights | None = None
+        self._pool: WorkerPool | None = None
+        self._end_pool: Callable[[], object] | None = None
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """The specs of one worker's environments; reading them starts no process."""
+        if self._specs is None:
+            self._specs = read_specs(self.env, self.num_envs, self._env_args)
+        return self._specs
+
+    # -- iteration ---------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """The number of batches of a whole run.
+
+        Raises:
+            RuntimeError: The collector never stops.
+        """
+        return number_of_batches(self.total_frames, self.frames_per_batch)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        yield from self.iterator()
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` were collected; an error or Ctrl-C ends all workers."""
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            yield self.rollout()
+        self._stop()
+
+    def rollout(self) -> TensorDict:
+        """Return the next worker's batch, whatever ``total_frames`` says."""
+        if self.closed:
+            raise RuntimeError("The collector was shut down; build a new one.")
+        try:
+            pool = self._pool or self._start()
+            rollout = pool.receive(self._batches % self.num_workers)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._batches += 1
+        self.frames += self.frames_per_batch
+        batch = rollout.transpose(0, 1)
+        batch.names = [None, "time"]
+        return batch
+
+    def _start(self) -> WorkerPool:
+        policy = self.policy
+        if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
+            policy = copy.deepcopy(policy).cpu()
+        payloads = [
+            _pickled(
+                (self.env, policy, {**self._kwargs, "seed": self.seed + worker * self.num_envs}), "The policy", policy
+            )
+            for worker in range(self.num_workers)
+        ]
+        # Worker w yields batches w, w + num_workers, ...
+        batches = [-((self._batches - worker) // -self.num_workers) for worker in range(self.num_workers)]
+        module = self.policy if isinstance(self.policy, nn.Module) else None
+        self._weights = SharedWeights(module, get_context("spawn"))
+        self._weights.publish(module, self.policy_version)
+        shape = [self.steps, self.num_envs]
+        pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, shape)
+        # Also ends the processes when the collector is forgotten, or the interpreter ends.
+        self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
+        return pool
+
+    def _stop(self) -> None:
+        end, self._pool, self._end_pool, self._weights = self._end_pool, None, None, None
+        if end is not None:
+            end()
+
+    # -- control -----------------------------------------------------------------------------------------------------
+    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
+        """Publish weights as a new version; every rollout that begins afterwards acts with them.
+
+        Args:
+            policy_or_weights: A module, a state dict or a TensorDict of parameters, which is copied into the policy
+                first; ``None`` publishes the policy as it is.
+        """
+        if policy_or_weights is not None and policy_or_weights is not self.policy:
+            load_weights(self.policy, policy_or_weights)
+        if self._weights is not None:
+            module = self.policy if isinstance(self.policy, nn.Module) else None
+            self._weights.publish(module, self.policy_version + 1)
+        self.policy_version += 1
+
+    def reset(self) -> None:
+        """Discard the rollouts in flight and start all workers anew at the next batch."""
+        self._stop()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed all environments; the workers start anew at the next batch.
+
+        Args:
+            seed: The seed of the first environment.
+            static_seed: Must be False; TorchRL's collectors take it.
+
+        Returns:
+            The seed of the last environment.
+
+        Raises:
+            ValueError: ``static_seed``, which would make all workers collect the same.
+        """
+        if static_seed:
+            raise ValueError("static_seed=True would make all workers collect the same data.")
+        self.seed = check_seed(seed)
+        self._stop()
+        return seed + self.num_workers * self.num_envs - 1
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters and the seed: scalars only."""
+        return {
+            "version": _STATE_VERSION,
+            "num_workers": self.num_workers,
+            "num_envs": self.num_envs,
+            "frames_per_batch": self.frames_per_batch,
+            "frames": self.frames,
+            "batches": self._batches,
+            "seed": self.seed,
+            "policy_version": self.policy_version,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue counting where a ``state_dict`` was taken; the workers start anew at the next batch.
+
+        Raises:
+            ValueError: The state of a collector with other sizes, or of another version of this class.
+        """
+        names = ("version", "num_workers", "num_envs", "frames_per_batch")
+        check_state(state_dict, {name: self.state_dict()[name] for name in names})
+        self._stop()
+        self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
+        self.seed, self.policy_version = int(state_dict["seed"]), int(state_dict["policy_version"])
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End all workers; may be called any number of times.
+
+        Args:
+            timeout: Not used here; TorchRL's collectors take it, as the other arguments.
+            close_env: Not used here; environments end with their process.
+            raise_on_error: Not used here.
+        """
+        self.closed = True
+        self._stop()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(env={self.env}, num_workers={self.num_workers}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
+        )
+
+
+def _pickled(content: object, what: str, shown: object = None) -> bytes:
+    try:
+        return cloudpickle.dumps(content)
+    except Exception as error:
+        described = f" ({type(shown).__name__})" if shown is not None else ""
+        raise TypeError(
+            f"{what}{described} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
+            "registered id, or a factory that builds everything when it is called and keeps no open resources."
+        ) from error

@@ -1,0 +1,139 @@
+"""Playing finished episodes, to judge a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_lightning.collectors._checks import check_policy
+from torchrl_lightning.collectors._loop import RolloutLoop
+from torchrl_lightning.collectors._memory import Array, RolloutMemory
+from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
+from torchrl_lightning.collectors._rng import check_seed, isolated_rng
+from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.specs import environment_specs
+from torchrl_lightning.collectors.vector_env import make_vector_env
+
+_MAX_ENVS = 32
+_STEPS = 32  # steps between two looks at who has finished
+
+
+def play_episodes(
+    env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
+    policy: Policy,
+    num_episodes: int,
+    *,
+    num_envs: int | None = None,
+    seed: int | None = None,
+    deterministic: bool = True,
+) -> TensorDict:
+    """Play exactly ``num_episodes`` finished episodes.
+
+    Each environment plays a fixed number of episodes, its first ones. Taking the episodes that finish first instead
+    would favour short ones. The policy is put in evaluation mode meanwhile; its training flags and torch's global
+    generators are afterwards as they were.
+
+    Args:
+        env: An id, a factory of one environment, or a ready vector environment, which stays open.
+        policy: Reads a TensorDict ``[N]`` and writes ``action``.
+        num_episodes: How many episodes to play, ``E``.
+        num_envs: How many run side by side; ``None`` means as many as there are episodes, at most 32, or as many as a
+            ready vector environment has.
+        seed: Environment ``i`` is reset with ``seed + i``, and the policy draws from a stream seeded with ``seed``;
+            ``None`` leaves both to chance.
+        deterministic: Whether the policy takes the mode of its distribution, or a sample.
+
+    Returns:
+        ``episode_return`` (float32), ``episode_length`` (int64), ``terminated`` and ``truncated`` (bool), each
+        ``[E]``, ordered by environment and time.
+
+    Raises:
+        ValueError: No episodes to play, or an environment that does not fit.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
+        >>> play_episodes("CartPole-v1", left, 3, seed=0)["episode_length"]
+        tensor([10,  8,  9])
+    """
+    if num_episodes < 1:
+        raise ValueError(f"num_episodes must be at least 1, got {num_episodes}.")
+    check_policy(policy)
+    if seed is not None:
+        check_seed(seed)
+    ready = isinstance(env, VectorEnv)
+    if num_envs is None and not ready:
+        num_envs = min(num_episodes, _MAX_ENVS)
+    stepper = VectorStepper(make_vector_env(env, num_envs))
+    try:
+        with (
+            torch.no_grad(),
+            _evaluating(policy),
+            isolated_rng(seed, policy_device(policy)),
+            set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
+        ):
+            return _play(stepper, policy, num_episodes, seed)
+    finally:
+        if not ready:
+            stepper.close()
+
+
+def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
+    specs = environment_specs(stepper.env)
+    count = specs.num_envs
+    loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
+    memory = RolloutMemory(specs, stepper, _STEPS, loop.states)
+    loop.reset(memory, None if seed is None else [seed + index for index in range(count)])
+    quota = num_episodes // count + (np.arange(count) < num_episodes % count)
+    first_row = np.concatenate([[0], np.cumsum(quota)[:-1]])
+    played = np.zeros(count, dtype=np.int64)
+    returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
+    result: dict[str, Array] = {
+        "episode_return": np.zeros(num_episodes, dtype=np.float32),
+        "episode_length": np.zeros(num_episodes, dtype=np.int64),
+        "terminated": np.zeros(num_episodes, dtype=bool),
+        "truncated": np.zeros(num_episodes, dtype=bool),
+    }
+    device = policy_device(policy)
+    while (played < quota).any():
+        for t in loop.steps(memory, device):
+            returns += memory.reward_views[t]
+            lengths += 1
+            ended = memory.is_init_views[t + 1]
+            if not ended.any():
+                continue
+            counted = np.flatnonzero(ended & (played < quota))
+            rows = first_row[counted] + played[counted]
+            result["episode_return"][rows] = returns[counted]
+            result["episode_length"][rows] = lengths[counted]
+            result["terminated"][rows] = memory.terminated_views[t][counted]
+            result["truncated"][rows] = memory.truncated_views[t][counted]
+            played[counted] += 1
+            returns[ended], lengths[ended] = 0, 0
+            if (played >= quota).all():
+                break
+        else:
+            memory.begin(memory)
+    return TensorDict({key: torch.from_numpy(value) for key, value in result.items()}, [num_episodes])
+
+
+@contextmanager
+def _evaluating(policy: object) -> Iterator[None]:
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode

@@ -1,0 +1,296 @@
+"""A collector that steps a gymnasium vector environment straight into preallocated memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_lightning.collectors._checks import check_frames, check_policy, check_state, number_of_batches, read_specs
+from torchrl_lightning.collectors._loop import RolloutLoop
+from torchrl_lightning.collectors._memory import Array, RolloutMemory, trajectory_ids
+from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
+from torchrl_lightning.collectors._rng import action_seed, check_seed, isolated_rng, reset_seeds
+from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
+from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
+
+_STATE_VERSION = 1
+
+
+class GymnasiumCollector:
+    """Collects rollouts of a TensorDict policy in a gymnasium vector environment.
+
+    It yields what ``torchrl.collectors.Collector`` yields over the same environment with ``InitTracker``: TensorDicts
+    ``[N, T]`` named ``(None, "time")`` whose memory is time-major. ``("next", observation)`` is the true successor,
+    also where an episode ends. Recurrent states that the policy's submodules declare by ``make_tensordict_primer``
+    are carried from ``("next", key)`` to ``key``, and set to their initial values where an episode starts.
+
+    The policy draws from a random stream of its own, derived from ``seed`` and the number of the batch; torch's
+    global generators are left as they were. With ``reset_at_each_batch=True`` a restored collector therefore repeats
+    exactly what the original would have done. Otherwise episodes run on across batches, an environment's inner state
+    cannot be restored, and the first batch after ``load_state_dict`` begins with a reset.
+
+    Args:
+        env: An id, a factory of one environment, or a ready vector environment.
+        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
+        num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
+        frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
+        total_frames: Iteration stops when so many frames were collected; -1 means never.
+        seed: Environment ``i`` is reset with ``seed + i`` at first; ``None`` draws it from torch's global generator.
+        reset_at_each_batch: Begin every batch with seeded resets.
+        init_random_frames: Random actions until so many frames were collected (by whole batches).
+        exploration_type: How the policy acts.
+        device: Where the policy gets its inputs, and where batches lie; ``None`` follows the policy's parameters for
+            the former, and leaves batches on the CPU.
+        storing_device: Where batches lie; ``None`` means ``device``.
+        return_same_td: Yield the same memory each time instead of fresh memory.
+        clip_actions: Clip what the environment gets (not what is stored) to its Box.
+        vectorization: As in :func:`make_vector_env`.
+        env_kwargs: As in :func:`make_vector_env`.
+        wrappers: As in :func:`make_vector_env`.
+
+    Raises:
+        ValueError: Sizes that do not fit, an unknown id, NaN actions, or an environment with ``NEXT_STEP`` resets.
+        TypeError: An environment or policy of another kind, or a space without a TorchRL spec.
+        KeyError: A policy that writes no ``action``.
+
+    Example:
+        >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
+        >>> [tuple(batch.shape) for batch in collector]
+        [(2, 4), (2, 4)]
+        >>> collector.shutdown()
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
+        policy: Policy | None = None,
+        *,
+        num_envs: int | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        seed: int | None = None,
+        reset_at_each_batch: bool = False,
+        init_random_frames: int = 0,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        return_same_td: bool = False,
+        clip_actions: bool = False,
+        vectorization: str = "sync",
+        env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
+    ) -> None:
+        check_env_source(env, vectorization)
+        check_policy(policy)
+        if isinstance(env, VectorEnv):
+            make_vector_env(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers)  # only checks
+        self.num_envs = env.num_envs if isinstance(env, VectorEnv) else 1 if num_envs is None else num_envs
+        check_frames(frames_per_batch, self.num_envs, total_frames)
+        self.policy = policy
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.steps = frames_per_batch // self.num_envs
+        self.seed = check_seed(seed)
+        self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
+        self.exploration_type = exploration_type
+        self.device = None if device is None else torch.device(device)
+        self.storing_device = self.device if storing_device is None else torch.device(storing_device)
+        self.return_same_td, self.clip_actions = return_same_td, clip_actions
+        self._env_args: dict[str, Any] = {
+            "vectorization": vectorization,
+            "env_kwargs": env_kwargs,
+            "wrappers": wrappers,
+        }
+        self._env_source = env
+        self._stepper: VectorStepper | None = None
+        self._specs: EnvironmentSpecs | None = None
+        self.closed = False
+        self.frames = 0
+        self._batches = 0
+        self._trajectories = 0
+        self._needs_reset = True
+        self._static_seed = False
+        self._loop: RolloutLoop | None = None
+        self._last: RolloutMemory | None = None
+        self._last_ids: Array = np.empty(0, dtype=np.int64)
+        self._same_td: TensorDict | None = None
+
+    # -- environment -------------------------------------------------------------------------------------------------
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any]:
+        """The vector environment; built at first use, so that no process starts before it is needed."""
+        return self._built().stepper.env
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """The specs of the environment; reading them starts no process."""
+        if self._specs is None:
+            self._specs = read_specs(self._env_source, self.num_envs, self._env_args)
+        return self._specs
+
+    def _built(self) -> RolloutLoop:
+        if self.closed:
+            raise RuntimeError("The collector was shut down; build a new one.")
+        if self._loop is None:
+            source = self._env_source
+            env = source if isinstance(source, VectorEnv) else make_vector_env(source, self.num_envs, **self._env_args)
+            stepper = VectorStepper(env)
+            try:
+                specs = self._specs = environment_specs(env)
+                states = recurrent_states(self.policy, self.num_envs)
+                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions)
+            except BaseException:
+                stepper.close()
+                raise
+        return self._loop
+
+    # -- iteration ---------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """The number of batches of a whole run.
+
+        Raises:
+            RuntimeError: The collector never stops.
+        """
+        return number_of_batches(self.total_frames, self.frames_per_batch)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        yield from self.iterator()
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` were collected; an error shuts the collector down."""
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            try:
+                batch = self.rollout()
+            except BaseException:
+                self.shutdown(raise_on_error=False)
+                raise
+            yield batch
+
+    def rollout(self) -> TensorDict:
+        """Collect one batch, whatever ``total_frames`` says."""
+        loop = self._built()
+        random = self.policy is None or self.frames < self.init_random_frames
+        device = self.device or policy_device(self.policy)
+        begin_anew = self._needs_reset or self.reset_at_each_batch or self._last is None
+        self._needs_reset = True  # should this rollout fail half way, the next one cannot continue it
+        reuse = self._last if self.return_same_td else None
+        memory = reuse or RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
+        with (
+            torch.no_grad(),
+            set_exploration_type(self.exploration_type),
+            isolated_rng(action_seed(self.seed, self._batches), device),
+        ):
+            if begin_anew:
+                loop.reset(memory, self._reset_seeds())
+                self._last_ids = np.arange(self._trajectories, self._trajectories + self.num_envs)
+                self._trajectories += self.num_envs
+            elif self._last is not None:
+                memory.begin(self._last)
+            for _ in loop.steps(memory, device, random):
+                pass
+        done = (memory.terminated | memory.truncated).numpy()[..., 0]
+        ids, self._last_ids, self._trajectories = trajectory_ids(self._last_ids, done, self._trajectories)
+        self._last, self._needs_reset = memory, False
+        self._batches += 1
+        self.frames += self.frames_per_batch
+        return self._yielded(memory.finish(ids))
+
+    def _yielded(self, batch: TensorDict) -> TensorDict:
+        if self.storing_device is not None:
+            batch = batch.to(self.storing_device)
+        if not self.return_same_td:
+            return batch
+        if self._same_td is None or set(self._same_td.keys(True, True)) != set(batch.keys(True, True)):
+            self._same_td = batch
+        return self._same_td.update_(batch)
+
+    def _reset_seeds(self) -> list[int]:
+        seeds = reset_seeds(self.seed, self._batches, self.num_envs)
+        return [seeds[0]] * len(seeds) if self._static_seed else seeds
+
+    # -- control -----------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Let the next batch begin with a reset of every environment."""
+        self._needs_reset = True
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environments, from the next batch on, which begins with a reset.
+
+        Args:
+            seed: The seed of the first environment.
+            static_seed: Give every environment the same seed.
+
+        Returns:
+            The seed of the last environment.
+        """
+        self.seed, self._static_seed = check_seed(seed), static_seed
+        self._needs_reset = True
+        return self._reset_seeds()[-1]
+
+    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
+        """Copy weights into the policy; without an argument nothing is to be done, because it acts itself.
+
+        Args:
+            policy_or_weights: A module, a state dict, or a TensorDict of parameters.
+        """
+        if policy_or_weights is not None and policy_or_weights is not self.policy:
+            load_weights(self.policy, policy_or_weights)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The counters and the seed: scalars only. The policy's weights are the learner's to save."""
+        return {
+            "version": _STATE_VERSION,
+            "num_envs": self.num_envs,
+            "frames_per_batch": self.frames_per_batch,
+            "frames": self.frames,
+            "batches": self._batches,
+            "trajectories": self._trajectories,
+            "seed": self.seed,
+            "static_seed": self._static_seed,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue after the batch that a ``state_dict`` was taken at; the next batch begins with a reset.
+
+        Raises:
+            ValueError: The state of a collector with other sizes, or of another version of this class.
+        """
+        check_state(state_dict, {name: self.state_dict()[name] for name in ("version", "num_envs", "frames_per_batch")})
+        self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
+        self._trajectories = int(state_dict["trajectories"])
+        self.seed, self._static_seed = int(state_dict["seed"]), bool(state_dict["static_seed"])
+        self._needs_reset = True
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environment; may be called any number of times.
+
+        Args:
+            timeout: Not used here; TorchRL's collectors take it.
+            close_env: Whether to close the environment.
+            raise_on_error: Whether an error of the environment's ``close`` is raised.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        loop, self._loop, self._last, self._same_td = self._loop, None, None, None
+        try:
+            if close_env and loop is not None:
+                loop.stepper.close()
+            elif close_env and isinstance(self._env_source, VectorEnv):
+                self._env_source.close()
+        except Exception:
+            if raise_on_error:
+                raise
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(env={self._env_source}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
+        )

@@ -1,0 +1,168 @@
+"""What actor and critic need to know about an environment, in TorchRL's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+from tensordict.utils import NestedKey
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+
+# Written by TorchRL's transforms beside the observations; no network should read them as such.
+_BOOKKEEPING = ("is_init", "step_count", "recurrent_state")
+
+
+@dataclass(frozen=True)
+class EnvironmentSpecs:
+    """Specs of one environment (without the batch dimension) and how many of them run side by side.
+
+    Attributes:
+        observation: One entry for each observation key.
+        action: The spec of one action.
+        num_envs: The number of environments.
+
+    Example:
+        >>> from torchrl_lightning import make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))
+        >>> specs.keys, specs.observation["observation"].shape, specs.action.n
+        (['observation'], torch.Size([4]), 2)
+    """
+
+    observation: Composite
+    action: TensorSpec
+    num_envs: int
+
+    @property
+    def keys(self) -> list[NestedKey]:
+        """The observation keys."""
+        return list(self.observation.keys(include_nested=True, leaves_only=True))
+
+
+def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:
+    """Read the specs of a vector environment or of a TorchRL environment.
+
+    They are those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
+
+    Args:
+        env: A gymnasium vector environment or a TorchRL environment.
+
+    Raises:
+        TypeError: Another kind of environment, or a space that has no spec here.
+
+    Example:
+        >>> from torchrl_lightning import make_vector_env
+        >>> environment_specs(make_vector_env("Pendulum-v1", 3)).action.shape
+        torch.Size([1])
+    """
+    if isinstance(env, EnvBase):
+        return _torchrl_specs(env)
+    if not isinstance(env, VectorEnv):
+        raise TypeError(
+            f"Expected a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}; "
+            "torchrl_lightning.make_vector_env builds the former from an id or a factory."
+        )
+    observation = space_to_spec(env.single_observation_space, "observation")
+    if not isinstance(observation, Composite):
+        observation = Composite(observation=observation)
+    action_space = env.single_action_space
+    if isinstance(action_space, spaces.Dict):
+        raise TypeError(
+            f"Action space {action_space} is not supported: actions are one tensor. Flatten it by a wrapper."
+        )
+    if isinstance(action_space, spaces.Discrete) and action_space.start != 0:
+        raise TypeError(
+            f"Action space {action_space} starts at {action_space.start}, but actions count from 0. "
+            "Shift it by gymnasium.wrappers.TransformAction."
+        )
+    return EnvironmentSpecs(observation, space_to_spec(action_space, "action"), env.num_envs)
+
+
+def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
+    """Convert a gymnasium space to the TorchRL spec that ``GymEnv`` makes of it.
+
+    Raises:
+        TypeError: A space other than ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` and ``Dict`` of those.
+    """
+    if isinstance(space, spaces.Dict):
+        return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})
+    if isinstance(space, spaces.Box):
+        return _box(space, name)
+    if isinstance(space, spaces.Discrete):
+        return Categorical(int(space.n), dtype=_dtype(space, name))
+    if isinstance(space, spaces.MultiBinary):
+        return Binary(space.shape[-1], shape=torch.Size(space.shape), dtype=_dtype(space, name))
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        if len(np.unique(space.nvec)) > 1:
+            return MultiCategorical(space.nvec.tolist(), dtype=_dtype(space, name))
+        return Categorical(int(space.nvec[0]), shape=torch.Size(space.shape), dtype=_dtype(space, name))
+    raise TypeError(
+        f"The space of {name!r}, {space}, is not supported: expected Box, Discrete, one-dimensional MultiDiscrete, "
+        "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation."
+    )
+
+
+def observation_leaves(space: spaces.Space[Any]) -> list[tuple[tuple[str, ...], NestedKey, spaces.Space[Any]]]:
+    """List the leaves of an observation space: path in the observation, key in the TensorDict, space."""
+    if not isinstance(space, spaces.Dict):
+        return [((), "observation", space)]
+    return [(path, key[0] if len(key) == 1 else key, leaf) for path, key, leaf in _walk(space)]
+
+
+def _walk(space: spaces.Dict) -> list[tuple[tuple[str, ...], tuple[str, ...], spaces.Space[Any]]]:
+    leaves: list[tuple[tuple[str, ...], tuple[str, ...], spaces.Space[Any]]] = []
+    for name in space:
+        key = _key(name, space)
+        inner = space[name]
+        if isinstance(inner, spaces.Dict):
+            leaves += [((name, *path), (key, *keys), leaf) for path, keys, leaf in _walk(inner)]
+        else:
+            leaves.append(((name,), (key,), inner))
+    return leaves
+
+
+def _key(name: str, space: spaces.Dict) -> str:
+    # TorchRL calls a lone "state" entry "observation", and so do we.
+    return "observation" if name == "state" and "observation" not in space.spaces else name
+
+
+def _dtype(space: spaces.Space[Any], name: str) -> torch.dtype:
+    try:
+        return torch.from_numpy(np.empty(0, dtype=space.dtype)).dtype
+    except TypeError as error:
+        raise TypeError(
+            f"The space of {name!r}, {space}, has dtype {space.dtype}, which torch does not have."
+        ) from error
+
+
+def _box(space: spaces.Box, name: str) -> TensorSpec:
+    dtype = _dtype(space, name)
+    shape = torch.Size(space.shape or (1,))  # TorchRL gives scalars a dimension
+    low, high = torch.as_tensor(space.low, dtype=dtype), torch.as_tensor(space.high, dtype=dtype)
+    if dtype is torch.bool:
+        return Bounded(low, high, shape, dtype=dtype)
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    infinite = bool(low.isinf().all() and high.isinf().all())
+    everything = bool(
+        torch.isclose(low, torch.tensor(limits.min, dtype=dtype)).all()
+        and torch.isclose(high, torch.tensor(limits.max, dtype=dtype)).all()
+    )
+    if infinite or everything:
+        return Unbounded(shape, dtype=dtype)
+    return Bounded(low, high, shape, dtype=dtype)
+
+
+def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
+    observation = env.observation_spec_unbatched.clone()
+    for key in list(observation.keys(include_nested=True, leaves_only=True)):
+        names = (key,) if isinstance(key, str) else key
+        if names[0] in _BOOKKEEPING or names[-1] in _BOOKKEEPING:
+            del observation[key]
+    for key, spec in list(observation.items()):
+        if isinstance(spec, Composite) and spec.is_empty():
+            del observation[key]
+    return EnvironmentSpecs(observation, env.action_spec_unbatched, max(1, env.batch_size.numel()))

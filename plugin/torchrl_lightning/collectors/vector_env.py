@@ -1,0 +1,172 @@
+"""Gymnasium vector environments that report the true last observation of every episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+VECTORIZATIONS = ("sync", "async", "vector_entry_point")
+
+_FIX = (
+    "Build it with gymnasium.vector.SyncVectorEnv([make] * n, "
+    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP), or pass the environment's id or a factory of one "
+    "environment and let torchrl_lightning.make_vector_env build it."
+)
+
+
+def make_vector_env(
+    env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
+    num_envs: int | None = 1,
+    *,
+    vectorization: str = "sync",
+    env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
+) -> VectorEnv[Any, Any, Any]:
+    """Build a vector environment that resets in the step that ends an episode, or check a ready one.
+
+    With ``AutoresetMode.SAME_STEP`` every step is a real transition, and the last observation of a finished episode
+    is in ``info["final_obs"]``.
+
+    Args:
+        env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
+        num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
+        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own,
+            ``"vector_entry_point"`` takes the vector implementation that the id registers.
+        env_kwargs: Keyword arguments for the id or the factory.
+        wrappers: Functions that wrap each single environment, innermost first.
+
+    Raises:
+        ValueError: An unknown id, a number of environments that does not fit, or an autoreset mode that would mix
+            reset observations into the data.
+        TypeError: Something else than an id, a factory or a vector environment.
+
+    Source:
+        https://farama.org/Vector-Autoreset-Mode
+
+    Example:
+        >>> env = make_vector_env("CartPole-v1", 2)
+        >>> env.num_envs, env.metadata["autoreset_mode"].name
+        (2, 'SAME_STEP')
+        >>> env.close()
+    """
+    if isinstance(env, VectorEnv):
+        if env_kwargs or wrappers:
+            raise ValueError(
+                "env_kwargs and wrappers are for environments that are built here, but env is a ready "
+                f"{type(env).__name__}; give them to its constructor instead."
+            )
+        if num_envs is not None and num_envs != env.num_envs:
+            raise ValueError(
+                f"num_envs={num_envs}, but the ready vector environment has {env.num_envs} environments; "
+                f"pass num_envs={env.num_envs} or leave it out."
+            )
+        autoreset_mode(env)
+        return env
+    check_env_source(env, vectorization)
+    num_envs = 1 if num_envs is None else num_envs
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+    kwargs = dict(env_kwargs or {})
+    if vectorization == "vector_entry_point":
+        return _from_entry_point(env, num_envs, kwargs, wrappers)
+    factories = [_SingleEnv(env, kwargs, tuple(wrappers))] * num_envs
+    # copy=False: the caller copies each observation into its own memory at once.
+    if vectorization == "async":
+        return AsyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def check_env_source(env: object, vectorization: str = "sync") -> None:
+    """Check what can be checked about an environment before it is built.
+
+    Raises:
+        ValueError: An unknown id or vectorization.
+        TypeError: Neither an id, a factory nor a vector environment.
+    """
+    if vectorization not in VECTORIZATIONS:
+        raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}.")
+    if isinstance(env, str):
+        try:
+            gymnasium.spec(env)
+        except (gymnasium.error.Error, ImportError) as error:
+            raise ValueError(
+                f"Gymnasium does not know the environment {env!r}: {error} "
+                "Check the spelling, or import the package that registers it first ('package:Name-v0' does both)."
+            ) from error
+    elif isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"Got one ready environment ({env}); pass its id, or a factory such as "
+            f"lambda: {type(env.unwrapped).__name__}(), so that num_envs copies can be built."
+        )
+    elif isinstance(env, VectorEnv):
+        autoreset_mode(env)
+    elif not callable(env):
+        raise TypeError(
+            f"env must be an id, a factory of one environment or a gymnasium VectorEnv, got {type(env).__name__}."
+        )
+
+
+def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    """Return the autoreset mode of a vector environment, if its data can be trusted.
+
+    Raises:
+        ValueError: The mode is ``NEXT_STEP`` (one bogus transition follows each episode) or not declared.
+    """
+    mode = env.metadata.get("autoreset_mode")
+    if isinstance(mode, str):
+        mode = AutoresetMode(mode)
+    if not isinstance(mode, AutoresetMode):
+        raise ValueError(
+            f"{env} does not say how it resets: metadata['autoreset_mode'] is {mode!r}, expected "
+            "AutoresetMode.SAME_STEP or AutoresetMode.DISABLED. " + _FIX
+        )
+    if mode is AutoresetMode.NEXT_STEP:
+        raise ValueError(
+            f"{env} has AutoresetMode.NEXT_STEP, which puts one bogus transition behind every episode: its action is "
+            "ignored and its reward is 0. " + _FIX
+        )
+    return mode
+
+
+class _SingleEnv:
+    """Builds one environment; a class and not a closure, so that it can be pickled for another process."""
+
+    def __init__(
+        self,
+        env: Any,
+        kwargs: dict[str, Any],
+        wrappers: tuple[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]], ...],
+    ) -> None:
+        self.env, self.kwargs, self.wrappers = env, kwargs, wrappers
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
+        if not isinstance(env, gymnasium.Env):
+            raise TypeError(
+                f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
+                "a vector environment is passed itself, not its factory."
+            )
+        for wrapper in self.wrappers:
+            env = wrapper(env)
+        return env
+
+
+def _from_entry_point(
+    env: Any, num_envs: int, kwargs: dict[str, Any], wrappers: Sequence[Any]
+) -> VectorEnv[Any, Any, Any]:
+    if not isinstance(env, str):
+        raise TypeError("vectorization='vector_entry_point' needs a registered id, got a factory.")
+    if wrappers:
+        raise ValueError("wrappers wrap single environments; vectorization='vector_entry_point' has none.")
+    if gymnasium.spec(env).vector_entry_point is None:
+        raise ValueError(f"{env} registers no vector implementation; use vectorization='sync' or 'async'.")
+    vector_env = gymnasium.make_vec(env, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+    try:
+        autoreset_mode(vector_env)
+    except ValueError:
+        vector_env.close()
+        raise
+    return vector_env
