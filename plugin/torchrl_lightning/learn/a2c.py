@@ -45,7 +45,7 @@ class A2CModule(ActorCriticModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(network, **kwargs)
-        self.loss_arguments = {
+        self.loss_arguments: dict[str, Any] = {
             "entropy_coeff": entropy_coeff,
             "critic_coeff": critic_coeff,
             "loss_critic_type": loss_critic_type,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class ActionHead(nn.Module):
         self,
         layers: nn.Module,
         parameter_keys: Sequence[str],
-        distribution_class: type[D.Distribution],
+        distribution_class: Callable[..., D.Distribution],
         distribution_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()

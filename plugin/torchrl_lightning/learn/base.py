@@ -118,7 +118,7 @@ class ActorCriticModule(L.LightningModule):
                 "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
             )
         if self.loss is None:
-            data = getattr(self.trainer, "datamodule", None)
+            data: Any = getattr(self.trainer, "datamodule", None)
             if not hasattr(data, "specs"):
                 raise RuntimeError(
                     f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
@@ -255,7 +255,7 @@ class ActorCriticModule(L.LightningModule):
         self._log_over_frames(metrics, batch_size=returns.numel())
 
     def _log_over_frames(self, metrics: dict[str, Any], batch_size: int) -> None:
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "frames"):
             # Lightning's loggers take an entry called "step" for their x axis.
             metrics["step"] = float(data.frames)

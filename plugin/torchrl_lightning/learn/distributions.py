@@ -69,8 +69,8 @@ class ClippedNormal(D.Distribution):
 
     A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
     \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at `low`, and correspondingly at `high`. The policy gradient
-    stays unbiased and has less variance than that of the Normal before clipping (Fujita and Maeda, "Clipped Action Policy
-    Gradient", ICML 2018). The stored action is the one that the environment executes.
+    stays unbiased and has less variance than that of the Normal before clipping (Fujita and Maeda, "Clipped
+    Action Policy Gradient", ICML 2018). The stored action is the one that the environment executes.
 
     Args:
         loc: Mean before clipping `[*B, A]`.

@@ -45,9 +45,10 @@ def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
     """
     value = batch.get(key, None)
     if value is None:
+        present = sorted(map(str, batch.keys(True, True)))
         raise KeyError(
-            f"the batch has no {key!r}, only {sorted(map(str, batch.keys(True, True)))}; the buffer's "
-            "before_gradients() writes values, targets and advantages: check that it ran and that buffer and module name the same critics"
+            f"the batch has no {key!r}, only {present}; the buffer's before_gradients() writes values, targets and "
+            "advantages: check that it ran, and that buffer and module name the same critics"
         )
     return value
 
@@ -108,7 +109,7 @@ class _DirectTerms:
         return terms
 
 
-class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):  # type: ignore[misc]
+class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
     r"""Clipped surrogate objective of PPO (Schulman et al., 2017), minus entropy bonus, plus critic losses.
 
     \(-\mathbb{E}\min(\rho A, \mathrm{clip}(\rho, 1-\epsilon, 1+\epsilon) A) - c_H H + c_V (V - \hat V)^2\),
@@ -154,7 +155,7 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):  # type: ignore[misc]
         return TensorDict(self.terms(tensordict))
 
 
-class DirectA2CLoss(_DirectTerms, A2CLoss):  # type: ignore[misc]
+class DirectA2CLoss(_DirectTerms, A2CLoss):
     r"""Advantage actor-critic: \(-\mathbb{E}\,A \log\pi(a|s) - c_H H + c_V (V - \hat V)^2\) (Mnih et al., 2016).
 
     With the targets of `VTraceBuffer` it is the actor-critic of IMPALA (Espeholt et al., 2018).
@@ -203,7 +204,7 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):  # type: ignore[misc]
         return TensorDict(self.terms(tensordict))
 
 
-class DirectReinforceLoss(_DirectTerms, ReinforceLoss):  # type: ignore[misc]
+class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
     r"""REINFORCE with a learnt baseline (Williams, 1992): \(-\mathbb{E}\,A \log\pi(a|s) + (V - \hat V)^2\).
 
     Args:

@@ -60,7 +60,7 @@ class PPOModule(ActorCriticModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(network, **kwargs)
-        self.loss_arguments = {
+        self.loss_arguments: dict[str, Any] = {
             "clip_epsilon": clip_epsilon,
             "entropy_coeff": entropy_coeff,
             "critic_coeff": critic_coeff,

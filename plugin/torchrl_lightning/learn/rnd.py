@@ -41,6 +41,9 @@ class RandomNetworkDistillation(nn.Module):
         torch.Size([5, 2, 1])
     """
 
+    count: Tensor
+    mean_0: Tensor
+
     def __init__(
         self,
         network: Network | None = None,
@@ -107,7 +110,7 @@ class RandomNetworkDistillation(nn.Module):
     @torch.no_grad()
     def observe(self, entries: list[Tensor]) -> None:
         """Merge observations `[*B, *F_i]` into the running moments (Chan et al., 1979)."""
-        count: Tensor = self.count  # type: ignore[assignment]
+        count = self.count
         added = entries[0].numel() / max(self.mean_0.numel(), 1)
         total = count + added
         for i, entry in enumerate(entries):

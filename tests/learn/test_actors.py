@@ -1,0 +1,192 @@
+"""Actors and critics built from specs: the fast forward is TorchRL's generic one, only faster."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
+from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.modules.utils import get_primers_from_module
+
+from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_actor, build_critic
+
+BOX = Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0]))
+ACTIONS = {
+    "discrete": Categorical(3),
+    "multi-discrete": MultiCategorical([2, 3]),
+    "equal multi-discrete": Categorical(3, shape=(2,)),
+    "binary": Binary(3, dtype=torch.int8),
+    "one-hot": OneHot(3),
+    "bounded": BOX,
+    "unbounded": Unbounded(2),
+}
+
+
+def specs_of(action: Any, **entries: Any) -> SimpleNamespace:
+    return SimpleNamespace(observation=Composite(entries or {"observation": Unbounded(4)}), action=action, num_envs=6)
+
+
+def inputs(batch: int = 64, **extra: torch.Tensor) -> TensorDict:
+    return TensorDict(
+        {
+            "observation": torch.randn(batch, 4),
+            "recurrent_state": torch.randn(batch, 2, 5),
+            "is_init": torch.arange(batch).unsqueeze(-1) % 3 == 0,
+            **extra,
+        },
+        [batch],
+    )
+
+
+@pytest.mark.parametrize("exploration", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC, None])
+@pytest.mark.parametrize("network", [MLPNetwork([8]), RecurrentNetwork(hidden_size=5, num_layers=2)])
+@pytest.mark.parametrize(
+    ("action", "distribution"), [*((name, "auto") for name in ACTIONS), ("bounded", "tanh_normal")]
+)
+def test_fast_forward_is_the_generic_one(action: str, distribution: str, network: Any, exploration: Any) -> None:
+    torch.manual_seed(0)
+    actor = build_actor(specs_of(ACTIONS[action]), network, distribution=distribution)
+    for parameter in actor.parameters():
+        parameter.data.mul_(3)
+    td = inputs()
+    with torch.no_grad(), set_exploration_type(exploration):
+        torch.manual_seed(1)
+        fast = actor(td.copy())
+        fast_rng = torch.get_rng_state()
+        torch.manual_seed(1)
+        generic = actor.generic_forward(td.copy())
+    assert torch.equal(fast_rng, torch.get_rng_state())
+    assert set(fast.keys(True, True)) == set(generic.keys(True, True)) == {*td.keys(), *actor.out_keys}
+    for key in actor.out_keys:
+        assert fast[key].dtype == generic[key].dtype
+        torch.testing.assert_close(fast[key], generic[key], rtol=1e-6, atol=1e-6)
+    assert fast["action_log_prob"].shape == (64,)
+    assert ACTIONS[action].is_in(fast["action"][0].to(ACTIONS[action].dtype))
+
+
+@pytest.mark.parametrize(
+    ("action", "distribution"), [(name, "auto") for name in ACTIONS] + [("bounded", "tanh_normal")]
+)
+def test_evaluate_agrees_with_the_distribution(action: str, distribution: str) -> None:
+    actor = build_actor(specs_of(ACTIONS[action]), distribution=distribution)
+    td = actor(inputs())
+    log_prob, entropy = actor.evaluate(td)
+    dist = actor.get_dist(td)
+    torch.testing.assert_close(log_prob, dist.log_prob(td["action"]))
+    torch.testing.assert_close(log_prob, td["action_log_prob"], rtol=1e-4, atol=1e-5)
+    if distribution != "tanh_normal":
+        torch.testing.assert_close(entropy, dist.entropy())
+    assert entropy.shape == (64,)
+
+
+def test_mean_exploration_and_keyword_dispatch_take_the_generic_path() -> None:
+    actor = build_actor(specs_of(BOX))
+    with torch.no_grad(), set_exploration_type(ExplorationType.MEAN):
+        torch.testing.assert_close(actor(inputs())["action"].shape, torch.Size([64, 2]))
+    assert "action" in actor(inputs(), tensordict_out=TensorDict({}, [64]))
+
+
+def test_first_policy_is_nearly_uniform() -> None:
+    dist = build_actor(specs_of(Categorical(4))).get_dist(inputs())
+    assert (dist.probs - 0.25).abs().max() < 0.02
+
+
+def test_copy_keeps_its_own_parameters() -> None:
+    actor = build_actor(specs_of(Categorical(3)), MLPNetwork([8]))
+    twin = copy.deepcopy(actor)
+    torch.nn.init.zeros_(actor.head.layers.weight)
+    td = inputs()
+    assert not torch.equal(twin.get_dist(td).logits, actor.get_dist(td).logits)
+    twin.load_state_dict(actor.state_dict())
+    assert torch.equal(twin.get_dist(td).logits, actor.get_dist(td).logits)
+
+
+def test_dict_observations_are_concatenated() -> None:
+    specs = specs_of(
+        Categorical(2), position=Unbounded((2, 3)), goal=Categorical(5), speed=Unbounded(1, dtype=torch.float64)
+    )
+    actor, critic = build_actor(specs), build_critic(specs)
+    assert actor.in_keys == critic.in_keys == ["goal", "position", "speed"]
+    td = TensorDict(
+        {
+            "position": torch.randn(7, 2, 3),
+            "goal": torch.arange(7) % 5,
+            "speed": torch.randn(7, 1, dtype=torch.float64),
+        },
+        [7],
+    )
+    assert actor.trunk.encoder.flat.features == 6 + 5 + 1
+    assert critic(actor(td))["state_value"].shape == (7, 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 36, 40), (36, 40, 3), (36, 40)])
+def test_pixels_of_any_layout(shape: tuple[int, ...]) -> None:
+    specs = specs_of(Categorical(2), pixels=Unbounded(shape, dtype=torch.uint8), speed=Unbounded(2))
+    network = CNNNetwork(hidden_sizes=[16])
+    actor = build_actor(specs, network)
+    critic = build_critic(specs, network, actor=actor)
+    td = TensorDict(
+        pixels=torch.randint(0, 255, (5, *shape), dtype=torch.uint8), speed=torch.randn(5, 2), batch_size=[5]
+    )
+    before = td["pixels"].clone()
+    assert critic(actor(td))["state_value"].shape == (5, 1)
+    assert torch.equal(td["pixels"], before)
+
+
+def test_channels_last_equals_channels_first() -> None:
+    first = CNNNetwork().encoder([Unbounded((3, 40, 40), dtype=torch.uint8)])
+    last = CNNNetwork().encoder([Unbounded((40, 40, 3), dtype=torch.uint8)])
+    last.load_state_dict(first.state_dict())
+    image = torch.randint(0, 255, (2, 3, 40, 40), dtype=torch.uint8)
+    torch.testing.assert_close(first(image), last(image.movedim(1, -1)))
+
+
+def test_shared_trunk_is_registered_once() -> None:
+    specs, network = specs_of(Categorical(2)), MLPNetwork([8], shared=True)
+    actor = build_actor(specs, network)
+    critic = build_critic(specs, network, actor=actor, out_keys=["state_value", "intrinsic_state_value"])
+    assert critic.trunks[0] is actor.trunk
+    assert sum(p.numel() for p in critic.parameters()) == 2 * 9
+    td = critic(inputs())
+    torch.testing.assert_close(td["state_value"], critic.module[0](actor.trunk.read(td)))
+
+
+def test_separate_critics_differ() -> None:
+    keys = [("state_value", "a"), ("state_value", "b")]
+    critic = build_critic(specs_of(Categorical(2)), out_keys=keys, separate=True)
+    td = critic(inputs())
+    assert td["state_value", "a"].shape == (64, 1)
+    gradient = torch.autograd.grad(td["state_value", "a"].sum(), list(critic.trunks[1].parameters()), allow_unused=True)
+    assert all(part is None for part in gradient)
+
+
+@pytest.mark.parametrize(
+    ("cell", "keys"), [("gru", {"recurrent_state"}), ("lstm", {("recurrent_state", x) for x in "hc"})]
+)
+def test_primer_names_the_state(cell: str, keys: set[Any]) -> None:
+    primer = get_primers_from_module(build_actor(specs_of(Categorical(2)), RecurrentNetwork(cell, 8)))
+    assert set(primer.primers.keys(True, True)) == keys
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "says"),
+    [
+        (lambda: build_actor(specs_of(Bounded(0, 1, (2, 2)))), TypeError, "one-dimensional"),
+        (lambda: build_actor(specs_of(Categorical(2)), distribution="normal"), ValueError, "continuous"),
+        (lambda: build_actor(specs_of(BOX), distribution="beta"), ValueError, "tanh_normal"),
+        (lambda: build_actor(specs_of(Unbounded(2)), distribution="tanh_normal"), ValueError, "finite bounds"),
+        (lambda: build_actor(specs_of(BOX), MLPNetwork(activation="tahn")), ValueError, "tahn"),
+        (lambda: build_actor(specs_of(BOX), RecurrentNetwork("rnn")), ValueError, "'gru' or 'lstm'"),
+        (lambda: build_critic(specs_of(BOX), MLPNetwork(shared=True)), ValueError, "give build_critic the actor"),
+        (lambda: build_actor(specs_of(BOX), CNNNetwork()), ValueError, "MLPNetwork for vectors"),
+        (lambda: CNNNetwork().encoder([Unbounded((1, 10, 10))]), ValueError, "too small"),
+    ],
+)
+def test_bad_requests_are_refused(build: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        build()
