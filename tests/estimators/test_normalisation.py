@@ -92,7 +92,7 @@ def test_bad_states_and_arguments_are_refused() -> None:
         normalizer.load_state_dict(IntrinsicRewardNormalizer(0.99).state_dict())
     with pytest.raises(ValueError, match="forward=False, this one has True"):
         normalizer.load_state_dict(IntrinsicRewardNormalizer(0.9, "backward").state_dict())
-    with pytest.raises(KeyError, match="lacks .*'count'"):
+    with pytest.raises(KeyError, match=r"lacks .*'count'"):
         normalizer.load_state_dict({})
 
 

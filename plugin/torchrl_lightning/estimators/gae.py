@@ -64,8 +64,8 @@ def gae(
     gamma = check_fraction("gae", "gamma", gamma)
     decay = gamma * check_fraction("gae", "lmbda", lmbda)
     if runs_on_numba(reward, value, next_value) and reward.numel() > 0:
-        advantage = torch.empty(reward.shape, dtype=reward.dtype)
-        target = torch.empty(reward.shape, dtype=reward.dtype)
+        advantage = torch.empty_like(reward, memory_format=torch.contiguous_format)
+        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
         finite = compiled(_gae_rows)(
             matrix(reward),
             matrix(value),

@@ -52,7 +52,7 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
     if reward.numel() == 0:
         return torch.empty_like(reward)
     if runs_on_numba(reward, next_value):
-        target = torch.empty(reward.shape, dtype=reward.dtype)
+        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
         finite = compiled(_return_rows)(
             matrix(reward), matrix(next_value), matrix(terminated), matrix(done), gamma, matrix(target)
         )

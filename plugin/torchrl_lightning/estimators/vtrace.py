@@ -80,8 +80,8 @@ def vtrace(
     rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
     pg_rho_clip = rho_clip if pg_rho_clip is None else _check_clip("pg_rho_clip", pg_rho_clip)
     if runs_on_numba(reward, value, next_value, log_pi, log_mu) and reward.numel() > 0:
-        advantage = torch.empty(reward.shape, dtype=reward.dtype)
-        target = torch.empty(reward.shape, dtype=reward.dtype)
+        advantage = torch.empty_like(reward, memory_format=torch.contiguous_format)
+        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
         ratio = (log_pi - log_mu).exp_()  # torch's exponential is vectorised, numba's is not
         finite = compiled(_vtrace_rows)(
             matrix(ratio),

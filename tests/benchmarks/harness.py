@@ -1,0 +1,112 @@
+"""Honest timing of contenders on a shared machine.
+
+All contenders of a comparison run interleaved in one process, each round beginning with the next one, so that a busy
+neighbour hits all of them alike. A repetition lasts long enough for the clock; reported are the median, the quartiles
+and the fastest repetition. Garbage collection is off while the clock runs, and everything runs on one thread.
+
+Call :func:`one_thread` before torch, numpy or jax are imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+Contender = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds that one call took."""
+
+    name: str
+    median: float
+    low: float  # first quartile
+    high: float  # third quartile
+    fastest: float
+
+
+def one_thread(pin: bool = True) -> None:
+    """Keep every thread pool of this process at one thread, and the process on one core."""
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMBA", "VECLIB_MAXIMUM"):
+        os.environ[f"{name}_NUM_THREADS"] = "1"
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if pin and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def compare(contenders: Mapping[str, Contender], *, repetitions: int = 11, seconds: float = 0.03) -> list[Timing]:
+    """Time all contenders, interleaved with a rotating start; each repetition lasts about ``seconds``."""
+    names = list(contenders)
+    calls = {name: _calls_in(contenders[name], seconds) for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for repetition in range(repetitions):
+            start = repetition % len(names)
+            for name in names[start:] + names[:start]:
+                samples[name].append(_time(contenders[name], calls[name]))
+            gc.collect()
+    finally:
+        if enabled:
+            gc.enable()
+    return [_summary(name, samples[name]) for name in names]
+
+
+def _calls_in(contender: Contender, seconds: float) -> int:
+    contender()  # compiles, allocates
+    calls = 1
+    while True:
+        spent = _time(contender, calls) * calls * 1e-6
+        if spent > seconds / 4 or calls >= 1_000_000:
+            return max(1, round(calls * seconds / max(spent, 1e-9)))
+        calls *= 4
+
+
+def _time(contender: Contender, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        contender()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def _summary(name: str, samples: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(name, median, low, high, min(samples))
+
+
+def table(title: str, timings: list[Timing], reference: str) -> str:
+    """Lay the timings out, fastest first, with their ratio to the reference."""
+    base = next(timing.median for timing in timings if timing.name == reference)
+    lines = [title, f"  {'':<34}{'median us':>11}{'quartiles':>22}{'fastest':>11}{'ratio':>9}"]
+    for timing in sorted(timings, key=lambda timing: timing.median):
+        quartiles = f"{timing.low:.1f} - {timing.high:.1f}"
+        row = f"  {timing.name:<34}{timing.median:>11.1f}{quartiles:>22}{timing.fastest:>11.1f}"
+        lines.append(f"{row}{timing.median / base:>9.2f}")
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Write a line at once, so that a long benchmark shows where it is."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def write_json(path: Path, results: Mapping[str, list[Timing]]) -> None:
+    """Keep the timings of several comparisons, with the machine that they are from."""
+    content = {
+        "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "microseconds": {title: [asdict(timing) for timing in timings] for title, timings in results.items()},
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
