@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ RESULTS: tuple[NestedKey, ...] = (
 )
 
 
-class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
+class OnPolicyBuffer(TensorDictReplayBuffer):
     """One time-major rollout with TorchRL's verbs and the documented ones; see :class:`VanillaOnPolicyBuffer`."""
 
     storage: RolloutStorage
@@ -92,7 +93,7 @@ class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
 
     @property
     def rollout(self) -> TensorDict:
-        """The stored rollout, time-major ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
+        """The stored rollout, ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
         return self.storage.rollout
 
     @property
@@ -148,23 +149,26 @@ class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
         self.sampler.restart()
 
     def _carried(self, data: TensorDictBase) -> TensorDictBase:
-        tail = self.storage.tail
+        tail, schema = self.storage.tail, self.storage.schema
         following = data.get("next", None)
         if tail is not None and tail.shape == data.shape:
             for key, value in leaves_of(tail):
-                if key not in data.keys(include_nested=True):
+                if key in schema and key not in data.keys(include_nested=True):
                     data.set(key, value)
         elif following is not None:
-            skip = ("reward", "done", "terminated", "truncated", "state_value")
-            for key, value in leaves_of(following):
-                name = key if isinstance(key, str) else key[0]
-                if name in self.recurrent_keys and data.get(key, None) is None:
-                    data.set(key, torch.zeros_like(value))
-                elif name not in skip and not name.endswith(("_reward", "_value")) and data.get(key, None) is None:
-                    raise KeyError(f"The first step has no {key!r} and nothing was stored before it to carry it over.")
-        if data.get("is_init", None) is None:
+            self._check_first(data, following)
+        if data.get("is_init", None) is None and (not schema or "is_init" in schema):
             data.set("is_init", torch.ones(*data.shape, 1, dtype=torch.bool, device=data.device))
         return data
+
+    def _check_first(self, data: TensorDictBase, following: TensorDictBase) -> None:
+        other = ("reward", "done", "terminated", "truncated")
+        names = [name for name in following.keys() if name not in other and not name.endswith(("_reward", "_value"))]  # noqa: SIM118
+        for name in names:
+            if name in self.recurrent_keys and data.get(name, None) is None:
+                data.set(name, following.get(name).clone().zero_())
+        if names and not any(data.get(name, None) is not None for name in names if name not in self.recurrent_keys):
+            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
@@ -268,6 +272,15 @@ class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
         self.generator.set_state(state_dict["generator"].cpu())
         self._consumed = bool(state_dict["consumed"])
 
+    def dumps(self, path: Any) -> None:
+        """Write the state to a folder."""
+        Path(path).mkdir(exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "buffer.pt")
+
+    def loads(self, path: Any) -> None:
+        """Read the state from a folder."""
+        self.load_state_dict(torch.load(Path(path) / "buffer.pt", weights_only=True))
+
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def wrap_env(self, env: Any) -> Any:
@@ -277,6 +290,9 @@ class OnPolicyBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
         """Hook for a DataModule: the policy to collect with."""
         return policy
+
+    def before_epoch(self) -> None:
+        """Hook for a DataModule: called before each further pass over the same rollout."""
 
     def metrics(self) -> dict[str, float]:
         """Hook for a DataModule: figures to log."""

@@ -50,8 +50,8 @@ def split_epoch(
             raise ValueError(f"num_mini_batch={num_mini_batch} is more than the {units} stored {unit}.")
         if whole and units % num_mini_batch:
             raise ValueError(
-                f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch holds "
-                f"whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
+                f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch "
+                f"holds whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
             )
         return num_mini_batch, units // num_mini_batch if drop_last else None
     if mini_batch_size is not None and mini_batch_size > units:

@@ -17,11 +17,11 @@ from torchrl_lightning.rollout.values import fill_values, join, path, value_keys
 from torchrl_lightning.rollout.writer import REWARD, check_flags
 
 
-class AdvantageTransform(Transform):  # type: ignore[misc]
+class AdvantageTransform(Transform):
     """Base of the transforms that write advantages and value targets on a rollout.
 
-    Calling it computes. In a replay buffer either append it with ``invert=True``, or set ``on_write=True``: both compute
-    when a rollout is written. Without, it computes on sampled sequences.
+    Calling it computes. In a replay buffer either append it with ``invert=True``, or set ``on_write=True``: both
+    compute when a rollout is written. Without, it computes on sampled sequences.
 
     Args:
         gamma: discount.

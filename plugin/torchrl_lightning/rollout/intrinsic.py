@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -55,7 +55,7 @@ class IntrinsicReturns(AdvantageTransform):
         critic: Any = None,
         *,
         normalize: bool = True,
-        direction: str = "forward",
+        direction: Literal["forward", "backward"] = "forward",
         log_prob_keys: tuple[NestedKey, NestedKey] | None = None,
         reward_key: NestedKey = ("next", "intrinsic_reward"),
         value_key: NestedKey = "intrinsic_state_value",
@@ -114,4 +114,4 @@ class IntrinsicReturns(AdvantageTransform):
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics."""
-        self.normalizer.load_state_dict(state)
+        self.normalizer.load_state_dict(dict(state))

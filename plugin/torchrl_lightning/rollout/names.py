@@ -49,8 +49,9 @@ def key_of(name: str) -> NestedKey:
 def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
     """Read a dict with documented names as a TensorDict with our keys.
 
-    ``Done`` means terminated after this step, unless ``NextDone`` is there: then ``NextDone`` does, and ``Done`` marks the
-    start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. Dict observations become root keys.
+    ``Done`` means terminated after this step, unless ``NextDone`` is there: then ``NextDone`` does, and ``Done`` marks
+    the start of an episode, as in PyTorchRL's transitions. ``Truncated`` is optional. Dict observations become root
+    keys.
 
     Args:
         sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.

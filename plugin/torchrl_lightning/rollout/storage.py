@@ -20,9 +20,9 @@ STATE_VERSION = 1
 class RolloutStorage(StorageBase):
     """Time-major storage ``[T, N]`` of one rollout, with the one step after the last.
 
-    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries that are added to :attr:`rollout`
-    (values, advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, episode start,
-    recurrent state); it survives ``empty`` so that the next rollout can continue from it.
+    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries added to :attr:`rollout`
+    (values, advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, episode start, recurrent
+    state); it survives ``empty`` so that the next rollout can continue from it.
 
     Args:
         size: capacity along time; a longer rollout is refused.
@@ -110,9 +110,14 @@ class RolloutStorage(StorageBase):
 
         Any other index edits cells in place, as TorchRL does.
         """
+        if set_cursor and not isinstance(cursor, int | slice):
+            raise TypeError(
+                f"A rollout is written row by row or as one slice, got a {type(cursor).__name__} cursor; "
+                "use RolloutWriter as the buffer's writer."
+            )
         if self.data is None:
             self.allocate(data if isinstance(cursor, int) else data[0])
-        if not isinstance(cursor, (int, slice)) or not set_cursor:
+        if not set_cursor:
             super().set(cursor, data, set_cursor=False)
             return
         assert self.data is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -23,20 +23,20 @@ Values = Tensor | Mapping[str, Tensor]
 
 
 class VanillaOnPolicyBuffer(OnPolicyBuffer):
-    """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V`` (documented by PyTorchRL).
+    """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
 
-    A rollout goes in with ``insert_data_slice`` (or step by step with ``insert_transition``), ``before_gradients`` writes
-    values, ``advantage`` and ``value_target``, ``generate_batches`` hands it out. Everything is time-major, ``[T, N, ...]``.
+    A rollout goes in with ``insert_data_slice`` (or step by step with ``insert_transition``), ``before_gradients``
+    writes values, ``advantage`` and ``value_target``, ``generate_batches`` hands it out. All is time-major.
 
     Args:
         size: capacity along time.
         device: where the rollout lives.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma`` and optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
         envs: environments that tell ``num_envs`` (and ``frame_stack``).
         gamma: discount; wins over the algorithm's; 0.99 when neither says.
-        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are intrinsic
-            rewards; may be assigned later.
+        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
+            intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
         gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
@@ -96,7 +96,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         intrinsic_critic: TensorDictModuleBase | None = None,
         gamma_intrinsic: float | None = None,
         normalize_intrinsic: bool = True,
-        intrinsic_direction: str = "forward",
+        intrinsic_direction: Literal["forward", "backward"] = "forward",
         standardize_advantages: bool = True,
         recompute_values: bool = False,
         bootstrap: bool = True,
@@ -132,7 +132,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             **options: constructor options.
         """
 
-        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Self:
+        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
             return cls(size, device, actor, algorithm, envs, **options)
 
         return create
@@ -185,7 +185,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             if self.intrinsic_critic is None and streams:
                 streams[0][1][self.intrinsic.value_key] = False
             else:
-                streams.append((self.intrinsic_critic or self.critic, {self.intrinsic.value_key: False}))
+                streams.append((self.critic if self.intrinsic_critic is None else self.intrinsic_critic, {self.intrinsic.value_key: False}))
         for critic, roots in streams:
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
@@ -202,7 +202,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
     @property
     def has_intrinsic(self) -> bool:
         """Whether the stored rollout has intrinsic rewards."""
-        return self.storage.num_steps > 0 and "intrinsic_reward" in self.rollout.get("next").keys()
+        return self.storage.num_steps > 0 and self.rollout.get(self.intrinsic.reward_key, None) is not None
 
     def normalize_int_rewards(self) -> None:
         """Divide the intrinsic rewards by a running estimate of their returns' deviation, once for each rollout.
@@ -301,7 +301,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         Raises:
             ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
         """
-        name = "Observation" if "Observation" in sample.keys() else "observation"
+        name = "Observation" if sample.get("Observation", None) is not None else "observation"
         obs = sample.get(name, None)
         if not isinstance(obs, Tensor):
             raise ValueError(

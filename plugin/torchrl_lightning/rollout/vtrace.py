@@ -101,12 +101,16 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         """
         self.compute_vtrace(self.clip_rho_thres, self.clip_c_thres)
 
+    def before_epoch(self) -> None:
+        """Hook for a DataModule: corrects for the updates of the pass before."""
+        self.compute_vtrace(self.clip_rho_thres, self.clip_c_thres)
+
     def get_updated_action_log_probs(self) -> Tensor:
         """Log-probabilities of the stored actions under the current actor, ``[T, N]``; values are updated too."""
         rollout = self.rollout
         actor = require(self.actor, "actor", "to evaluate the stored actions")
         if self.bootstrap or self.has_intrinsic:
-            require(self.critic or self.intrinsic_critic, "critic", "to evaluate the stored states")
+            require(self.critic if self.critic is not None else self.intrinsic_critic, "critic", "to evaluate the stored states")
         log_prob = current_log_prob(rollout, actor, self.action_key, self.recurrent_keys)
         self.fill_values(recompute=True, unroll=True)
         rollout.set(self.current_log_prob_key, log_prob)

@@ -16,7 +16,7 @@ from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.rollout.layout import describe, leaves_of, schema_difference, time_axis, time_major
 from torchrl_lightning.rollout.storage import RolloutStorage, check_state_version
 
-REWARD = ("next", "reward")
+REWARD: NestedKey = ("next", "reward")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")
@@ -25,8 +25,9 @@ TRUNCATED = ("next", "truncated")
 class RolloutWriter(WriterBase):
     """Writes rollouts into a :class:`RolloutStorage`, time-major, and refuses what does not fit.
 
-    ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order with
-    ``time_dim``; ``add`` takes one step of all environments, ``[N]``. An unnamed two-dimensional batch is an error.
+    ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order
+    with ``time_dim``; ``add`` takes one step of all environments, ``[N]``. An unnamed two-dimensional batch is an
+    error.
 
     Args:
         time_dim: which dimension is time; ``None`` reads the dimension names.
@@ -71,7 +72,7 @@ class RolloutWriter(WriterBase):
         return self.storage
 
     def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
-        """Append a rollout and return the written cells, one row ``(t, n)`` for each element in the order of ``data``."""
+        """Append a rollout and return the written cells ``(t, n)``, in the order of ``data``."""
         storage, time_dim = self._target, self.time_dim if time_dim is None else time_dim
         self.prepare(data, time_dim, storage.num_steps)
         return self.write(data, time_dim)
@@ -177,20 +178,20 @@ def check_flags(data: TensorDictBase) -> None:
         KeyError: one is missing; the message says what to add.
         TypeError: a flag is not boolean.
     """
-    if "next" not in data.keys():
+    if data.get("next", None) is None:
         raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
     keys = data.get("next").keys()
     if "terminated" not in keys:
         raise KeyError(
-            f'("next", "terminated") is missing (there are {sorted(keys)}). Add it: boolean, shape [..., 1], True where '
-            "the episode really ended and False where it was cut by a time limit; it is never guessed from done."
+            f'("next", "terminated") is missing (there are {sorted(keys)}). Add it: boolean, shape [..., 1], True '
+            "where the episode really ended and False where it was cut by a time limit; it is never guessed from done."
         )
     for key in ("reward", "done"):
         if key not in keys:
             raise KeyError(f'("next", "{key}") is missing (there are {sorted(keys)}).')
-    for key in (DONE, TERMINATED):
-        if data.get(key).dtype is not torch.bool:
-            raise TypeError(f"{key} must be boolean, got {data.get(key).dtype}; convert it with .bool().")
+    for flag in (DONE, TERMINATED):
+        if data.get(flag).dtype is not torch.bool:
+            raise TypeError(f"{flag} must be boolean, got {data.get(flag).dtype}; convert it with .bool().")
 
 
 def check_finite(value: Tensor, key: NestedKey) -> None:

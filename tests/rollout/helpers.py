@@ -1,0 +1,85 @@
+"""Rollouts, critics and brute-force estimates that the tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def golden(name: str) -> dict[str, Any]:
+    with np.load(DATA / f"{name}.npz") as file:
+        return {key: torch.as_tensor(file[key]) for key in file.files}
+
+
+def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> TensorDict:
+    """``[N, T]`` named ``(None, "time")``; observations count steps so that order is visible; memory is time-major."""
+    rng = torch.Generator().manual_seed(seed)
+    done = torch.rand(steps, envs, 1, generator=rng) < 0.3
+    terminated = done & (torch.rand(steps, envs, 1, generator=rng) < 0.5)
+    count = torch.arange(steps * envs, dtype=torch.float32).view(steps, envs, 1)
+    entries: dict[str, Any] = {
+        "observation": count,
+        "action": torch.randint(0, 2, (steps, envs), generator=rng),
+        "action_log_prob": -torch.rand(steps, envs, generator=rng),
+        "is_init": torch.cat((torch.ones(1, envs, 1, dtype=torch.bool), done[:-1])),
+        "next": {
+            "observation": count + 0.5,
+            "reward": torch.randn(steps, envs, 1, generator=rng),
+            "done": done,
+            "terminated": terminated,
+            "truncated": done & ~terminated,
+        },
+        ("collector", "traj_ids"): torch.zeros(steps, envs, dtype=torch.int64),
+    }
+    major = TensorDict({}, [steps, envs])
+    for key, value in {**entries, **extra}.items():
+        major.set(key, value if isinstance(value, Tensor) else TensorDict(value, [steps, envs]))
+    data = major.transpose(0, 1)
+    data.names = [None, "time"]
+    return data
+
+
+class Recorder(nn.Module):
+    """``V = scale * observation``; remembers what it saw."""
+
+    def __init__(self, scale: float = 0.1) -> None:
+        super().__init__()
+        self.scale = scale
+        self.seen: list[Tensor] = []
+
+    def forward(self, observation: Tensor) -> Tensor:
+        self.seen.append(observation)
+        return self.scale * observation
+
+
+def make_critic(out: Any = "state_value", scale: float = 0.1) -> TensorDictModule:
+    return TensorDictModule(Recorder(scale), in_keys=["observation"], out_keys=[out])
+
+
+def brute_gae(
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float, lmbda: float
+) -> Tensor:
+    advantage, last = torch.zeros_like(reward), torch.zeros_like(reward[0])
+    for t in reversed(range(reward.shape[0])):
+        delta = reward[t] + gamma * (~terminated[t]) * next_value[t] - value[t]
+        last = delta + gamma * lmbda * (~done[t]) * last
+        advantage[t] = last
+    return advantage
+
+
+def brute_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
+    out, last = torch.zeros_like(reward), next_value[-1]
+    for t in reversed(range(reward.shape[0])):
+        last = reward[t] + gamma * torch.where(done[t], (~terminated[t]) * next_value[t], last)
+        if t == reward.shape[0] - 1:
+            last = reward[t] + gamma * (~terminated[t]) * next_value[t]
+        out[t] = last
+    return out

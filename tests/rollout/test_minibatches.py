@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout.helpers import make_rollout
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
+
+
+def filled(steps: int = 5, envs: int = 3, **kwargs) -> GAEBuffer:
+    buffer = GAEBuffer(steps, **kwargs)
+    buffer.insert_data_slice(make_rollout(steps, envs))
+    return buffer
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 9), envs=st.integers(1, 4), number=st.integers(1, 8), shuffle=st.booleans(), drop=st.booleans()
+)
+def test_every_sample_exactly_once_an_epoch(steps: int, envs: int, number: int, shuffle: bool, drop: bool) -> None:
+    buffer, total = filled(steps, envs), steps * envs
+    if number > total:
+        with pytest.raises(ValueError, match="num_mini_batch"):
+            buffer.generate_batches(number)
+        return
+    batches = [b["observation"].flatten() for b in buffer.generate_batches(number, None, 1, shuffle, drop)]
+    seen = torch.cat(batches).tolist()
+    assert len(batches) == number
+    assert len(set(seen)) == len(seen)
+    if drop:
+        assert {len(b) for b in batches} == {total // number}
+    else:
+        assert sorted(seen) == list(range(total))
+        if not shuffle:
+            assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(("drop", "sizes"), [(False, [4, 4, 4, 3]), (True, [4, 4, 4])])
+def test_size_alone_leaves_a_ragged_last_batch(drop: bool, sizes: list[int]) -> None:
+    assert [b.shape[0] for b in filled().generate_batches(None, 4, drop_last=drop)] == sizes
+
+
+def test_number_and_size_give_exactly_that() -> None:
+    buffer = filled()
+    assert [b.shape[0] for b in buffer.generate_batches(2, 4)] == [4, 4]
+    with pytest.raises(ValueError, match="16, but only 15 steps"):
+        buffer.generate_batches(4, 4)
+    with pytest.raises(ValueError, match="Give num_mini_batch"):
+        buffer.generate_batches()
+    with pytest.raises(ValueError, match="positive"):
+        buffer.generate_batches(0)
+    with pytest.raises(ValueError, match="more than the 15"):
+        buffer.generate_batches(None, 16)
+
+
+def test_the_algorithm_fills_in_numbers() -> None:
+    class Algorithm:
+        gamma, num_mini_batch, mini_batch_size = 0.5, 3, 5
+
+    buffer = filled(algorithm=Algorithm())
+    assert [b.shape[0] for b in buffer.generate_batches()] == [5, 5, 5]
+    assert buffer.gamma == 0.5
+    assert GAEBuffer(3, algorithm=Algorithm(), gamma=0.7).gamma == 0.7
+
+
+def test_epochs_are_reshuffled_and_seeded() -> None:
+    first, second = (filled(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    one = [b["observation"].flatten().tolist() for b in first.generate_batches(1, num_epochs=2)]
+    assert one[0] != one[1]
+    assert one == [b["observation"].flatten().tolist() for b in second.generate_batches(1, num_epochs=2)]
+
+
+def test_whole_environments() -> None:
+    buffer = filled(6, 4, recurrent=True)
+    batches = list(buffer.generate_batches(2))
+    assert [b.shape for b in batches] == [(2, 6), (2, 6)]
+    assert batches[0].names == [None, "time"]
+    seen = torch.cat([b["observation"][:, 0, 0] for b in batches])
+    assert sorted(seen.tolist()) == [0, 1, 2, 3]
+    assert torch.equal(batches[0]["observation"][0, :, 0].diff(), torch.full((5,), 4.0))
+    with pytest.raises(ValueError, match="3 does not divide the 4 environments"):
+        buffer.generate_batches(3)
+
+
+def test_batch_keys_restrict_what_is_gathered() -> None:
+    buffer = filled(batch_keys=["observation", ("next", "reward")])
+    batch = next(buffer.generate_batches(1))
+    assert set(batch.keys(True, True)) == {"observation", ("next", "reward")}
+    buffer.batch_keys = ["absent"]
+    with pytest.raises(KeyError, match="absent"):
+        buffer.generate_batches(1)
+    assert ("collector", "traj_ids") not in next(filled().generate_batches(1)).keys(True)
+
+
+def make_torchrl(batch_size: int = 4, **kwargs) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=RolloutStorage(6),
+        writer=RolloutWriter(),
+        sampler=MinibatchSampler(**kwargs),
+        dim_extend=0,
+        batch_size=batch_size,
+    )
+
+
+def test_inside_torchrl_each_epoch_is_complete_and_a_write_starts_anew() -> None:
+    buffer = make_torchrl()
+    buffer.extend(make_rollout(6, 3))
+    for _ in range(2):
+        sizes, seen = [], []
+        for batch in buffer:
+            sizes.append(len(batch))
+            seen += batch["observation"].flatten().tolist()
+        assert sizes == [4, 4, 4, 4, 2]
+        assert sorted(seen) == list(range(18))
+    buffer.sample()
+    buffer.empty()
+    buffer.extend(make_rollout(6, 3))
+    assert sorted(torch.cat([b["observation"].flatten() for b in buffer]).tolist()) == list(range(18))
+
+
+def test_inside_torchrl_by_environments() -> None:
+    buffer = make_torchrl(2, by="environments", shuffle=False, drop_last=True)
+    buffer.extend(make_rollout(6, 3))
+    batch = buffer.sample()
+    assert batch.shape == (2, 6)
+    assert batch["observation"][:, 0, 0].tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="does not fit"):
+        buffer.sampler.sample(buffer.storage, 9)
+
+
+def test_empty_and_unknown_units_are_errors() -> None:
+    with pytest.raises(RuntimeError, match="empty"):
+        MinibatchSampler().sample(RolloutStorage(3), 2)
+    with pytest.raises(ValueError, match="by must be"):
+        MinibatchSampler(by="frames")
+    with pytest.raises(RuntimeError, match="empty"):
+        GAEBuffer(3).generate_batches(1)
+    with pytest.raises(ValueError, match="samples by="):
+        MinibatchSampler(by="environments").load_state_dict(MinibatchSampler().state_dict())
+
+
+def test_state_in_the_middle_of_an_epoch(tmp_path) -> None:
+    buffer, other = make_torchrl(), make_torchrl()
+    buffer.extend(make_rollout(6, 3))
+    buffer.sample()
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for _ in range(7):
+        assert torch.equal(buffer.sample()["observation"], other.sample()["observation"])
+
+
+def test_buffer_state_gives_the_same_next_batches(tmp_path) -> None:
+    buffer, other = filled(gamma=0.9), GAEBuffer(5, gamma=0.9)
+    buffer.rollout["advantage"] = torch.rand(5, 3, 1)
+    list(buffer.generate_batches(2))
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for ours, theirs in zip(buffer.generate_batches(3, None, 2), other.generate_batches(3, None, 2), strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        assert (ours == theirs).all()
+    buffer.dumps(tmp_path / "folder")
+    third = GAEBuffer(5)
+    third.loads(tmp_path / "folder")
+    assert (third.storage.tail == buffer.storage.tail).all()

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout.helpers import make_rollout
+from tensordict import TensorDict
+from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
+
+from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
+
+
+def torchrl_buffer(size: int = 5, sampler: object = None, time_dim: int | None = None) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=RolloutStorage(size),
+        writer=RolloutWriter(time_dim),
+        sampler=sampler or MinibatchSampler(),
+        dim_extend=0,
+        batch_size=4,
+    )
+
+
+@pytest.mark.parametrize("layout", ["named", "time first", "environments first"])
+def test_every_layout_becomes_time_major(layout: str) -> None:
+    data, time_dim = make_rollout(), None
+    expected = data.transpose(0, 1)["observation"]
+    if layout != "named":
+        data.names = [None, None]
+        data, time_dim = (data.transpose(0, 1), 0) if layout == "time first" else (data, 1)
+    buffer = torchrl_buffer(time_dim=time_dim)
+    index = buffer.extend(data)
+    assert torch.equal(buffer[:]["observation"], expected)
+    cells = index if index.ndim == 2 else torch.stack((index, torch.zeros_like(index)), -1)
+    flat = data.reshape(-1)["observation"] if index.ndim == 2 else None
+    if flat is not None:
+        assert torch.equal(buffer[:]["observation"][cells[:, 0], cells[:, 1]], flat)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("envs", [1, 2, 3])
+@pytest.mark.parametrize("first", [True, False])
+def test_torchrl_buffer_takes_any_shape(steps: int, envs: int, first: bool) -> None:
+    data = make_rollout(steps, envs)
+    buffer = torchrl_buffer()
+    buffer.extend(data.transpose(0, 1) if first else data)
+    assert buffer[:].shape == (steps, envs)
+    buffer.empty()
+    buffer.extend(data)
+    assert len(buffer) == steps * envs
+
+
+def test_unnamed_batch_is_never_guessed() -> None:
+    data = make_rollout()
+    data.names = [None, None]
+    buffer = torchrl_buffer()
+    with pytest.raises(ValueError, match="time_dim"):
+        buffer.extend(data)
+    assert len(buffer) == 0
+
+
+def test_overflow_names_both_numbers_and_changes_nothing() -> None:
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(make_rollout(4))
+    before = buffer.get_all_buffer_data()
+    with pytest.raises(ValueError, match="6 steps does not fit into size=5"):
+        buffer.insert_data_slice(make_rollout(6))
+    with pytest.raises(ValueError, match="3 steps does not fit into size=5 after 4 stored"):
+        buffer.extend(make_rollout(3))
+    assert (buffer.get_all_buffer_data() == before).all()
+
+
+def poison(data: TensorDict, what: str) -> TensorDict:
+    if what == "nan reward":
+        data["next", "reward"][1, 2] = torch.nan
+    elif what == "nan value":
+        data["state_value"] = torch.full((*data.shape, 1), torch.inf)
+    elif what == "float flag":
+        data["next", "terminated"] = data["next", "terminated"].float()
+    elif what == "no terminated":
+        del data["next", "terminated"]
+    elif what == "no next":
+        del data["next"]
+    elif what == "dtype":
+        data["action"] = data["action"].float()
+    elif what == "shape":
+        data["observation"] = torch.zeros(*data.shape, 7)
+    elif what == "missing":
+        del data["action"]
+    elif what == "extra":
+        data["surprise"] = torch.zeros(data.shape)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("nan reward", ValueError, "1 values that are NaN"),
+        ("nan value", ValueError, "state_value"),
+        ("float flag", TypeError, "bool"),
+        ("no terminated", KeyError, "Add it: boolean"),
+        ("no next", KeyError, "next"),
+        ("dtype", ValueError, "'action' is .*float32, stored is .*int64"),
+        ("shape", ValueError, r"'observation' is \[7\]"),
+        ("missing", ValueError, "'action' is missing"),
+        ("extra", ValueError, "'surprise' is new"),
+    ],
+)
+def test_bad_rollouts_are_refused_before_anything_changes(what: str, error: type[Exception], message: str) -> None:
+    buffer = GAEBuffer(5)
+    good = make_rollout()
+    if what == "nan value":
+        good["state_value"] = torch.zeros(*good.shape, 1)
+    buffer.insert_data_slice(good)
+    before = buffer.state_dict()
+    with pytest.raises(error, match=message):
+        buffer.insert_data_slice(poison(make_rollout(seed=1), what))
+    after = buffer.state_dict()
+    assert torch.equal(before["storage"]["data"]["observation"], after["storage"]["data"]["observation"])
+    assert torch.equal(before["storage"]["data"]["next"]["reward"], after["storage"]["data"]["next"]["reward"])
+
+
+def test_other_number_of_environments_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected 4 environments, got 3"):
+        GAEBuffer(5, num_envs=4).insert_data_slice(make_rollout())
+
+
+def test_the_step_after_the_last_is_kept() -> None:
+    data = make_rollout(recurrent_state=torch.ones(5, 3, 1, 2))
+    data["next", "recurrent_state"] = torch.full((3, 5, 1, 2), 7.0)
+    data["next", "done"][:, -1] = torch.tensor([[True], [False], [False]])
+    data["next", "terminated"][:, -1] = torch.tensor([[True], [False], [False]])
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(data)
+    tail = buffer.storage.tail
+    assert torch.equal(tail["observation"], data["next", "observation"][:, -1])
+    assert tail["is_init"].flatten().tolist() == [True, False, False]
+    assert tail["recurrent_state"][:, 0, 0].tolist() == [0.0, 7.0, 7.0]
+    buffer.empty()
+    assert buffer.storage.tail is tail
+
+
+def test_torchrl_sampler_in_ours_visits_every_cell_once() -> None:
+    buffer = torchrl_buffer(sampler=SamplerWithoutReplacement())
+    buffer.extend(make_rollout(4, 2))
+    seen = torch.cat([batch["observation"].flatten() for batch in buffer])
+    assert sorted(seen.tolist()) == list(range(8))
+
+
+def test_a_torchrl_writer_is_refused_with_the_fix() -> None:
+    buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), dim_extend=0)
+    with pytest.raises(TypeError, match="RolloutWriter"):
+        buffer.extend(make_rollout().transpose(0, 1))
+
+
+def test_state_holds_the_filled_part_and_is_a_copy() -> None:
+    buffer = GAEBuffer(100)
+    buffer.insert_data_slice(make_rollout())
+    state = buffer.storage.state_dict()
+    assert state["data"]["observation"].shape == (5, 3, 1)
+    buffer.rollout["observation"].zero_()
+    assert state["data"]["observation"].sum() > 0
+
+
+@pytest.mark.parametrize(("other", "message"), [({"size": 6}, "size=5.*size=6"), ({"num_envs": 4}, "num_envs=3")])
+def test_state_of_another_shape_is_refused(other: dict[str, int], message: str) -> None:
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(make_rollout())
+    with pytest.raises(ValueError, match=message):
+        GAEBuffer(**{"size": 5, **other}).load_state_dict(buffer.state_dict())
+
+
+def test_state_of_other_data_and_other_version_is_refused() -> None:
+    buffer, other = GAEBuffer(5), GAEBuffer(5)
+    buffer.insert_data_slice(make_rollout())
+    other.insert_data_slice(make_rollout(surprise=torch.zeros(5, 3)))
+    with pytest.raises(ValueError, match="surprise"):
+        buffer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="schema version"):
+        buffer.load_state_dict({**buffer.state_dict(), "schema_version": 99})
+
+
+def test_torchrl_dumps_and_loads(tmp_path) -> None:
+    buffer, other = torchrl_buffer(), torchrl_buffer()
+    buffer.extend(make_rollout())
+    buffer.sample()
+    buffer.dumps(tmp_path / "rb")
+    other.loads(tmp_path / "rb")
+    assert torch.equal(buffer.sample()["observation"], other.sample()["observation"])
