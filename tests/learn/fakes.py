@@ -1,0 +1,84 @@
+"""A DataModule without environments: fixed mini-batches, a frame counter, finished evaluation episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torchrl.data import Categorical, Composite, Unbounded
+
+SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2), num_envs=8)
+
+
+class Loader:
+    """Sized and re-iterable, as the loaders of our DataModules."""
+
+    def __init__(self, length: int, make: Any) -> None:
+        self.length, self.make = length, make
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return self.make()
+
+
+class FakeData(L.LightningDataModule):
+    """Acts on random observations and makes advantages up; `frames` more frames an epoch."""
+
+    def __init__(self, total_frames: int = 400, batches: int = 3, batch_size: int = 16, frames: int = 100) -> None:
+        super().__init__()
+        self.specs, self.frames, self.total_frames = SPECS, 0, total_frames
+        self.batches, self.batch_size, self.frames_per_epoch = batches, batch_size, frames
+
+    def train_dataloader(self) -> Loader:
+        return Loader(self.batches, self.epoch)
+
+    def val_dataloader(self) -> Loader:
+        episodes = TensorDict(
+            {"episode_return": torch.tensor([1.0, 3.0]), "episode_length": torch.tensor([10, 20])}, batch_size=[2]
+        )
+        return Loader(1, lambda: iter([episodes]))
+
+    def epoch(self) -> Iterator[TensorDict]:
+        module, generator = self.trainer.lightning_module, torch.Generator().manual_seed(self.frames)
+        torch.manual_seed(self.frames)
+        self.frames += self.frames_per_epoch
+        shape = (self.batches, self.batch_size)
+        observation = torch.randn(*shape, 2, 4, generator=generator)
+        rollout = TensorDict(
+            {"observation": observation[..., 0, :], "next": {"observation": observation[..., 1, :]}}, shape
+        )
+        with torch.no_grad():
+            module.policy(rollout)
+            module.critic(rollout)
+        module.annotate(rollout)
+        for name in ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target"):
+            rollout[name] = torch.randn(*shape, 1, generator=generator)
+        rollout["value_target"] += rollout["state_value"]
+        yield from rollout.unbind(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frames": self.frames}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.frames = state["frames"]
+
+
+def trainer(**kwargs: Any) -> L.Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "inference_mode": False,
+        "max_epochs": 2,
+    }
+    return L.Trainer(**(settings | kwargs))
