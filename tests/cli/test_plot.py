@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from torchrl_lightning.cli.plot import default_label, main, plot_runs, read_source
+
+
+def write_run(folder: Path, *, seed: int = 0, points: int = 20, scale: float = 500.0) -> Path:
+    """Write a run as Lightning does: rows are sparse, training and evaluation in rows of their own."""
+    logger = CSVLogger(folder, name="csv", version="")
+    generator = np.random.default_rng(seed)
+    for i in range(1, points + 1):
+        frames = i * 1024
+        logger.log_metrics({"train/loss": 1.0 / i}, step=frames - 512)
+        value = scale * (1 - np.exp(-i / 5)) + generator.normal(0, scale / 20)
+        logger.log_metrics({"eval/return": float(value)}, step=frames)
+    logger.save()
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    original = Figure.savefig
+
+    def savefig(self: Figure, *args: object, **kwargs: object) -> None:
+        saved.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved
+
+
+def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
+    return {str(line.get_label()): np.asarray(line.get_xydata()) for line in figure.axes[axes].get_lines()}
+
+
+def test_one_run_becomes_a_picture(tmp_path: Path, figures: list[Figure]) -> None:
+    run = write_run(tmp_path / "ppo_cartpole" / "seed_0" / "2026-11-20_10-30-00")
+    output = plot_runs([run], tmp_path / "pictures" / "curve.png")
+    picture = imread(output)
+    assert picture.shape[0] > 300
+    assert picture.shape[1] > 500
+    assert picture[..., :3].std() > 0.01
+    (axes,) = figures[0].axes
+    assert axes.get_xlabel() == "environment frames"
+    assert axes.get_ylabel() == "eval/return"
+    curve = lines(figures[0])["ppo_cartpole"]
+    assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 21)]
+
+
+def test_seeds_share_a_line_with_mean_and_range(tmp_path: Path, figures: list[Figure]) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "ppo" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed)
+        write_run(tmp_path / "a2c" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed, scale=300)
+    plot_runs([tmp_path], tmp_path / "curve.png")
+    drawn = lines(figures[0])
+    assert set(drawn) == {"ppo (3 runs)", "a2c (3 runs)"}
+    values = np.stack([curve.y for curve in read_source(tmp_path / "ppo", "eval/return", "step")])
+    np.testing.assert_allclose(drawn["ppo (3 runs)"][:, 1], values.mean(0))
+    band = figures[0].axes[0].collections[1].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(values.max())
+    assert band[:, 1].min() == pytest.approx(values.min())
+
+
+def test_runs_on_other_grids_are_interpolated_and_may_end_early(tmp_path: Path, figures: list[Figure]) -> None:
+    for name, rows in (("one", "0,0\n10,10\n"), ("two", "0,2\n5,7\n10,12\n20,22\n")):
+        (tmp_path / f"{name}.csv").write_text("step,eval/return\n" + rows)
+    plot_runs([tmp_path / "one.csv", tmp_path / "two.csv"], tmp_path / "c.png", labels=["same", "same"], band="std")
+    curve = lines(figures[0])["same (2 runs)"]
+    assert curve.tolist() == [[0, 1], [5, 6], [10, 11], [20, 22]]
+
+
+def test_panels_smoothing_and_columns(tmp_path: Path, figures: list[Figure]) -> None:
+    table = "epoch,eval/return,loss\n0,0,1\n1,3,\n2,6,2\n2,9,nan\n"
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"{name}.csv").write_text(table)
+    sources = [tmp_path / f"{name}.csv" for name in ("a", "b", "c", "d")]
+    plot_runs(sources, tmp_path / "c.svg", x="epoch", smooth=3, panels=True, title="four")
+    visible = [axes for axes in figures[0].axes if axes.get_visible()]
+    assert [axes.get_title() for axes in visible] == ["a", "b", "c", "d"]
+    assert lines(figures[0])["a"].tolist() == [[0, 1.5], [1, 4], [2, 6]]
+    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+    assert [curve.y.tolist() for curve in read_source(sources[0], "loss", "epoch")] == [[1, 2]]
+
+
+def test_labels_name_what_seeds_have_in_common() -> None:
+    for path, label in {
+        "logs/train/ppo/seed_3/2026-11-20_10-30-00/csv/metrics.csv": "ppo",
+        "logs/train/ppo/seed_3/2026-11-20_10-30-00_2/csv/metrics.csv": "ppo",
+        "x/ppo-seed7/lightning_logs/version_12/metrics.csv": "ppo",
+        "x/seed=1/metrics.csv": "x",
+        "x/dqn_seed4.csv": "dqn",
+        "x/3d_walker/metrics.csv": "3d_walker",
+    }.items():
+        assert default_label(Path(path)) == label
+
+
+def test_runs_without_the_metric_are_left_out_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run(tmp_path / "a" / "seed_0")
+    (tmp_path / "a" / "seed_1").mkdir()
+    (tmp_path / "a" / "seed_1" / "metrics.csv").write_text("step,train/loss\n1,2\n")
+    assert len(read_source(tmp_path, "eval/return", "step")) == 1
+    assert "1 of 2 runs" in caplog.text
+
+
+def test_errors_say_what_there_is(tmp_path: Path) -> None:
+    run, output = write_run(tmp_path / "run"), tmp_path / "curve.png"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "words.csv").write_text("step,eval/return\n1,much\n")
+    (tmp_path / "young.csv").write_text("step,eval/return\n1,\n")
+    with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*nowhere"):
+        plot_runs([tmp_path / "nowhere"], output)
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.csv below .*empty"):
+        plot_runs([tmp_path / "empty"], output)
+    with pytest.raises(KeyError, match=r"no column eval/score in .*there are: eval/return, step, train/loss"):
+        plot_runs([run], output, metric="eval/score")
+    with pytest.raises(ValueError, match="line 2: step='1', eval/return='much'"):
+        plot_runs([tmp_path / "words.csv"], output)
+    with pytest.raises(ValueError, match="has no value of eval/return yet"):
+        plot_runs([tmp_path / "young.csv"], output)
+    with pytest.raises(ValueError, match="1 labels for 2 sources"):
+        plot_runs([run, run], output, labels=["one"])
+    with pytest.raises(ValueError, match="smooth=0"):
+        plot_runs([run], output, smooth=0)
+    with pytest.raises(ValueError, match="band='wide'"):
+        plot_runs([run], output, band="wide")
+    with pytest.raises(ValueError, match="no run given"):
+        plot_runs([], output)
+    assert not output.exists()
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = write_run(tmp_path / "run"), tmp_path / "curve.png"
+    assert main([str(run), "--output", str(output), "--label", "mine", "--smooth", "3", "--band", "std"]) == 0
+    assert output.exists()
+    assert capsys.readouterr().out == f"learning curve: {output}\n"
+    for arguments, message in (
+        ([str(tmp_path / "no")], "no such file"),
+        ([str(run), "--metric", "x"], "no column x in"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--output", str(output)])
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, torchrl_lightning.cli.plot; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
