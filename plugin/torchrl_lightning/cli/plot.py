@@ -181,7 +181,7 @@ def _draw(
     from matplotlib.figure import Figure
 
     count = len(groups) if panels else 1
-    columns = min(count, 3)
+    columns = min(math.ceil(math.sqrt(count)), 3)
     rows = -(-count // columns)
     size = (4.2 * columns, 3.1 * rows) if panels else (7.5, 4.6)
     figure = Figure(figsize=size, layout="constrained")
