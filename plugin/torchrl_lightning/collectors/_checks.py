@@ -77,7 +77,9 @@ def check_policy(policy: object) -> None:
     """
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
-    if isinstance(policy, nn.Linear | nn.Sequential | nn.Conv2d) and not hasattr(policy, "in_keys"):
+    # A policy need not have in_keys, but layers of torch without any module that has them cannot read a TensorDict.
+    bare = isinstance(policy, nn.Linear | nn.Sequential)
+    if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
         raise TypeError(
             f"policy is a bare {type(policy).__name__}, which knows no TensorDict; wrap it in "
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."

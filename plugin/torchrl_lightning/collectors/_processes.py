@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 from tensordict import TensorDict
@@ -51,7 +53,8 @@ class WorkerPool:
                 process = context.Process(
                     target=run_worker, args=(task, weights, theirs), name=f"collector-{worker}", daemon=True
                 )
-                process.start()
+                with _without_interrupts():
+                    process.start()
                 theirs.close()  # so that the pipe ends when the worker does
                 self._processes.append(process)
         except BaseException:
@@ -121,3 +124,17 @@ def _as_tensordict(leaves: dict[Any, Any], shape: list[int]) -> TensorDict:
     for key, value in leaves.items():
         result[key] = value
     return result
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    # A process inherits the mask, so Ctrl-C cannot reach it while it still imports; here it is only put off.
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # started later, within the block, it would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -63,7 +63,7 @@ def play_episodes(
         >>> from tensordict.nn import TensorDictModule
         >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
         >>> play_episodes("CartPole-v1", left, 3, seed=0)["episode_length"]
-        tensor([10,  8,  9])
+        tensor([11, 10,  9])
     """
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}.")

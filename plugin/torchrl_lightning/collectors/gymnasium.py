@@ -113,7 +113,7 @@ class GymnasiumCollector:
         self._specs: EnvironmentSpecs | None = None
         self.closed = False
         self.frames = 0
-        self._batches = 0
+        self._batches = 0  # since the collector was seeded
         self._trajectories = 0
         self._needs_reset = True
         self._static_seed = False
@@ -231,7 +231,7 @@ class GymnasiumCollector:
             The seed of the last environment.
         """
         self.seed, self._static_seed = check_seed(seed), static_seed
-        self._needs_reset = True
+        self._batches, self._needs_reset = 0, True
         return self._reset_seeds()[-1]
 
     def update_policy_weights_(self, policy_or_weights: object = None) -> None:

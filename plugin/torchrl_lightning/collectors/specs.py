@@ -11,6 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict.utils import NestedKey
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.data.utils import numpy_to_torch_dtype_dict
 from torchrl.envs import EnvBase
 
 # Written by TorchRL's transforms beside the observations; no network should read them as such.
@@ -131,12 +132,10 @@ def _key(name: str, space: spaces.Dict) -> str:
 
 
 def _dtype(space: spaces.Space[Any], name: str) -> torch.dtype:
-    try:
-        return torch.from_numpy(np.empty(0, dtype=space.dtype)).dtype
-    except TypeError as error:
-        raise TypeError(
-            f"The space of {name!r}, {space}, has dtype {space.dtype}, which torch does not have."
-        ) from error
+    dtype: torch.dtype | None = numpy_to_torch_dtype_dict.get(np.dtype(space.dtype))
+    if dtype is None:
+        raise TypeError(f"The space of {name!r}, {space}, has dtype {space.dtype}, which TorchRL's specs do not have.")
+    return dtype
 
 
 def _box(space: spaces.Box, name: str) -> TensorSpec:
@@ -157,7 +156,7 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 
 
 def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
-    observation = env.observation_spec_unbatched.clone()
+    observation = env.observation_spec_unbatched.clone().clear_device_()
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
         names = (key,) if isinstance(key, str) else key
         if names[0] in _BOOKKEEPING or names[-1] in _BOOKKEEPING:

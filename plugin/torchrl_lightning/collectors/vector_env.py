@@ -33,8 +33,9 @@ def make_vector_env(
     Args:
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
-        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own,
-            ``"vector_entry_point"`` takes the vector implementation that the id registers.
+        vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
+            (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"vector_entry_point"``
+            takes the vector implementation that the id registers.
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -75,7 +76,7 @@ def make_vector_env(
     factories = [_SingleEnv(env, kwargs, tuple(wrappers))] * num_envs
     # copy=False: the caller copies each observation into its own memory at once.
     if vectorization == "async":
-        return AsyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+        return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
     return SyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 

@@ -1,0 +1,178 @@
+"""Worker processes: stale weights, stamped; errors come back; nobody is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from collectors.counting import CountingEnv, FailingEnv, RandomEnv, vector_env
+from torchrl_lightning.collectors import AsynchronousCollector
+
+
+class Constant(nn.Module):
+    """Always takes the action that its only weight says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.weight.long().expand(len(observation))
+
+
+def constant_policy() -> TensorDictModule:
+    return TensorDictModule(Constant(), in_keys=["observation"], out_keys=["action"])
+
+
+def assert_gone(processes: list) -> None:
+    assert processes
+    assert not any(process.is_alive() for process in processes)
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("collector-")]
+
+
+def workers() -> list:
+    return [child for child in multiprocessing.active_children() if child.name.startswith("collector-")]
+
+
+def test_stale_weights_are_stamped_and_bounded() -> None:
+    policy = constant_policy()
+    collector = AsynchronousCollector(
+        RandomEnv, policy, num_workers=2, num_envs=2, frames_per_batch=8, total_frames=64, seed=0
+    )
+    assert not workers()
+    lags, batches = [], []
+    stream = iter(collector)
+    for number, batch in enumerate(stream):
+        version = batch["collector", "policy_version"]
+        assert version.shape == (2, 4)
+        assert version.dtype == torch.int64
+        assert batch.names == [None, "time"]
+        # The weights of version v act v % 3: what is stamped is what acted.
+        assert torch.equal(batch["action"], version % 3)
+        lags.append(int((collector.policy_version - version).max()))
+        batches.append(batch)
+        if number == 0:
+            processes = workers()
+            assert len(processes) == 2
+        with torch.no_grad():
+            policy.module.weight.fill_((collector.policy_version + 1) % 3)
+        collector.update_policy_weights_()
+    assert len(lags) == len(collector) == 8
+    assert max(lags) > 0
+    assert max(lags) <= 2
+    first, second = batches[0], batches[1]
+    assert len(torch.cat([first["observation"][:, 0, 0], second["observation"][:, 0, 0]]).unique()) == 4
+    ids = [set(batch["collector", "traj_ids"].flatten().tolist()) for batch in batches[:2]]
+    assert not ids[0] & ids[1]
+    # A rollout of the same worker goes on where its last one ended.
+    assert (
+        torch.equal(batches[2]["observation"][:, 0], first["next", "observation"][:, -1]) or first["next", "done"].any()
+    )
+    assert_gone(processes)
+    state = collector.state_dict()
+    collector.shutdown()
+    collector.shutdown()
+    restored = AsynchronousCollector(RandomEnv, policy, num_workers=2, num_envs=2, frames_per_batch=8)
+    restored.load_state_dict(state)
+    assert (restored.frames, restored.policy_version, restored.seed) == (64, 8, 0)
+    with pytest.raises(ValueError, match="num_workers=2"):
+        AsynchronousCollector(RandomEnv, num_workers=1, num_envs=2, frames_per_batch=8).load_state_dict(state)
+
+
+def test_worker_error_and_dead_worker() -> None:
+    collector = AsynchronousCollector(FailingEnv, num_workers=2, frames_per_batch=8)
+    with pytest.raises(RuntimeError, match=r"worker 0 failed[\s\S]*Traceback[\s\S]*ArithmeticError: the third step"):
+        next(iter(collector))
+    assert collector.closed
+    assert not workers()
+    collector = AsynchronousCollector(CountingEnv, num_workers=1, frames_per_batch=8)
+    stream = iter(collector)
+    next(stream)
+    processes = workers()
+    os.kill(processes[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        list(zip(range(3), stream, strict=False))
+    assert_gone(processes)
+
+
+SCRIPT = """
+import sys, time
+from torchrl_lightning.collectors import AsynchronousCollector
+if __name__ == "__main__":
+    collector = AsynchronousCollector("CartPole-v1", num_workers=2, frames_per_batch=8, seed=0)
+    stream = iter(collector)
+    next(stream)
+    import multiprocessing
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    while True:
+        next(stream)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_parent(ending: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        start_new_session=True,
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if ending == signal.SIGINT:
+            os.killpg(process.pid, ending)  # as Ctrl-C in a terminal does
+        else:
+            process.kill()
+        _, errors = process.communicate(timeout=30)
+    finally:
+        watchdog.cancel()
+    if ending == signal.SIGINT:
+        assert errors.count("KeyboardInterrupt") == 1  # the parent's alone
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be pickled[\s\S]*factory"):
+        AsynchronousCollector(lambda: CountingEnv(length=bool(lock)), frames_per_batch=8)
+    with pytest.raises(TypeError, match="ready SyncVectorEnv"):
+        AsynchronousCollector(vector_env(), frames_per_batch=8)
+    policy = constant_policy()
+    policy.lock = lock
+    collector = AsynchronousCollector(CountingEnv, policy, frames_per_batch=8)
+    with pytest.raises(TypeError, match=r"policy.*cannot be pickled"):
+        next(iter(collector))
+    with pytest.raises(ValueError, match="num_workers=0"):
+        AsynchronousCollector(CountingEnv, num_workers=0, frames_per_batch=8)
+    assert not workers()

@@ -1,0 +1,270 @@
+"""GymnasiumCollector beyond what it shares with TorchRL's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import GRUModule, ProbabilisticActor
+
+from collectors.counting import ContinuousEnv, CountingEnv, FailingEnv, RandomEnv, vector_env
+from torchrl_lightning.collectors import GymnasiumCollector
+
+
+def stochastic_policy(seed: int = 0) -> ProbabilisticActor:
+    torch.manual_seed(seed)
+    net = TensorDictModule(nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
+    return ProbabilisticActor(
+        net, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
+    )
+
+
+def collect(collector: GymnasiumCollector, batches: int) -> list[TensorDict]:
+    stream = iter(collector)
+    return [next(stream) for _ in range(batches)]
+
+
+def same(first: TensorDict, second: TensorDict) -> bool:
+    return bool((first == second).all())
+
+
+def test_true_last_observations() -> None:
+    batch = next(iter(GymnasiumCollector(vector_env(), frames_per_batch=48)))
+    observation, successor = batch["observation"], batch["next", "observation"]
+    done = batch["next", "done"][..., 0]
+    # The step count goes on in every successor, also in the last one of an episode.
+    assert torch.equal(successor[..., 2], observation[..., 2] + 1)
+    assert torch.equal(successor[..., 1], observation[..., 1])
+    assert (observation[:, 1:][done[:, :-1]][:, 2] == 0).all()
+    assert torch.equal(batch["is_init"][:, 1:, 0], done[:, :-1])
+    assert batch["next", "terminated"][0].any()
+    assert not batch["next", "truncated"][0].any()
+    assert batch["next", "truncated"][1].any()
+    assert not batch["next", "terminated"][1].any()
+    both = batch["next", "terminated"] & batch["next", "truncated"]
+    assert torch.equal(both[2, :, 0], done[2])
+
+
+def test_memory_is_time_major_and_fresh() -> None:
+    first, second = collect(GymnasiumCollector(vector_env(), frames_per_batch=8), 2)
+    assert first["observation"].transpose(0, 1).is_contiguous()
+    assert first["observation"].data_ptr() != second["observation"].data_ptr()
+    first, second = collect(GymnasiumCollector(vector_env(), frames_per_batch=8, return_same_td=True), 2)
+    assert first is second
+
+
+def test_same_td_holds_the_latest_batch() -> None:
+    kept, fresh = (
+        GymnasiumCollector(vector_env(), stochastic_policy(), frames_per_batch=20, seed=3, return_same_td=flag)
+        for flag in (True, False)
+    )
+    for mine, other in zip(collect_lazily(kept, 3), collect_lazily(fresh, 3), strict=True):
+        assert same(mine, other)
+
+
+def collect_lazily(collector, batches):
+    stream = iter(collector)
+    for _ in range(batches):
+        yield next(stream)
+
+
+def test_environment_seeds_differ_and_repeat() -> None:
+    def run(seed):
+        collector = GymnasiumCollector(RandomEnv, num_envs=3, frames_per_batch=12, seed=seed)
+        return collect(collector, 2), collector.env.get_attr("seeds")
+
+    batches, seeds = run(5)
+    assert [s[0] for s in seeds] == [5, 6, 7]
+    assert len(batches[0]["observation"][:, 0, 0].unique()) == 3
+    again, _ = run(5)
+    other, _ = run(6)
+    assert all(same(a, b) for a, b in zip(batches, again, strict=True))
+    assert not same(batches[0], other[0])
+
+
+def test_torch_random_state_is_left_alone() -> None:
+    policy = stochastic_policy()
+    collector = GymnasiumCollector(RandomEnv, policy, frames_per_batch=8, seed=0)
+    before = torch.get_rng_state()
+    collect(collector, 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seed_comes_from_torch_if_not_given() -> None:
+    def run():
+        torch.manual_seed(7)
+        return collect(GymnasiumCollector(RandomEnv, frames_per_batch=4), 1)[0]
+
+    assert same(run(), run())
+
+
+def test_resume_is_exact_with_resets_at_each_batch() -> None:
+    def make():
+        return GymnasiumCollector(
+            RandomEnv, stochastic_policy(), num_envs=2, frames_per_batch=14, seed=1, reset_at_each_batch=True
+        )
+
+    original = make()
+    whole = collect(original, 4)
+    assert all(batch["is_init"][:, 0].all() for batch in whole)
+    assert not same(whole[0]["observation"], whole[1]["observation"])
+    stopped = make()
+    collect(stopped, 2)
+    restored = make()
+    restored.load_state_dict(stopped.state_dict())
+    for mine, other in zip(collect(restored, 2), whole[2:], strict=True):
+        assert same(mine, other)
+    assert restored.state_dict() == original.state_dict()
+
+
+def test_restored_collector_begins_with_a_reset_otherwise() -> None:
+    first = GymnasiumCollector(vector_env(), frames_per_batch=8, total_frames=24, seed=0)
+    collect(first, 2)
+    second = GymnasiumCollector(vector_env(), frames_per_batch=8, total_frames=24, seed=9)
+    second.load_state_dict(first.state_dict())
+    (batch,) = list(second)
+    assert batch["is_init"][:, 0].all()
+    assert batch["collector", "traj_ids"].min() >= 4
+    assert second.frames == 24
+    with pytest.raises(ValueError, match=r"frames_per_batch=8.*frames_per_batch=16"):
+        GymnasiumCollector(vector_env(), frames_per_batch=16).load_state_dict(first.state_dict())
+
+
+def test_reset_and_set_seed_take_effect_at_the_next_batch() -> None:
+    collector = GymnasiumCollector(RandomEnv, num_envs=2, frames_per_batch=2)
+    collect(collector, 1)
+    assert not collect(collector, 1)[0]["is_init"].any()
+    collector.reset()
+    assert collect(collector, 1)[0]["is_init"].all()
+    assert collector.set_seed(3) == 4
+    assert collector.set_seed(3, static_seed=True) == 3
+    batch = collect(collector, 1)[0]
+    assert torch.equal(batch["observation"][0], batch["observation"][1])
+
+
+def test_random_actions_first() -> None:
+    policy = stochastic_policy()
+    with torch.no_grad():
+        policy[0].module.bias.copy_(torch.tensor([100.0, 0.0, 0.0]))
+    collector = GymnasiumCollector(
+        vector_env(), policy, frames_per_batch=40, init_random_frames=41, total_frames=120, seed=0
+    )
+    first, second, third = list(collector)
+    assert "action_log_prob" not in first
+    assert first["action"].unique().numel() == second["action"].unique().numel() == 3
+    assert (third["action"] == 0).float().mean() > 0.5
+    assert "action_log_prob" in third
+
+
+def test_random_frames_keep_recurrent_keys() -> None:
+    gru = GRUModule(
+        3, 2, in_keys=["observation", "recurrent_state", "is_init"], out_keys=["e", ("next", "recurrent_state")]
+    )
+    head = TensorDictModule(lambda e: (e.sum(-1) > 0).long(), in_keys=["e"], out_keys=["action"])
+    policy = nn.Sequential(gru, head)
+    first, second = list(
+        GymnasiumCollector(vector_env(), policy, frames_per_batch=8, init_random_frames=8, total_frames=16)
+    )
+    assert first["recurrent_state"].shape == first["next", "recurrent_state"].shape == (4, 2, 1, 2)
+    assert not first["next", "recurrent_state"].any()
+    assert not second["recurrent_state"][:, 0].any()
+    assert second["recurrent_state"][3, 1].any()
+
+
+def bounded_policy(value: float) -> TensorDictModule:
+    return TensorDictModule(
+        lambda x: torch.full((*x.shape[:-1], 2), value), in_keys=["observation"], out_keys=["action"]
+    )
+
+
+def test_actions_are_clipped_only_if_asked() -> None:
+    for clip, expected in ((False, 5.0), (True, 1.0)):
+        collector = GymnasiumCollector(ContinuousEnv, bounded_policy(5.0), frames_per_batch=2, clip_actions=clip)
+        batch = next(iter(collector))
+        assert (batch["action"] == 5.0).all()
+        assert (collector.env.get_attr("received")[0][0] == expected).all()
+    with pytest.raises(ValueError, match="Box"):
+        next(iter(GymnasiumCollector(CountingEnv, frames_per_batch=2, clip_actions=True)))
+
+
+def test_bad_policies() -> None:
+    def run(policy, env=CountingEnv):
+        collector = GymnasiumCollector(env, policy, num_envs=2, frames_per_batch=4)
+        next(iter(collector))
+
+    def module(function, out_keys):
+        return TensorDictModule(function, in_keys=["observation"], out_keys=out_keys)
+
+    with pytest.raises(KeyError, match=r"'action'.*writes 'logits'"):
+        run(module(lambda x: x, ["logits"]))
+    with pytest.raises(ValueError, match=r"\(2, 3\)[\s\S]*not one-hot"):
+        run(module(lambda x: torch.eye(3, dtype=torch.long)[:2], ["action"]))
+    with pytest.raises(ValueError, match="NaN"):
+        run(bounded_policy(float("nan")), ContinuousEnv)
+    with pytest.raises(TypeError, match="TensorDictModule"):
+        run(nn.Linear(3, 1))
+    with pytest.raises(TypeError, match="must return a TensorDict"):
+        run(lambda td: td["observation"])
+    with pytest.raises(TypeError, match="int"):
+        run(3)
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(ValueError, match=r"frames_per_batch=11.*nearest is 12"):
+        GymnasiumCollector(vector_env(), frames_per_batch=11)
+    with pytest.raises(ValueError, match="total_frames"):
+        GymnasiumCollector(vector_env(), frames_per_batch=8, total_frames=0)
+    with pytest.raises(ValueError, match="seed"):
+        GymnasiumCollector(vector_env(), frames_per_batch=8, seed=-1)
+    with pytest.raises(ValueError, match="num_envs"):
+        GymnasiumCollector(CountingEnv, num_envs=0, frames_per_batch=8)
+
+
+def test_end_and_shutdown() -> None:
+    collector = GymnasiumCollector(vector_env(), frames_per_batch=8, total_frames=20)
+    assert len(collector) == len(list(collector)) == 3
+    assert list(collector) == []
+    env = collector.env
+    collector.shutdown()
+    collector.shutdown()
+    assert env.closed
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.rollout()
+    with pytest.raises(RuntimeError, match="no length"):
+        len(GymnasiumCollector(vector_env(), frames_per_batch=8))
+
+
+def test_an_error_of_the_environment_shuts_down() -> None:
+    collector = GymnasiumCollector(FailingEnv, num_envs=2, frames_per_batch=8)
+    with pytest.raises(ArithmeticError, match="third step"):
+        next(iter(collector))
+    assert collector.closed
+
+
+def test_processes_start_late_and_end() -> None:
+    collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, vectorization="async", seed=0)
+    assert collector.specs.num_envs == 2
+    assert collector._loop is None
+    mine = next(iter(collector))
+    processes = collector.env.processes
+    collector.shutdown()
+    assert not any(process.is_alive() for process in processes)
+    other = next(iter(GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, seed=0)))
+    assert same(mine, other)
+
+
+def test_weights_are_copied_in_place() -> None:
+    policy, other = stochastic_policy(0), stochastic_policy(1)
+    collector = GymnasiumCollector(vector_env(), policy, frames_per_batch=4)
+    weight = policy[0].module.weight
+    for weights in (other, other.state_dict(), TensorDict.from_module(other)):
+        with torch.no_grad():
+            weight.zero_()
+        collector.update_policy_weights_(weights)
+        assert policy[0].module.weight is weight
+        assert torch.equal(weight, other[0].module.weight)
+    collector.update_policy_weights_()
+    with pytest.raises(TypeError, match="float"):
+        collector.update_policy_weights_(1.0)

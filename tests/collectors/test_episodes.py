@@ -1,0 +1,85 @@
+"""Evaluation episodes: exactly as many as asked, without favour, without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import GRUModule, ProbabilisticActor
+
+from collectors.counting import CountingEnv, RandomEnv, vector_env
+from torchrl_lightning.collectors import play_episodes
+
+STILL = TensorDictModule(lambda x: torch.zeros(len(x), dtype=torch.long), in_keys=["observation"], out_keys=["action"])
+
+
+def test_known_returns_and_ends() -> None:
+    result = play_episodes(vector_env(), STILL, 6)
+    # Environments 0 and 1 play two episodes, the others one.
+    assert result["episode_length"].tolist() == [3, 3, 4, 4, 5, 11]
+    assert result["episode_return"].tolist() == [6, 6, 10, 10, 15, 66]
+    assert result["terminated"].tolist() == [True, True, False, False, True, True]
+    assert result["truncated"].tolist() == [False, False, True, True, True, False]
+    assert result.batch_size == (6,)
+
+
+def test_long_episodes_count_as_often_as_short_ones() -> None:
+    env = SyncVectorEnv([lambda: CountingEnv(0, 2), lambda: CountingEnv(1, 70)], autoreset_mode="SameStep")
+    result = play_episodes(env, STILL, 4)
+    assert result["episode_length"].tolist() == [2, 2, 70, 70]
+    assert not env.closed
+
+
+def test_fewer_episodes_than_environments() -> None:
+    assert play_episodes(vector_env(), STILL, 2)["episode_length"].tolist() == [3, 4]
+
+
+def test_leaves_no_trace() -> None:
+    net = TensorDictModule(nn.Sequential(nn.Dropout(), nn.Linear(3, 3)), in_keys=["observation"], out_keys=["logits"])
+    policy = ProbabilisticActor(net, in_keys=["logits"], distribution_class=torch.distributions.Categorical)
+    policy.train()
+    net.module[1].eval()
+    modes = [module.training for module in policy.modules()]
+    before = torch.get_rng_state()
+    first = play_episodes(RandomEnv, policy, 5, num_envs=2, seed=4, deterministic=False)
+    assert torch.equal(before, torch.get_rng_state())
+    assert [module.training for module in policy.modules()] == modes
+    torch.rand(3)
+    again = play_episodes(RandomEnv, policy, 5, num_envs=2, seed=4, deterministic=False)
+    assert torch.equal(first["episode_return"], again["episode_return"])
+    other = play_episodes(RandomEnv, policy, 5, num_envs=2, seed=5, deterministic=False)
+    assert not torch.equal(first["episode_return"], other["episode_return"])
+
+
+class Remembering(nn.Module):
+    """Acts 2 at every step but the first of an episode, which it knows from its state alone."""
+
+    in_keys = ("recurrent_state",)
+
+    def make_tensordict_primer(self):
+        return GRUModule(
+            1, 1, in_keys=["x", "recurrent_state", "is_init"], out_keys=["y", ("next", "recurrent_state")]
+        ).make_tensordict_primer()
+
+    def forward(self, td):
+        state = td["recurrent_state"]
+        td["action"] = (state.reshape(len(state)) > 0).long() * 2
+        td["next", "recurrent_state"] = state + 1
+        return td
+
+
+def test_recurrent_states_are_carried_and_reset() -> None:
+    result = play_episodes(vector_env(), Remembering(), 8)
+    lengths = torch.tensor([3, 3, 4, 4, 5, 5, 11, 11])
+    assert torch.equal(result["episode_length"], lengths)
+    steps = lengths * (lengths + 1) // 2
+    assert torch.equal(result["episode_return"], (steps + 2 * (lengths - 1)).float())
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="num_episodes"):
+        play_episodes(CountingEnv, STILL, 0)
+    with pytest.raises(ValueError, match="seed"):
+        play_episodes(CountingEnv, STILL, 1, seed=-2)

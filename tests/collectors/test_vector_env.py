@@ -1,0 +1,94 @@
+"""Vector environments and their specs: what is built, and what is refused."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torchrl.data import Binary, MultiCategorical
+
+from collectors.counting import CountingEnv, vector_env
+from torchrl_lightning.collectors import GymnasiumCollector, environment_specs, make_vector_env
+from torchrl_lightning.collectors.specs import space_to_spec
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_builds_same_step_environments(vectorization: str) -> None:
+    env = make_vector_env("CartPole-v1", 2, vectorization=vectorization, env_kwargs={"max_episode_steps": 3})
+    env.reset(seed=[0, 1])
+    for _ in range(2):
+        env.step(np.array([0, 1]))
+    *_, truncated, info = env.step(np.array([0, 1]))
+    assert truncated.all()
+    assert info["final_obs"][1].shape == (4,)
+    env.close()
+
+
+def test_kwargs_and_wrappers_reach_a_factory() -> None:
+    env = make_vector_env(CountingEnv, 3, env_kwargs={"limit": 7}, wrappers=[gymnasium.wrappers.FlattenObservation])
+    assert env.get_attr("limit") == (7, 7, 7)
+    assert all(isinstance(single, gymnasium.wrappers.FlattenObservation) for single in env.envs)
+
+
+def test_refuses_next_step_and_shows_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"NEXT_STEP[\s\S]*autoreset_mode=.*SAME_STEP"):
+        make_vector_env(vector_env(mode=AutoresetMode.NEXT_STEP), 4)
+    with pytest.raises(ValueError, match="SAME_STEP"):
+        GymnasiumCollector(vector_env(mode=AutoresetMode.NEXT_STEP), frames_per_batch=4)
+    with pytest.raises(ValueError, match="NEXT_STEP"):
+        make_vector_env("CartPole-v1", 2, vectorization="vector_entry_point")
+
+
+def test_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"num_envs=3.*has 4"):
+        make_vector_env(vector_env(), 3)
+    assert make_vector_env(vector_env(), None).num_envs == 4
+    with pytest.raises(ValueError, match=r"CartPoll-v1.*spelling"):
+        make_vector_env("CartPoll-v1", 2)
+    with pytest.raises(TypeError, match="ready environment"):
+        make_vector_env(CountingEnv(), 2)
+    with pytest.raises(TypeError, match="SyncVectorEnv"):
+        make_vector_env(vector_env, 2)
+    with pytest.raises(TypeError, match="int"):
+        make_vector_env(3, 2)
+    with pytest.raises(ValueError, match="vectorization"):
+        make_vector_env("CartPole-v1", 2, vectorization="threads")
+    with pytest.raises(ValueError, match="constructor"):
+        make_vector_env(vector_env(), 4, env_kwargs={"length": 3})
+
+
+class MaskIgnoringEnv(SyncVectorEnv):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)
+
+
+def test_disabled_autoreset_without_partial_resets_is_refused() -> None:
+    env = MaskIgnoringEnv([lambda: CountingEnv(0, 3), lambda: CountingEnv(1, 9)], autoreset_mode="Disabled")
+    collector = GymnasiumCollector(env, frames_per_batch=20)
+    with pytest.raises(RuntimeError, match=r"reset_mask[\s\S]*SAME_STEP"):
+        next(iter(collector))
+    assert collector.closed
+
+
+def test_spaces() -> None:
+    assert space_to_spec(spaces.MultiDiscrete([2, 3]), "x") == MultiCategorical([2, 3], dtype=torch.int64)
+    assert space_to_spec(spaces.MultiBinary(3), "x") == Binary(3, dtype=torch.int8)
+    assert space_to_spec(spaces.MultiDiscrete([4, 4]), "x").shape == (2,)
+    for space in (spaces.Text(3), spaces.Tuple([spaces.Discrete(2)]), spaces.Box(0, 1, (2,), np.uint16)):
+        with pytest.raises(TypeError):
+            space_to_spec(space, "x")
+
+
+def test_actions_that_have_no_spec() -> None:
+    env = vector_env()
+    env.single_action_space = spaces.Discrete(3, start=1)
+    with pytest.raises(TypeError, match="starts at 1"):
+        environment_specs(env)
+    env.single_action_space = spaces.Dict(a=spaces.Discrete(3))
+    with pytest.raises(TypeError, match="Flatten"):
+        environment_specs(env)
+    with pytest.raises(TypeError, match="VectorEnv"):
+        environment_specs(CountingEnv())
