@@ -1,0 +1,92 @@
+"""TorchRL's Hydra groups with ours among them, out of the sight of all other tests."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@pytest.fixture(scope="session")
+def registered_groups() -> dict[str, Any]:
+    store = ConfigStore.instance()
+    before = store.repo
+    store.repo = copy.deepcopy(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchRL's own, about what it deprecates in itself
+        from torchrl.trainers.algorithms.configs import _register_configs
+
+        from torchrl_lightning.configs import register_configs
+
+    _register_configs()
+    register_configs()
+    groups, store.repo = store.repo, before
+    return groups
+
+
+@pytest.fixture(autouse=True)
+def torchrl_groups(registered_groups: dict[str, Any]) -> Iterator[None]:
+    """A run of ours whose YAML says ``logger: csv`` could not be composed any more if these groups stayed."""
+    store = ConfigStore.instance()
+    before, store.repo = store.repo, copy.copy(registered_groups)
+    yield
+    store.repo = before
+
+
+@pytest.fixture
+def composed() -> Callable[..., DictConfig]:
+    def compose_overrides(*overrides: str) -> DictConfig:
+        with initialize(version_base="1.3", config_path=None):
+            return compose(None, list(overrides))
+
+    return compose_overrides
+
+
+@pytest.fixture
+def built(composed: Callable[..., DictConfig]) -> Callable[..., Any]:
+    """Composes one option of a group with its fields and instantiates it."""
+
+    def build(group: str, name: str, *fields: str, **arguments: Any) -> Any:
+        cfg = composed(f"+{group}@part=torchrl_lightning_{name}", *(f"part.{field}" for field in fields))
+        return instantiate(cfg.part, **arguments)
+
+    return build
+
+
+def make_rollout(num_envs: int = 2, steps: int = 3, **entries: Tensor) -> TensorDict:
+    """A rollout as collectors yield it, ``[N, T]``; rewards count up in order of time, then of environment."""
+    shape = (num_envs, steps)
+    reward = torch.arange(num_envs * steps, dtype=torch.float32).reshape(steps, num_envs).t().unsqueeze(-1).contiguous()
+    flag = torch.zeros(*shape, 1, dtype=torch.bool)
+    value = torch.ones(*shape, 1)
+    data = {
+        "observation": torch.rand(*shape, 4),
+        "action": torch.zeros(shape, dtype=torch.int64),
+        "action_log_prob": torch.full(shape, -0.5),
+        "state_value": value,
+        "next": {
+            "observation": torch.rand(*shape, 4),
+            "reward": reward,
+            "done": flag,
+            "terminated": flag.clone(),
+            "truncated": flag.clone(),
+            "state_value": value.clone(),
+        },
+        **entries,
+    }
+    return TensorDict(data, shape, names=[None, "time"])
+
+
+@pytest.fixture
+def rollout() -> TensorDict:
+    return make_rollout()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from configs.processes import environment
+from configs.signatures import constructor_arguments
+
+GROUPS = {
+    "storage": {"rollout"},
+    "writer": {"rollout"},
+    "sampler": {"minibatch"},
+    "transform": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
+    "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
+    "replay_buffer": {"vanilla", "gae", "vtrace"},
+}
+NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
+
+
+def node_of(group: str, name: str) -> Any:
+    return ConfigStore.instance().load(f"{group}/torchrl_lightning_{name}.yaml")
+
+
+def plain(value: Any) -> Any:
+    """Keys as a config writes them: lists, and no tuples."""
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def test_every_component_is_stored_beside_those_of_torchrl():
+    from torchrl_lightning.configs import COMPONENTS
+
+    assert {group: set(nodes) for group, nodes in COMPONENTS.items()} == GROUPS
+    for group, names in GROUPS.items():
+        stored = ConfigStore.instance().list(group)
+        ours = {name.removesuffix(".yaml") for name in stored if name.startswith("torchrl_lightning")}
+        assert ours == {f"torchrl_lightning_{name}" for name in names}
+        assert len(stored) > len(ours)
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES)
+def test_a_node_says_who_stored_it_and_is_of_torchrls_kind(group, name):
+    from torchrl.trainers.algorithms.configs.common import ConfigBase
+
+    node = node_of(group, name)
+    assert node.provider == "torchrl-lightning"
+    assert issubclass(OmegaConf.get_type(node.node), ConfigBase)
+    assert node.node._target_.startswith("torchrl_lightning.")
+
+
+def test_registering_again_changes_nothing():
+    from torchrl_lightning.configs import register_configs
+
+    def stored():
+        return {group: ConfigStore.instance().list(group) for group in GROUPS}
+
+    names, nodes = stored(), [node_of(*name).node for name in NAMES]
+    register_configs()
+    assert stored() == names
+    assert [node_of(*name).node for name in NAMES] == nodes
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES)
+def test_fields_are_the_constructors_arguments_with_the_same_defaults(group, name):
+    node = node_of(group, name).node
+    target = get_object(node._target_)
+    component = inspect.unwrap(target)
+    fields = {field.name for field in dataclasses.fields(OmegaConf.get_type(node)) if field.name[0] != "_"}
+    arguments = constructor_arguments(component)
+    assert fields == set(arguments)
+    for field in fields:
+        default = arguments[field].default
+        if default is inspect.Parameter.empty:
+            assert OmegaConf.is_missing(node, field), field
+        else:
+            assert plain(OmegaConf.to_container(node)[field]) == plain(default), field
+
+
+@pytest.mark.parametrize(
+    "module", ["configs", *(f"configs.{name}" for name in ("buffers", "keys", "parts", "registry", "targets"))]
+)
+def test_examples_in_docstrings(module):
+    # Not collected with the other examples: pytest would import TorchRL's groups before any test has begun.
+    results = doctest.testmod(
+        importlib.import_module(f"torchrl_lightning.{module}"),
+        optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
+    )
+    assert results.failed == 0
+
+
+def test_every_module_is_among_those_whose_examples_run():
+    import torchrl_lightning.configs
+
+    modules = {module.name for module in pkgutil.iter_modules(torchrl_lightning.configs.__path__)}
+    assert modules == {"buffers", "keys", "parts", "registry", "targets", "transforms"}
+
+
+def test_our_runs_never_import_torchrls_configs():
+    code = (
+        "import sys\n"
+        "import torchrl_lightning\n"
+        "import torchrl_lightning.cli.train, torchrl_lightning.cli.evaluate\n"
+        "from torchrl_lightning.cli.quiet import quiet\n"
+        "for name in torchrl_lightning.__all__: getattr(torchrl_lightning, name)\n"
+        "print('torchrl.trainers.algorithms.configs' in sys.modules, 'torchrl_lightning.configs' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False"]

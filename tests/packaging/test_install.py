@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+FOREIGN_APP = """
+import sys
+import hydra
+from omegaconf import OmegaConf
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg):
+    assert "torch" not in sys.modules
+    print(OmegaConf.to_yaml(cfg))
+
+main()
+"""
+
+
+def test_the_wheel_carries_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.yaml")}
+    assert tree
+    assert tree <= names
+    assert "torchrl_lightning/py.typed" in names
+    assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in names
+    # An __init__.py there would hide the Hydra plugins of all other distributions.
+    assert "hydra_plugins/__init__.py" not in names
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"torchrl_lightning", "hydra_plugins"}
+
+
+def test_the_package_comes_from_where_it_was_installed(from_wheel, from_checkout):
+    where = "import torchrl_lightning; print(torchrl_lightning.__file__)"
+    assert Path(from_wheel.python(where)).is_relative_to(from_wheel.root)
+    assert Path(from_checkout.python(where)).is_relative_to(PROJECT / "plugin")
+
+
+def test_the_train_command_composes_its_config(installation):
+    cfg = OmegaConf.create(installation.run("torchrl-lightning-train", "--cfg", "job", "data=vtrace", "seed=3").stdout)
+    assert cfg.data.buffer._target_ == "torchrl_lightning.VTraceBuffer"
+    assert cfg.data.env == "CartPole-v1"
+    assert cfg.seed == 3
+
+
+def test_the_evaluate_and_plot_commands_answer(installation):
+    assert "ckpt_path" in installation.run("torchrl-lightning-evaluate", "--cfg", "job").stdout
+    assert "usage" in installation.run("torchrl-lightning-plot", "--help").stdout.lower()
+
+
+def test_importing_the_package_costs_no_torch(installation):
+    heavy = "[name for name in ('torch', 'tensordict', 'torchrl', 'lightning', 'numba') if name in sys.modules]"
+    assert installation.python(f"import sys, torchrl_lightning, torchrl_lightning.cli.train; print({heavy})") == "[]"
+
+
+def test_a_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - data: gae\n  - _self_\nepochs: 3\n")
+    (tmp_path / "app.py").write_text(FOREIGN_APP)
+    cfg = OmegaConf.create(installation.run("python", "app.py", "data.buffer.gae_lambda=0.9", cwd=tmp_path).stdout)
+    assert cfg.epochs == 3
+    assert cfg.data.buffer._target_ == "torchrl_lightning.GAEBuffer"
+    assert cfg.data.buffer.gae_lambda == 0.9
+
+
+def test_exported_names_load_in_an_installation(from_wheel):
+    code = "from torchrl_lightning import discounted_scan; print(discounted_scan.__module__)"
+    assert from_wheel.python(code).startswith("torchrl_lightning")
