@@ -38,7 +38,7 @@ def new_tensordict(
     return TensorDict._new_unsafe(source, batch_size=batch_size, names=names)
 
 
-class StorageBase(LazyTensorStorage):  # type: ignore[misc]
+class StorageBase(LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
     @property
@@ -69,7 +69,7 @@ class StorageBase(LazyTensorStorage):  # type: ignore[misc]
         self.clear()
 
 
-class WriterBase(Writer):  # type: ignore[misc]
+class WriterBase(Writer):
     """``Writer`` with its private hooks under public names."""
 
     def __init__(self) -> None:
@@ -104,10 +104,13 @@ class WriterBase(Writer):  # type: ignore[misc]
         self.clear(empty_write_count)
 
 
-class SamplerBase(SamplerWithoutReplacement):  # type: ignore[misc]
+class SamplerBase(SamplerWithoutReplacement):
     """``SamplerWithoutReplacement`` with its private hooks under public names and a generator of its own."""
 
     _own_rng: torch.Generator | None = None
+    drop_last: bool
+    shuffle: bool
+    len_storage: int
 
     @property
     def remaining(self) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torchrl.modules import ProbabilisticActor
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -62,6 +63,17 @@ class Recorder(nn.Module):
 
 def make_critic(out: Any = "state_value", scale: float = 0.1) -> TensorDictModule:
     return TensorDictModule(Recorder(scale), in_keys=["observation"], out_keys=[out])
+
+
+def linear_actor(weight: float = 0.3) -> ProbabilisticActor:
+    """Two actions; the second one's logit grows with the observation."""
+    net = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(net.weight)
+    net.weight.data[1] = weight
+    module = TensorDictModule(net, in_keys=["observation"], out_keys=["logits"])
+    return ProbabilisticActor(
+        module, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
+    )
 
 
 def brute_gae(

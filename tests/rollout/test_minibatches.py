@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout.helpers import make_rollout
 from torchrl.data import TensorDictReplayBuffer
 
+from rollout.helpers import make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout.helpers import make_rollout
 from tensordict import TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
+from rollout.helpers import make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 

@@ -86,6 +86,10 @@ class AdvantageTransform(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.estimate(tensordict) if self.on_write else tensordict
 
+    # What append_transform(..., invert=True) runs when a rollout is written.
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.estimate(next_tensordict)
+
     def estimate(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write advantages and value targets on a rollout of any layout and return it."""
         axis = time_axis(tensordict, self.time_dim)

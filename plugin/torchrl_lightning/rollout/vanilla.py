@@ -185,7 +185,12 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             if self.intrinsic_critic is None and streams:
                 streams[0][1][self.intrinsic.value_key] = False
             else:
-                streams.append((self.critic if self.intrinsic_critic is None else self.intrinsic_critic, {self.intrinsic.value_key: False}))
+                streams.append(
+                    (
+                        self.critic if self.intrinsic_critic is None else self.intrinsic_critic,
+                        {self.intrinsic.value_key: False},
+                    )
+                )
         for critic, roots in streams:
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import TensorDictReplayBuffer
+
+from rollout.helpers import brute_gae, brute_returns, golden, make_critic, make_rollout
+from torchrl_lightning import (
+    DiscountedReturns,
+    GAEBuffer,
+    GeneralizedAdvantages,
+    RolloutStorage,
+    RolloutWriter,
+    VanillaOnPolicyBuffer,
+    VTraceAdvantages,
+    VTraceBuffer,
+)
+
+FIELDS = ("reward", "value", "next_value", "terminated", "truncated")
+
+
+def golden_rollout(case: dict[str, torch.Tensor]) -> TensorDict:
+    data = {key: case[key].unsqueeze(-1) for key in FIELDS}
+    terminated, truncated = data["terminated"].bool(), data["truncated"].bool()
+    steps, envs = case["reward"].shape
+    following = {
+        "reward": data["reward"],
+        "terminated": terminated,
+        "truncated": truncated,
+        "done": terminated | truncated,
+        "state_value": data["next_value"],
+    }
+    entries = {"action": torch.zeros(steps, envs), "state_value": data["value"], "next": following}
+    return TensorDict(entries, [steps, envs])
+
+
+def cases(name: str):
+    arrays = golden(name)
+    for prefix in sorted({key.split("_")[0] for key in arrays}):
+        yield {key.split("_", 1)[1]: value for key, value in arrays.items() if key.startswith(prefix + "_")}
+
+
+def test_gae_buffer_meets_the_golden_vectors() -> None:
+    for case in cases("gae_terminated_truncated"):
+        buffer = GAEBuffer(
+            99, gamma=float(case["gamma"]), gae_lambda=float(case["lmbda"]), standardize_advantages=False
+        )
+        buffer.insert_data_slice(golden_rollout(case), time_dim=0)
+        buffer.before_gradients()
+        torch.testing.assert_close(buffer.rollout["advantage"][..., 0], case["advantage"], atol=1e-9, rtol=0)
+        torch.testing.assert_close(buffer.rollout["value_target"][..., 0], case["value_target"], atol=1e-9, rtol=0)
+
+
+def test_vanilla_buffer_meets_the_golden_vectors() -> None:
+    for case in cases("gae_terminated_truncated"):
+        buffer = VanillaOnPolicyBuffer(99, gamma=float(case["gamma"]), standardize_advantages=False)
+        buffer.insert_data_slice(golden_rollout(case), time_dim=0)
+        buffer.before_gradients()
+        torch.testing.assert_close(buffer.rollout["value_target"][..., 0], case["return"], atol=1e-9, rtol=0)
+
+
+def test_documented_standardisation_meets_the_golden_vectors() -> None:
+    for case in cases("returns_gae_done_only"):
+        if case["reward"].numel() == 1:
+            continue
+        value, done = case["value"].unsqueeze(-1), case["done"].bool().unsqueeze(-1)
+        buffer = GAEBuffer(99, gamma=float(case["gamma"]), gae_lambda=float(case["lmbda"]))
+        returns = buffer.compute_returns(case["reward"].unsqueeze(-1), None, value, done, buffer.gamma)
+        torch.testing.assert_close(returns[..., 0], case["gae_value_target"], atol=1e-9, rtol=0)
+        advantage = buffer.compute_advantages(returns, value)
+        torch.testing.assert_close(advantage[..., 0], case["gae_advantage_normalised_ref"], atol=1e-9, rtol=0)
+        vanilla = VanillaOnPolicyBuffer(99)
+        out = torch.zeros_like(value)
+        vanilla.compute_returns(case["reward"].unsqueeze(-1), out, value, done, float(case["gamma"]))
+        torch.testing.assert_close(out[:-1, :, 0], case["return"], atol=1e-9, rtol=0)
+        assert torch.equal(out[-1], value[-1])
+
+
+def test_vtrace_transform_meets_the_golden_vectors() -> None:
+    for case in cases("vtrace"):
+        gamma, rho, c, pg_rho, lmbda = case["hyper_gamma_rho_c_pgrho_lambda"].tolist()
+        data = golden_rollout(case)
+        data["current_action_log_prob"], data["action_log_prob"] = case["log_pi"], case["log_mu"]
+        transform = VTraceAdvantages(gamma, lmbda, rho_clip=rho, c_clip=c, pg_rho_clip=pg_rho, time_dim=0)
+        out = transform(data)
+        torch.testing.assert_close(out["value_target"][..., 0], case["vs"], atol=1e-9, rtol=0)
+        torch.testing.assert_close(out["advantage"][..., 0], case["pg_advantage"], atol=1e-9, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 12), envs=st.integers(1, 4), seed=st.integers(0, 10**6), gamma=st.sampled_from([0.0, 0.9, 1.0])
+)
+def test_gae_and_returns_against_brute_force_with_truncation(steps: int, envs: int, seed: int, gamma: float) -> None:
+    data = make_rollout(steps, envs, seed)
+    major = data.transpose(0, 1)
+    value, next_value = 0.1 * major["observation"], 0.1 * major["next", "observation"]
+    # Where the episode goes on, the successor's value is the next stored one.
+    done, terminated = major["next", "done"], major["next", "terminated"]
+    next_value[:-1] = torch.where(done[:-1], next_value[:-1], value[1:])
+    reward = major["next", "reward"]
+    for cls in (GAEBuffer, VanillaOnPolicyBuffer):
+        critic = make_critic()
+        buffer = cls(20, gamma=gamma, critic=critic, standardize_advantages=False)
+        buffer.insert_data_slice(data)
+        buffer.before_gradients()
+        if cls is GAEBuffer:
+            expected = brute_gae(reward, value, next_value, terminated, done, gamma, 0.95)
+        else:
+            expected = brute_returns(reward, next_value, terminated, done, gamma) - value
+        torch.testing.assert_close(buffer.rollout["advantage"], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(buffer.rollout["value_target"], expected + value, atol=1e-4, rtol=1e-4)
+
+
+def test_the_critic_sees_truncated_and_last_successors_only_in_one_batch() -> None:
+    data = make_rollout(6, 3, seed=4)
+    major = data.transpose(0, 1)
+    need = major["next", "truncated"].clone()
+    need[-1] = ~major["next", "terminated"][-1]
+    critic = make_critic()
+    buffer = GAEBuffer(6, critic=critic)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    everything, successors = critic.module.seen
+    assert everything.shape == (18, 1)
+    assert torch.equal(successors, major["next", "observation"][need].unsqueeze(-1))
+    assert (buffer.rollout["next", "state_value"][major["next", "terminated"]] == 0).all()
+
+
+def test_values_of_the_policy_are_used_unless_told_otherwise() -> None:
+    data = make_rollout(5, 3, seed=4)
+    data["state_value"] = torch.full((3, 5, 1), 2.0)
+    for recompute in (False, True):
+        buffer = GAEBuffer(5, critic=make_critic(), recompute_values=recompute)
+        buffer.insert_data_slice(data)
+        buffer.before_gradients()
+        assert bool((buffer.rollout["state_value"] == 2.0).all()) is not recompute
+
+
+def test_estimates_are_the_same_twice() -> None:
+    buffer = GAEBuffer(5, critic=make_critic())
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    first = buffer.get_all_buffer_data()
+    buffer.before_gradients()
+    assert (first == buffer.get_all_buffer_data()).all()
+    assert first["advantage"].mean().abs() < 1e-6
+    torch.testing.assert_close(first["advantage"].std(), torch.tensor(1.0), atol=1e-4, rtol=0)
+
+
+def test_a_missing_critic_is_a_clear_error() -> None:
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(make_rollout())
+    with pytest.raises(RuntimeError, match=r"buffer\.critic"):
+        buffer.before_gradients()
+    buffer.critic = make_critic("other")
+    with pytest.raises(KeyError, match="other"):
+        buffer.before_gradients()
+    buffer.critic = make_critic(scale=float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        buffer.before_gradients()
+
+
+def test_policy_values_without_a_critic_need_one_only_for_cut_off_rows() -> None:
+    data = make_rollout(5, 3, state_value=torch.ones(5, 3, 1))
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(data)
+    with pytest.raises(RuntimeError, match="successors"):
+        buffer.before_gradients()
+    ended = torch.zeros(3, 5, 1, dtype=torch.bool)
+    ended[:, -1] = True
+    for key in ("done", "terminated"):
+        data["next", key] = ended
+    data["next", "truncated"] = torch.zeros_like(ended)
+    data["is_init"] = torch.zeros_like(ended)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert buffer.rollout["advantage"].isfinite().all()
+
+
+def test_rollouts_that_were_appended_after_a_reset_do_not_leak() -> None:
+    one, two = make_rollout(2, 1, 7), make_rollout(2, 1, 8)
+    for data in (one, two):
+        for key in ("done", "terminated", "truncated"):
+            data["next", key] = torch.zeros(1, 2, 1, dtype=torch.bool)
+        data["is_init"][:, 1:] = False
+    both, alone = (GAEBuffer(4, critic=make_critic(), standardize_advantages=False) for _ in range(2))
+    both.extend(one)
+    both.extend(two)
+    both.before_gradients()
+    alone.insert_data_slice(one)
+    alone.before_gradients()
+    torch.testing.assert_close(both.rollout["advantage"][:2], alone.rollout["advantage"])
+
+
+class TwoCritics(nn.Module):
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 0.1 * observation, -0.2 * observation
+
+
+def test_several_critics_have_their_own_targets() -> None:
+    keys = [("state_value", "critic_a"), ("state_value", "critic_b")]
+    critic = TensorDictModule(TwoCritics(), in_keys=["observation"], out_keys=keys)
+    buffer = GAEBuffer(5, critic=critic)
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    for name, scale in (("critic_a", 0.1), ("critic_b", -0.2)):
+        single = GAEBuffer(5, critic=make_critic(scale=scale))
+        single.insert_data_slice(make_rollout())
+        single.before_gradients()
+        for key in ("state_value", "advantage", "value_target"):
+            assert torch.equal(buffer.rollout[key, name], single.rollout[key])
+    batch = next(buffer.generate_batches(3))
+    assert batch["advantage", "critic_b"].shape == (5, 1)
+    both = buffer.compute_returns(
+        torch.ones(2, 1, 1), None, {"a": torch.zeros(3, 1, 1), "b": torch.ones(3, 1, 1)}, torch.zeros(2, 1, 1), 0.5
+    )
+    assert set(both) == {"a", "b"}
+    assert set(buffer.compute_advantages(both, {"a": torch.zeros(3, 1, 1), "b": torch.ones(3, 1, 1)})) == {"a", "b"}
+
+
+@pytest.mark.parametrize("how", ["call", "invert", "on_write"])
+def test_transforms_work_alone_and_in_a_torchrl_buffer(how: str) -> None:
+    data, critic = make_rollout(), make_critic()
+    expected = GAEBuffer(5, critic=make_critic(), standardize_advantages=False)
+    expected.insert_data_slice(data)
+    expected.before_gradients()
+    if how == "call":
+        out = GeneralizedAdvantages(critic=critic)(data).transpose(0, 1)
+    else:
+        buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), writer=RolloutWriter(), dim_extend=0, batch_size=4)
+        transform = GeneralizedAdvantages(critic=critic, on_write=how == "on_write")
+        buffer.append_transform(transform, invert=how == "invert")
+        buffer.extend(data)
+        assert "advantage" not in data.keys()  # noqa: SIM118
+        out = buffer[:]
+        assert buffer.sample()["advantage"].shape == (4, 1)
+        assert not any("critic" in key for key in buffer.state_dict()["_transforms"])
+    for key in ("advantage", "value_target", "state_value", ("next", "state_value")):
+        torch.testing.assert_close(out[key], expected.rollout[key])
+
+
+def test_transforms_refuse_what_they_cannot_read() -> None:
+    flat = make_rollout().reshape(-1)
+    with pytest.raises(ValueError, match="time_dim"):
+        DiscountedReturns(bootstrap=False)(flat)
+    with pytest.raises(ValueError, match="gamma must be between"):
+        GeneralizedAdvantages(gamma=1.5)
+    data = make_rollout()
+    del data["next", "terminated"]
+    with pytest.raises(KeyError, match="terminated"):
+        DiscountedReturns(bootstrap=False)(data)
+    with pytest.raises(RuntimeError, match="actor"):
+        VTraceAdvantages(critic=make_critic())(make_rollout())
+
+
+def test_renamed_keys() -> None:
+    data = make_rollout()
+    data["next", "bonus"] = data["next", "reward"]
+    out = GeneralizedAdvantages(
+        critic=make_critic(("nest", "value")),
+        reward_key=("next", "bonus"),
+        value_key=("nest", "value"),
+        advantage_key=("nest", "advantage"),
+        value_target_key="goal",
+    )(data)
+    plain = GeneralizedAdvantages(critic=make_critic())(make_rollout())
+    assert torch.equal(out["nest", "advantage"], plain["advantage"])
+    assert torch.equal(out["goal"], plain["value_target"])
+
+
+def test_a_single_step_is_not_nan() -> None:
+    buffer = GAEBuffer(1, critic=make_critic())
+    buffer.insert_data_slice(make_rollout(1, 1))
+    buffer.before_gradients()
+    assert buffer.rollout["advantage"].isfinite().all()
+
+
+def test_the_original_vtrace_bug_is_not_repeated() -> None:
+    case = golden("vtrace_pytorchrl_bug")
+    done, value = case["done"].bool(), case["value"]
+    full = {
+        "reward": case["reward"],
+        "value": value[:-1],
+        "next_value": value[1:],
+        "terminated": done,
+        "truncated": torch.zeros_like(done),
+    }
+    data = golden_rollout(full)
+    data["current_action_log_prob"], data["action_log_prob"] = case["log_pi"], case["log_mu"]
+    out = VTraceAdvantages(float(case["gamma"]), time_dim=0)(data)
+    torch.testing.assert_close(out["value_target"][..., 0], case["vs_textbook"], atol=1e-9, rtol=0)
+    torch.testing.assert_close(out["advantage"][..., 0], case["adv_textbook"], atol=1e-9, rtol=0)
+    assert VTraceBuffer(3).required_keys == ["action", "action_log_prob"]

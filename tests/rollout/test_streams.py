@@ -1,0 +1,280 @@
+"""Intrinsic rewards, V-trace and recurrent policies through the buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
+
+from rollout.helpers import brute_gae, golden, linear_actor, make_critic, make_rollout
+from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
+
+
+def with_intrinsic(**kwargs) -> TensorDict:
+    data = make_rollout(**kwargs)
+    data["next", "intrinsic_reward"] = torch.rand(*data.shape, 1, generator=torch.Generator().manual_seed(5))
+    return data
+
+
+class Both(nn.Module):
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 0.1 * observation, 0.3 * observation
+
+
+def both_values() -> TensorDictModule:
+    return TensorDictModule(Both(), in_keys=["observation"], out_keys=["state_value", "intrinsic_state_value"])
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
+    data = with_intrinsic(seed=2)
+    critics = (
+        {"critic": make_critic(), "intrinsic_critic": make_critic("intrinsic_state_value", 0.3)}
+        if separate
+        else {"critic": both_values()}
+    )
+    buffer = GAEBuffer(5, gamma_intrinsic=0.8, normalize_intrinsic=False, standardize_advantages=False, **critics)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    major = data.transpose(0, 1)
+    value = 0.3 * major["observation"]
+    next_value = torch.cat((value[1:], 0.3 * major["next", "observation"][-1:]))
+    never = torch.zeros_like(major["next", "done"])
+    expected = brute_gae(major["next", "intrinsic_reward"], value, next_value, never, never, 0.8, 0.95)
+    torch.testing.assert_close(buffer.rollout["intrinsic_advantage"], expected)
+    torch.testing.assert_close(buffer.rollout["intrinsic_value_target"], expected + value)
+    plain = GAEBuffer(5, standardize_advantages=False, critic=make_critic())
+    plain.insert_data_slice(make_rollout(seed=2))
+    plain.before_gradients()
+    torch.testing.assert_close(buffer.rollout["advantage"], plain.rollout["advantage"])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) -> None:
+    case = golden("intrinsic_reward_normalisation")
+    expected = case["normalised_forward" if direction == "forward" else "normalised_backward_ref"]
+    gamma = float(case["gamma_int"])
+    buffer = VanillaOnPolicyBuffer(16, gamma_intrinsic=gamma, intrinsic_direction=direction, critic=both_values())
+    for raw, normalised in zip(case["irew"], expected, strict=True):
+        data = make_rollout(16, 3)
+        data["next", "intrinsic_reward"] = raw.unsqueeze(-1).transpose(0, 1)
+        buffer.insert_data_slice(data)
+        buffer.normalize_int_rewards()
+        buffer.normalize_int_rewards()
+        buffer.before_gradients()
+        out = buffer.rollout["next", "normalized_intrinsic_reward"][..., 0]
+        torch.testing.assert_close(out.double(), normalised, atol=1e-6, rtol=1e-6)
+        assert torch.equal(buffer.rollout["next", "intrinsic_reward"][..., 0], raw)
+
+
+def test_intrinsic_statistics_are_part_of_the_state(tmp_path) -> None:
+    one, two = (GAEBuffer(5, critic=both_values()) for _ in range(2))
+    one.insert_data_slice(with_intrinsic())
+    one.before_gradients()
+    torch.save(one.state_dict(), tmp_path / "state.pt")
+    two.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for buffer in (one, two):
+        buffer.insert_data_slice(with_intrinsic(seed=3))
+        buffer.before_gradients()
+    assert torch.equal(one.rollout["intrinsic_advantage"], two.rollout["intrinsic_advantage"])
+
+
+def test_intrinsic_errors() -> None:
+    buffer = GAEBuffer(5, critic=make_critic())
+    buffer.insert_data_slice(make_rollout())
+    with pytest.raises(KeyError, match="intrinsic_reward"):
+        buffer.normalize_int_rewards()
+    other = GAEBuffer(5, critic=make_critic())
+    other.insert_data_slice(with_intrinsic())
+    with pytest.raises(KeyError, match="intrinsic_state_value"):
+        other.before_gradients()
+
+
+def test_annotated_rewards_count() -> None:
+    buffer = GAEBuffer(5, critic=both_values())
+    buffer.insert_data_slice(make_rollout())
+    buffer.rollout["next", "intrinsic_reward"] = torch.rand(5, 3, 1)
+    buffer.before_gradients()
+    assert next(buffer.generate_batches(1))["intrinsic_advantage"].shape == (15, 1)
+
+
+def test_intrinsic_transform_alone() -> None:
+    data = with_intrinsic()
+    out = IntrinsicReturns(0.9, critic=both_values())(data)
+    assert out["intrinsic_advantage"].shape == (3, 5, 1)
+
+
+def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> None:
+    data = make_rollout()
+    actor = linear_actor()
+    buffer = VTraceBuffer(5, actor=actor, critic=make_critic(), standardize_advantages=False)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    logits = actor.module[0].module(data.transpose(0, 1)["observation"])
+    expected = torch.distributions.Categorical(logits=logits).log_prob(data.transpose(0, 1)["action"])
+    torch.testing.assert_close(buffer.rollout["current_action_log_prob"], expected)
+    behaviour, first = data.transpose(0, 1)["action_log_prob"], buffer.rollout["value_target"].clone()
+    assert buffer.metrics()["mean_abs_rho_minus_1"] > 0
+    actor.module[0].module.weight.data[1] = -0.2
+    buffer.compute_vtrace(2.0, 1.5)
+    assert torch.equal(buffer.rollout["action_log_prob"], behaviour)
+    assert not torch.equal(buffer.rollout["value_target"], first)
+    assert torch.equal(buffer.get_updated_action_log_probs(), buffer.rollout["current_action_log_prob"])
+
+
+def test_vtrace_on_policy_is_gae_with_the_same_lambda() -> None:
+    data, actor = make_rollout(8, 3, 2), linear_actor()
+    data["action_log_prob"] = actor.get_dist(data).log_prob(data["action"]).detach()
+    vtrace = VTraceBuffer(8, actor=actor, critic=make_critic(), lmbda=0.9, gamma=0.95)
+    gae = GAEBuffer(8, critic=make_critic(), gae_lambda=0.9, gamma=0.95)
+    for buffer in (vtrace, gae):
+        buffer.insert_data_slice(data)
+        buffer.before_gradients()
+    torch.testing.assert_close(vtrace.rollout["value_target"], gae.rollout["value_target"], atol=1e-4, rtol=1e-4)
+    assert vtrace.metrics()["mean_abs_rho_minus_1"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_vtrace_reports_the_policy_lag() -> None:
+    data = make_rollout()
+    data["collector", "policy_version"] = torch.full((3, 5), 4)
+    buffer = VTraceBuffer(5, actor=linear_actor(), critic=make_critic())
+    assert buffer.metrics() == {}
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert "policy_lag" not in buffer.metrics()
+    buffer.policy_version = 6
+    assert buffer.metrics()["policy_lag"] == 2.0
+
+
+def test_vtrace_needs_actor_critic_and_behaviour() -> None:
+    buffer = VTraceBuffer(5)
+    buffer.insert_data_slice(make_rollout())
+    with pytest.raises(RuntimeError, match="actor is needed"):
+        buffer.before_gradients()
+    buffer.actor = linear_actor()
+    with pytest.raises(RuntimeError, match="critic is needed"):
+        buffer.before_gradients()
+    other = VTraceBuffer(5, actor=linear_actor(), critic=make_critic())
+    data = make_rollout()
+    del data["action_log_prob"]
+    other.insert_data_slice(data)
+    with pytest.raises(KeyError, match="return_log_prob"):
+        other.before_gradients()
+    third = VTraceBuffer(5, actor=nn.Identity(), critic=make_critic())
+    third.insert_data_slice(make_rollout())
+    with pytest.raises(TypeError, match="get_dist"):
+        third.before_gradients()
+
+
+def test_vtrace_with_intrinsic_rewards() -> None:
+    buffer = VTraceBuffer(5, actor=linear_actor(), critic=both_values())
+    buffer.insert_data_slice(with_intrinsic())
+    buffer.before_gradients()
+    assert buffer.rollout["intrinsic_advantage"].isfinite().all()
+
+
+# ---- recurrent
+
+
+def recurrent_parts(cell: str) -> tuple[TensorDictSequential, ProbabilisticActor]:
+    torch.manual_seed(0)
+    keys = ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
+    cls = GRUModule if cell == "gru" else LSTMModule
+    core = cls(
+        input_size=1,
+        hidden_size=4,
+        in_keys=["observation", *keys],
+        out_keys=["features", *[("next", *([k] if isinstance(k, str) else k)) for k in keys]],
+    )
+    value = TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["state_value"])
+    logits = TensorDictModule(nn.Linear(4, 2), in_keys=["features"], out_keys=["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(core, logits),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    return TensorDictSequential(core, value), actor
+
+
+def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 6, envs: int = 4) -> TensorDict:
+    """Act step by step as a collector does, from a state that is not zero."""
+    data = make_rollout(steps, envs, seed=3)
+    data["observation"] *= 0.1
+    data["next", "observation"] = data["observation"] + 0.05
+    data["is_init"][:, 0] = False
+    state: object = torch.full((envs, 1, 4), 0.5)
+    if cell == "lstm":
+        state = TensorDict({"h": state, "c": state}, [envs])
+    rows = []
+    for t in range(steps):
+        row = data[:, t].copy()
+        row["recurrent_state"] = state
+        out = row.select("observation", "recurrent_state", "is_init").clone()
+        with torch.no_grad():
+            out = actor.module[0](out)
+        row["next", "recurrent_state"] = out["next", "recurrent_state"]
+        with torch.no_grad():
+            row["action_log_prob"] = actor.get_dist(row.clone()).log_prob(row["action"])
+        rows.append(row)
+        state = out["next", "recurrent_state"].clone()
+    stacked = torch.stack(rows, 1)
+    stacked.names = [None, "time"]
+    return stacked
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_recurrent_mini_batches_reproduce_what_the_policy_did(cell: str) -> None:
+    critic, actor = recurrent_parts(cell)
+    data = recurrent_rollout(cell, actor)
+    buffer = GAEBuffer(6, critic=critic)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert buffer.is_recurrent
+    seen = 0
+    for batch in buffer.generate_batches(2):
+        assert batch.shape == (2, 6)
+        assert ("next", "recurrent_state") not in batch.keys(True)
+        with set_recurrent_mode(True), torch.no_grad():
+            log_prob = actor.get_dist(batch.copy()).log_prob(batch["action"])
+            values = critic(batch.copy())["state_value"]
+        torch.testing.assert_close(log_prob, batch["action_log_prob"])
+        torch.testing.assert_close(values, batch["state_value"])
+        seen += batch.shape[0]
+    assert seen == 4
+    tail = buffer.storage.tail["recurrent_state"]
+    last, done = data["next", "recurrent_state"][:, -1], data["next", "done"][:, -1, 0]
+    leaf, end = (tail, last) if cell == "gru" else (tail["h"], last["h"])
+    assert torch.equal(leaf[~done], end[~done])
+    assert (leaf[done] == 0).all()
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_recurrent_successors_start_from_the_state_after_the_step(cell: str) -> None:
+    critic, actor = recurrent_parts(cell)
+    data = recurrent_rollout(cell, actor)
+    buffer = GAEBuffer(6, critic=critic)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    following = data["next"][:, -1].select("observation", "recurrent_state").clone()
+    following["is_init"] = torch.zeros(4, 1, dtype=torch.bool)
+    with torch.no_grad():
+        expected = critic(following)["state_value"].masked_fill(data["next", "terminated"][:, -1], 0)
+    torch.testing.assert_close(buffer.rollout["next", "state_value"][-1], expected)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(cell: str) -> None:
+    critic, actor = recurrent_parts(cell)
+    data = recurrent_rollout(cell, actor)
+    buffer = VTraceBuffer(6, critic=critic, actor=actor)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert buffer.metrics()["mean_abs_rho_minus_1"] < 1e-5
+    plain = GAEBuffer(6, critic=critic)
+    plain.insert_data_slice(data)
+    plain.before_gradients()
+    torch.testing.assert_close(buffer.rollout["state_value"], plain.rollout["state_value"])

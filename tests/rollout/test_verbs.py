@@ -1,0 +1,289 @@
+"""The documented verbs, and a regression test for each bug that the original has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.helpers import linear_actor, make_critic, make_rollout
+from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
+
+ALL = pytest.mark.parametrize("cls", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
+
+
+def transition(t: int, envs: int = 2, **changes: object) -> dict[str, object]:
+    """Step ``t`` of ``envs`` environments with the documented names; nothing ends."""
+    sample: dict[str, object] = {
+        "Observation": torch.full((envs, 1), float(t)),
+        "NextObservation": torch.full((envs, 1), float(t + 1)),
+        "Action": torch.zeros(envs, dtype=torch.int64),
+        "Reward": torch.ones(envs, 1),
+        "LogProbability": torch.zeros(envs, 1),
+        "Done": torch.zeros(envs, 1),
+    }
+    return {**sample, **changes}
+
+
+@ALL
+def test_storage_tensors_are_documented_and_immutable(cls: type[VanillaOnPolicyBuffer]) -> None:
+    assert len(cls.storage_tensors) == 13
+    assert cls.storage_tensors[0] == "Observation"
+    assert {"Done", "Value", "IntrinsicAdvantage"} <= set(cls.storage_tensors)
+    assert isinstance(cls.storage_tensors, tuple)
+
+
+@ALL
+def test_create_factory(cls: type[VanillaOnPolicyBuffer]) -> None:
+    class Envs:
+        num_envs = 7
+
+    class Algorithm:
+        gamma = 0.5
+
+    buffer = cls.create_factory(9, standardize_advantages=False)("cpu", None, Algorithm(), Envs())
+    assert type(buffer) is cls
+    assert (buffer.size, buffer.num_envs, buffer.gamma, buffer.standardize_advantages) == (9, 7, 0.5, False)
+
+
+def test_factory_of_gae_takes_lambda() -> None:
+    assert GAEBuffer.create_factory(3, gae_lambda=0.5)().gae_lambda == 0.5
+
+
+def test_transitions_with_documented_names_fill_the_rollout_from_the_first_observation_on() -> None:
+    buffer = GAEBuffer(4)
+    for t in range(3):
+        buffer.insert_transition(transition(t))
+    assert buffer.step == 3
+    assert buffer.rollout["observation"][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+    assert buffer.rollout["is_init"][:, 0, 0].tolist() == [True, False, False]
+    assert buffer.rollout["action_log_prob"].shape == (3, 2)
+    assert buffer.storage.tail["observation"][0].item() == 3.0
+
+
+def test_the_first_observation_of_the_next_rollout_is_carried_over() -> None:
+    buffer = GAEBuffer(2, critic=make_critic())
+    for t in range(2):
+        buffer.insert_transition(transition(t))
+    buffer.before_gradients()
+    for batch in buffer.generate_batches(2):
+        buffer.after_gradients(batch, {})
+    sample = transition(2)
+    del sample["Observation"]
+    buffer.insert_transition(sample)
+    assert buffer.step == 1
+    assert buffer.rollout["observation"].flatten().tolist() == [2.0, 2.0]
+    assert not buffer.rollout["is_init"].any()
+
+
+def test_the_first_transition_needs_an_observation() -> None:
+    sample = transition(0)
+    del sample["Observation"]
+    with pytest.raises(KeyError, match="observation"):
+        GAEBuffer(2).insert_transition(sample)
+
+
+def test_transitions_with_our_keys() -> None:
+    major = make_rollout().transpose(0, 1)
+    buffer = GAEBuffer(5)
+    for t in range(5):
+        buffer.insert_transition(major[t])
+    assert (buffer.rollout == major).all()
+    with pytest.raises(ValueError, match="size=5"):
+        buffer.insert_transition(major[0])
+
+
+def test_documented_names_may_be_arrays_dicts_and_pytorchrl_flags() -> None:
+    buffer = GAEBuffer(3)
+    sample = {
+        "Observation": {"camera": np.zeros((2, 3), np.float32), "joints": torch.ones(2, 1)},
+        "NextObservation": {"camera": np.ones((2, 3), np.float32), "joints": torch.ones(2, 1)},
+        "Action": np.zeros(2),
+        "Reward": np.ones(2, np.float32),
+        "Done": np.array([1.0, 0.0]),
+        "NextDone": np.array([0.0, 1.0]),
+        "Truncated": np.array([1.0, 0.0]),
+        "Value": {"a": torch.ones(2), "b": torch.zeros(2)},
+        "RecurrentHiddenStates": torch.zeros(2, 1, 4),
+        "NextRecurrentHiddenStates": torch.ones(2, 1, 4),
+    }
+    buffer.insert_transition(sample)
+    rollout = buffer.rollout
+    assert rollout["camera"].shape == (1, 2, 3)
+    assert rollout["state_value", "a"].shape == (1, 2, 1)
+    assert rollout["is_init"].flatten().tolist() == [True, False]
+    assert rollout["next", "terminated"].flatten().tolist() == [False, True]
+    assert rollout["next", "done"].flatten().tolist() == [True, True]
+    with pytest.raises(KeyError, match="Unknown names"):
+        buffer.insert_transition({**sample, "Typo": 1})
+    with pytest.raises(KeyError, match="Done"):
+        buffer.insert_transition({"Reward": torch.ones(2)})
+
+
+def test_insert_data_slice_takes_documented_names_time_major() -> None:
+    stacked = {key: torch.stack([torch.as_tensor(transition(t)[key]) for t in range(3)]) for key in transition(0)}
+    buffer = GAEBuffer(3, critic=make_critic())
+    buffer.insert_data_slice(stacked)
+    buffer.before_gradients()
+    assert buffer.rollout.shape == (3, 2)
+
+
+@ALL
+def test_partial_rollouts_use_the_filled_steps_only(cls: type[VanillaOnPolicyBuffer]) -> None:
+    large, exact = (cls(size, critic=make_critic(), actor=linear_actor()) for size in (50, 3))
+    for buffer in (large, exact):
+        for t in range(3):
+            buffer.insert_transition(transition(t))
+        buffer.before_gradients()
+    assert large.rollout.shape == (3, 2)
+    assert torch.equal(large.rollout["advantage"], exact.rollout["advantage"])
+    assert sum(b.shape[0] for b in large.generate_batches(2)) == 6
+
+
+def test_used_capacity_and_reset() -> None:
+    buffer = GAEBuffer(5)
+    assert buffer.used_capacity == 0
+    for t in range(3):
+        buffer.insert_transition(transition(t))
+    assert buffer.used_capacity == 3
+    buffer.reset()
+    assert (buffer.used_capacity, len(buffer), buffer.step) == (0, 0, 0)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.get_all_buffer_data()
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.before_gradients()
+
+
+def test_after_gradients_between_batches_changes_nothing() -> None:
+    buffer = GAEBuffer(5, critic=make_critic())
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    before, info = buffer.get_all_buffer_data(), {"loss": 1.0}
+    for batch in buffer.generate_batches(3, None, 2, shuffle=False):
+        assert buffer.after_gradients(batch, info) is info
+        assert (before == buffer.get_all_buffer_data()).all()
+    buffer.extend(make_rollout(4))
+    assert buffer.step == 4
+
+
+def test_get_all_buffer_data_is_a_copy_and_goes_back_in() -> None:
+    buffer = GAEBuffer(9, critic=make_critic())
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    data = buffer.get_all_buffer_data(data_to_cpu=True)
+    assert data.shape == (5, 3)
+    data["observation"].zero_()
+    assert buffer.rollout["observation"].sum() > 0
+    copy = buffer.get_all_buffer_data()
+    buffer.reset()
+    buffer.insert_data_slice(copy)
+    buffer.before_gradients()
+    assert (buffer.get_all_buffer_data() == copy).all()
+
+
+def test_insert_data_slice_copies() -> None:
+    data = make_rollout()
+    buffer = GAEBuffer(5)
+    buffer.insert_data_slice(data)
+    data["observation"].fill_(-1.0)
+    assert (buffer.rollout["observation"] >= 0).all()
+
+
+def test_init_tensors_reserves_without_storing() -> None:
+    buffer = GAEBuffer(5)
+    buffer.init_tensors(transition(0))
+    assert buffer.step == 0
+    assert buffer.num_envs == 2
+    buffer.insert_transition(transition(0))
+    with pytest.raises(ValueError, match="reset"):
+        buffer.init_tensors(transition(0))
+
+
+def test_update_storage_parameter() -> None:
+    buffer = GAEBuffer(5, critic=make_critic())
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    before = buffer.get_all_buffer_data()
+    buffer.update_storage_parameter("gae_lambda", 0.5)
+    assert buffer.gae_lambda == 0.5
+    buffer.update_storage_parameter("size", 8)
+    assert (buffer.get_all_buffer_data() == before).all()
+    buffer.extend(make_rollout(3))
+    assert buffer.step == 8
+    with pytest.raises(ValueError, match="8 steps are stored"):
+        buffer.update_storage_parameter("size", 7)
+    with pytest.raises(ValueError, match="gae_lambdaa"):
+        buffer.update_storage_parameter("gae_lambdaa", 1.0)
+    with pytest.raises(ValueError, match="gamma"):
+        buffer.update_storage_parameter("gamma", 3.0)
+
+
+def test_get_num_channels_obs() -> None:
+    buffer = GAEBuffer(5, frame_stack=4)
+    assert buffer.get_num_channels_obs({"Observation": torch.zeros(2, 12, 8, 8)}) == 3
+    assert buffer.num_channels_obs == 3
+    with pytest.raises(ValueError, match="frame_stack=4"):
+        buffer.get_num_channels_obs({"Observation": torch.zeros(2, 6, 8, 8)})
+    with pytest.raises(ValueError, match="dict"):
+        buffer.get_num_channels_obs({"Observation": {"a": torch.zeros(2, 4)}})
+
+
+def test_compute_returns_with_truncation() -> None:
+    buffer = VanillaOnPolicyBuffer(3, standardize_advantages=False)
+    rewards, values = torch.ones(3, 1, 1), torch.full((4, 1, 1), 10.0)
+    flag = torch.tensor([0, 1, 0]).view(3, 1, 1)
+    ended = buffer.compute_returns(rewards, None, values, flag, 0.5)
+    cut = buffer.compute_returns(rewards, None, values, torch.zeros_like(flag), 0.5, truncated=flag)
+    assert ended.flatten().tolist() == [1.5, 1.0, 6.0]
+    assert cut.flatten().tolist() == [4.0, 6.0, 6.0]
+    shifted = buffer.compute_returns(rewards, None, values, torch.tensor([0, 0, 1, 0]).view(4, 1, 1), 0.5)
+    assert torch.equal(shifted, ended)
+    assert buffer.compute_advantages(ended, values).flatten().tolist() == [-8.5, -9.0, -4.0]
+    with pytest.raises(ValueError, match="rows"):
+        buffer.compute_returns(torch.ones(5, 1, 1), None, values, flag, 0.5)
+
+
+def test_without_bootstrap_no_critic_is_needed() -> None:
+    buffer = VanillaOnPolicyBuffer(5, bootstrap=False)
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    assert buffer.rollout["advantage"].isfinite().all()
+
+
+def test_dict_observations_and_frame_stacks() -> None:
+    frames = torch.rand(5, 3, 4, 8, 8)
+    data = make_rollout(pixels=frames)
+    data["next", "pixels"] = frames.transpose(0, 1)
+    buffer = GAEBuffer(5, critic=make_critic(), batch_keys=["pixels", "observation", "advantage"])
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    batch = next(buffer.generate_batches(3, shuffle=False))
+    assert torch.equal(batch["pixels"], frames.flatten(0, 1)[:5])
+    assert torch.equal(buffer.storage.tail["pixels"], frames[-1])
+
+
+def test_torchrl_verbs() -> None:
+    buffer = GAEBuffer(5, batch_size=4, critic=make_critic())
+    index = buffer.extend(make_rollout())
+    assert index.shape == (15, 2)
+    assert len(buffer) == 15
+    buffer.before_gradients()
+    assert buffer.sample()["advantage"].shape == (4, 1)
+    assert buffer[:]["advantage"].shape == (5, 3, 1)
+    assert buffer["observation"].shape == (5, 3, 1)
+    buffer.empty()
+    assert len(buffer) == 0
+
+
+def test_hooks_are_the_identity() -> None:
+    buffer, env, policy = GAEBuffer(2), object(), torch.nn.Identity()
+    assert buffer.wrap_env(env) is env
+    assert buffer.wrap_policy(policy) is policy
+    assert buffer.metrics() == {}
+    assert buffer.required_keys == ["action"]
+
+
+def test_numbers_are_checked_at_once() -> None:
+    for bad in ({"size": 0}, {"size": 3, "gamma": 2.0}, {"size": 3, "gae_lambda": -1.0}, {"size": 3, "num_envs": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            GAEBuffer(**bad)

@@ -1,0 +1,123 @@
+"""Contracts for the underscored TorchRL and tensordict names behind ``_compat``; an upgrade must fail here first."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
+
+from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
+from torchrl_lightning._compat import new_tensordict
+
+
+def row(steps: int = 2, envs: int = 3) -> TensorDict:
+    flag = torch.zeros(steps, envs, 1, dtype=torch.bool)
+    following = {"reward": torch.ones(steps, envs, 1), "done": flag, "terminated": flag}
+    return TensorDict({"action": torch.zeros(steps, envs), "next": following}, [steps, envs])
+
+
+def buffer() -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=RolloutStorage(4), writer=RolloutWriter(0), sampler=MinibatchSampler(), dim_extend=0, batch_size=2
+    )
+
+
+def test_new_unsafe_keeps_tensors_batch_and_names() -> None:
+    leaf = torch.zeros(2, 3, 1)
+    inner = new_tensordict({"b": leaf}, torch.Size([2, 3]))
+    data = new_tensordict({"a": leaf, "c": inner}, torch.Size([2, 3]), ("time", None))
+    assert data["a"] is leaf
+    assert data["c", "b"] is leaf
+    assert data.batch_size == (2, 3)
+    assert data.names == ["time", None]
+    data["d"] = leaf
+    assert data.reshape(-1)["d"].shape == (6, 1)
+
+
+def test_storage_private_attributes() -> None:
+    storage = LazyTensorStorage(6)
+    storage.set(range(3), TensorDict({"a": torch.zeros(3)}, [3]))
+    assert storage._len == len(storage) == 3
+    assert storage._storage.shape == (6,)
+    assert storage.initialized
+    revision = storage._mutation_revision
+    storage._bump_mutation_revision()
+    assert storage._mutation_revision == revision + 1
+    storage._set_last_cursor(2)
+    assert storage._last_cursor_index == 2
+    storage._len = 1
+    assert len(storage) == 1
+    assert storage._attached_entities == list(storage._attached_entities_iter()) == []
+
+
+def test_init_and_empty_hooks_are_called() -> None:
+    ours = buffer()
+    assert not ours.storage.initialized
+    ours.extend(row())
+    assert ours.storage.initialized
+    assert ours.storage.max_size == 12
+    ours.sample()
+    assert ours.sampler.remaining is not None
+    ours.empty()
+    assert len(ours) == 0
+    assert ours.write_count == 0
+    assert ours.sampler.remaining is None
+
+
+def test_writer_private_attributes() -> None:
+    writer = RoundRobinWriter()
+    assert writer._storage is None
+    assert writer._write_count == 0
+    ours = buffer()
+    assert isinstance(ours.writer, Writer)
+    assert ours.writer.storage is ours.writer._storage is ours.storage
+    ours.extend(row())
+    assert ours.write_count == ours.writer._write_count == 2
+
+
+def test_a_write_notifies_attached_entities() -> None:
+    class Entity:
+        cells = None
+
+        def mark_update(self, index: torch.Tensor) -> None:
+            self.cells = index
+
+    ours, entity = buffer(), Entity()
+    ours.storage.attach(entity)
+    ours.extend(row(1, 3))
+    assert entity.cells.tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+def test_sampler_private_attributes() -> None:
+    theirs = ReplayBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2)
+    theirs.extend(torch.arange(4))
+    theirs.sample()
+    assert theirs.sampler._sample_list.shape == (2,)
+    assert theirs.sampler._remaining_batches == 1
+    assert theirs.sampler.len_storage == 4
+    theirs.empty()
+    assert theirs.sampler._sample_list is None
+
+
+def test_the_buffer_hands_its_generator_to_the_sampler() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ours = TensorDictReplayBuffer(
+        storage=RolloutStorage(4),
+        writer=RolloutWriter(0),
+        sampler=MinibatchSampler(),
+        dim_extend=0,
+        generator=generator,
+    )
+    assert ours.sampler.generator is generator
+    assert buffer().sampler.generator is not None
+
+
+def test_invert_runs_the_call_hook_of_a_transform() -> None:
+    from torchrl_lightning import DiscountedReturns
+
+    ours = buffer()
+    ours.append_transform(DiscountedReturns(bootstrap=False, time_dim=0), invert=True)
+    ours.extend(row())
+    assert ours[:]["value_target"].shape == (2, 3, 1)
