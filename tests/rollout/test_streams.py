@@ -123,6 +123,10 @@ def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> Non
     assert torch.equal(buffer.rollout["action_log_prob"], behaviour)
     assert not torch.equal(buffer.rollout["value_target"], first)
     assert torch.equal(buffer.get_updated_action_log_probs(), buffer.rollout["current_action_log_prob"])
+    actor.module[0].module.weight.data[1] = 0.3
+    buffer.clip_rho_thres = buffer.clip_c_thres = 1.0
+    buffer.before_epoch()
+    assert torch.equal(buffer.rollout["value_target"], first)
 
 
 def test_vtrace_on_policy_is_gae_with_the_same_lambda() -> None:

@@ -280,6 +280,7 @@ def test_hooks_are_the_identity() -> None:
     assert buffer.wrap_env(env) is env
     assert buffer.wrap_policy(policy) is policy
     assert buffer.metrics() == {}
+    assert buffer.before_epoch() is None
     assert buffer.required_keys == ["action"]
 
 

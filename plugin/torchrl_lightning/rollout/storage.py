@@ -20,8 +20,8 @@ STATE_VERSION = 1
 class RolloutStorage(StorageBase):
     """Time-major storage ``[T, N]`` of one rollout, with the one step after the last.
 
-    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries added to :attr:`rollout` (such as
-    advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, episode start, recurrent
+    Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries added to :attr:`rollout`
+    (as advantages) live until the next write. :attr:`tail` is the root of step ``T`` (observation, is_init, recurrent
     state); it survives ``empty`` so that the next rollout can continue from it.
 
     Args:
