@@ -6,7 +6,7 @@ application of the environment. A test keeps each in step with the signature tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -46,10 +46,21 @@ class VanillaOnPolicyBufferSchema:
     _partial_: bool = True
     _convert_: str = "all"
     device: str = "cpu"
-    gamma: float = 0.99
-    gamma_intrinsic: float = 0.99
+    gamma: float | None = None
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
     standardize_advantages: bool = True
     recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: str = "state_value"
+    advantage_key: str = "advantage"
+    value_target_key: str = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: list[str] = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: list[str] | None = None
+    transform: Any = None
 
 
 @dataclass
@@ -65,6 +76,12 @@ class VTraceBufferSchema(VanillaOnPolicyBufferSchema):
     """Arguments of :class:`torchrl_lightning.VTraceBuffer`."""
 
     _target_: str = "torchrl_lightning.VTraceBuffer"
+    lmbda: float = 1.0
+    clip_rho_thres: float = 1.0
+    clip_c_thres: float = 1.0
+    clip_pg_rho_thres: float | None = None
+    log_prob_key: str = "action_log_prob"
+    action_key: str = "action"
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {

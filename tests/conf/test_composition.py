@@ -1,0 +1,226 @@
+"""Every YAML under conf/ composes, and what it composes is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_lightning import ExperienceDataModule
+from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+
+PRIMARY = ("train", "evaluate")
+# The group `hydra` holds one option for each command.
+ROOTS = {"data": EXPORT_DIR}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOTS.get(group, CONF_DIR) / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    inside = {str(path.parent.relative_to(CONF_DIR)) for path in CONF_DIR.glob("*/**/*.yaml")}
+    return sorted({"data", *inside} - {"export/data"})
+
+
+# Groups inside another one, as model/network, are options of options: `model/network=NAME`.
+OPTIONS = [(group, option) for group in groups() for option in options(group) if group != "hydra"]
+# Options that only make sense together with another one.
+NEEDS: dict[tuple[str, str], tuple[str, ...]] = {}
+
+
+def test_the_tree_has_no_file_outside_of_what_is_tested():
+    tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
+    tested |= {ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml" for group, option in OPTIONS}
+    tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate")}
+    assert set(CONF_DIR.glob("**/*.yaml")) == tested
+
+
+def test_the_train_config_is_complete(compose_train):
+    cfg = compose_train()
+    assert OmegaConf.missing_keys(cfg) == set()
+    OmegaConf.to_container(cfg, resolve=True)
+
+
+def test_the_evaluate_config_asks_for_a_checkpoint_alone(compose_in):
+    # Where the histogram goes is known in a run alone.
+    assert OmegaConf.missing_keys(compose_in(CONF_DIR, "evaluate", "histogram=null")) == {"ckpt_path"}
+
+
+@pytest.mark.parametrize(("name", "folder"), [("train", "logs/train/"), ("evaluate", "logs/evaluate/")])
+def test_a_run_gets_a_folder_of_its_own(compose_in, name, folder):
+    cfg = compose_in(CONF_DIR, name, return_hydra_config=True)
+    assert cfg.hydra.job.chdir is False
+    raw = OmegaConf.to_container(cfg.hydra.run, resolve=False)["dir"]
+    assert "${now:" in raw
+    if name == "train":
+        assert cfg.paths.log_dir.rstrip("/") + "/" + cfg.task_name + "/" == folder
+    else:
+        assert raw.startswith(folder)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_composes(compose_train, group, option):
+    cfg = compose_train(f"{group}={option}", *NEEDS.get((group, option), ()))
+    assert OmegaConf.missing_keys(cfg) == set()
+    OmegaConf.to_container(cfg, resolve=True)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_what_a_file_says_is_what_the_config_has(compose_train, group, option):
+    path = ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml"
+    text = path.read_text()
+    header = re.match(r"# @package (\S+)\n", text)
+    # Hydra reads a package header in the very first line alone, and says nothing about one that comes later.
+    assert ("@package" in text) == (header is not None), f"{path.name}: put the @package line first"
+    package = group.replace("/", ".") if header is None else header[1].replace("_global_", "")
+    # An experiment comes after the groups and may say otherwise.
+    cfg = compose_train(f"{group}={option}", *([] if group == "experiment" else ["~experiment"]))
+    said = {} if package == "paths" else leaves(yaml.safe_load(text), package)
+    assert {key: select(cfg, key) for key in said} == said
+
+
+def leaves(node: object, prefix: str) -> dict[str, object]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    found: dict[str, object] = {}
+    for key, value in node.items():
+        if key != "defaults" and not (prefix == "" and key == "hydra"):
+            found |= leaves(value, f"{prefix}.{key}".strip("."))
+    return found
+
+
+def select(cfg: DictConfig, key: str) -> object:
+    node: object = OmegaConf.to_container(cfg, resolve=False)
+    for part in key.split("."):
+        node = node.get(part, "absent") if isinstance(node, dict) else "absent"
+    return node
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_an_experiment_is_built(compose_train, experiment):
+    cfg = compose_train(f"experiment={experiment}")
+    assert OmegaConf.missing_keys(cfg) == set()
+    data = instantiate(cfg.data)
+    try:
+        assert isinstance(data, ExperienceDataModule)
+        assert isinstance(instantiate(cfg.model), L.LightningModule)
+        assert data.total_frames > 0
+        assert len(data.train_dataloader()) == data.batches_per_epoch
+    finally:
+        data.close()
+
+
+@pytest.mark.parametrize("option", options("data"))
+def test_a_data_module_is_built_with_its_buffer(compose_train, option):
+    data = instantiate(compose_train(f"data={option}").data)
+    data.setup("fit")
+    try:
+        assert type(data.buffer).__name__ == compose_train(f"data={option}").data.buffer._target_.split(".")[-1]
+        assert data.buffer.gamma == 0.99
+    finally:
+        data.close()
+
+
+@pytest.mark.parametrize("option", options("env"))
+def test_an_environment_is_built(compose_train, option):
+    data = instantiate(compose_train(f"env={option}").data)
+    data.setup("fit")
+    try:
+        assert data.specs.num_envs == data.num_envs
+        assert data.specs.keys
+    finally:
+        data.close()
+
+
+@pytest.mark.parametrize("option", options("model"))
+def test_a_model_is_built(compose_train, option):
+    assert isinstance(instantiate(compose_train(f"model={option}").model), L.LightningModule)
+
+
+@pytest.mark.parametrize("option", options("callbacks"))
+def test_callbacks_are_built(compose_train, option):
+    callbacks = compose_train(f"callbacks={option}").callbacks
+    assert all(isinstance(instantiate(callback), Callback) for callback in callbacks.values())
+    assert bool(callbacks) == (option != "none")
+
+
+@pytest.mark.parametrize("option", options("logger"))
+def test_loggers_are_built(compose_train, option):
+    loggers = compose_train(f"logger={option}", *(["logger.wandb.offline=true"] if option == "wandb" else [])).logger
+    if "wandb" in loggers:
+        pytest.importorskip("wandb")
+    assert all(isinstance(instantiate(logger), Logger) for logger in loggers.values())
+    assert bool(loggers) == (option != "none")
+
+
+@pytest.mark.parametrize("option", options("trainer"))
+def test_a_trainer_is_built(compose_train, option):
+    trainer = compose_train(f"trainer={option}", "callbacks=none").trainer
+    if trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        with pytest.raises(Exception, match="No supported gpu backend found") as error:
+            instantiate(trainer, logger=False)
+        assert isinstance(error.value.__cause__, MisconfigurationException)
+        return
+    built = instantiate(trainer, logger=False)
+    assert isinstance(built, L.Trainer)
+    assert (built.max_epochs, built.max_steps) == (-1, -1)
+
+
+def test_the_seed_of_a_run_seeds_its_data(compose_train):
+    assert compose_train("seed=7").data.seed == 7
+
+
+def test_what_is_exported_interpolates_nothing_outside_of_itself():
+    for path in EXPORT_DIR.glob("**/*.yaml"):
+        assert "${" not in path.read_text(), f"{path.name} would break in other applications"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.batchsize=3",
+        "data.buffer.gae_lamda=0.9",
+        "model.learningrate=0.1",
+        "trainer.max_epoch=3",
+        "callbacks.progress_bar.refresh=1",
+        "sede=3",
+    ],
+)
+def test_a_typo_is_an_error_that_names_the_field(compose_train, override):
+    with pytest.raises(ConfigCompositionException) as error:
+        compose_train(override)
+    field = override.split("=")[0]
+    assert f"Could not override '{field}'" in str(error.value)
+    assert f"Key '{field.split('.')[-1]}'" in str(error.value.__cause__)
+
+
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_field(compose_train):
+    with pytest.raises(ConfigCompositionException) as error:
+        compose_train("data.num_envs=many")
+    assert "full_key: data.num_envs" in str(error.value.__cause__)
+
+
+def test_an_experiment_that_does_not_exist_gets_the_list_of_those_that_do(compose_train):
+    with pytest.raises(MissingConfigException) as error:
+        compose_train("experiment=ppo_cartpol")
+    assert "Could not find 'experiment/ppo_cartpol'" in str(error.value)
+    listed = {line.strip() for line in str(error.value).splitlines()}
+    assert set(options("experiment")) <= listed
+
+
+def test_every_experiment_says_how_to_run_it_and_what_it_reached():
+    for path in Path(CONF_DIR / "experiment").glob("*.yaml"):
+        head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        assert any(f"experiment={path.stem}" in line for line in head), path.name
+        assert any("seed" in line for line in head), path.name

@@ -1,0 +1,85 @@
+"""A schema has the fields that its class has arguments, so that YAML, schema and signature cannot drift apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+from hydra.utils import get_class
+from omegaconf import MISSING, OmegaConf
+
+from configs.processes import environment
+from configs.signatures import constructor_arguments
+from torchrl_lightning import OnPolicyDataModule
+from torchrl_lightning._conf import EXPORT_DIR
+from torchrl_lightning._schemas import SCHEMAS, register_schemas
+
+# What the DataModule hands over itself, or knows better than a config: the shape of its rollouts and mini-batches.
+FILLED_IN = {
+    "buffer": {
+        *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic", "generator"),
+        *("num_envs", "time_dim", "batch_size"),
+    },
+    "data": set(),
+}
+# A config has no classes: what is left out there has another default here, or none.
+OTHER_DEFAULT = {("data", "buffer"): MISSING}
+
+
+def own_fields(schema: type) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(schema) if not field.name.startswith("_")}
+
+
+@pytest.mark.parametrize(("group", "name"), list(SCHEMAS))
+def test_fields_are_the_arguments_with_equal_defaults(group, name):
+    schema = SCHEMAS[group, name]
+    arguments = constructor_arguments(get_class(schema._target_))
+    fields = own_fields(schema)
+    assert set(fields) == set(arguments) - FILLED_IN[group]
+    assert FILLED_IN[group] <= set(arguments)
+    stored = OmegaConf.structured(schema)
+    for field in fields:
+        default = arguments[field].default
+        if (group, field) in OTHER_DEFAULT or default is inspect.Parameter.empty:
+            assert OmegaConf.is_missing(stored, field), field
+        else:
+            value = OmegaConf.to_container(stored)[field]
+            assert value == (list(default) if isinstance(default, tuple) else default), field
+
+
+def test_every_exported_option_is_checked_against_a_schema():
+    for path in EXPORT_DIR.glob("data/*.yaml"):
+        text = path.read_text()
+        assert "/torchrl_lightning/schema/data/" in text, path.name
+        assert "/torchrl_lightning/schema/buffer/" in text, path.name
+
+
+def test_the_default_buffer_is_the_one_of_data_gae():
+    default = constructor_arguments(OnPolicyDataModule)["buffer"].default
+    assert f"torchrl_lightning.{default.__name__}" == SCHEMAS["buffer", "gae"]._target_
+
+
+def test_storing_twice_changes_nothing():
+    from hydra.core.config_store import ConfigStore
+
+    register_schemas()
+    before = ConfigStore.instance().load("torchrl_lightning/schema/buffer/gae.yaml")
+    register_schemas()
+    after = ConfigStore.instance().load("torchrl_lightning/schema/buffer/gae.yaml")
+    assert (before.node, before.provider) == (after.node, after.provider)
+
+
+def test_schemas_and_plugin_import_no_torch():
+    code = (
+        "import sys\n"
+        "from hydra import compose, initialize\n"
+        "with initialize(version_base='1.3', config_path=None):\n"
+        "    assert compose(None, ['+data=gae']).data.buffer.gae_lambda == 0.95\n"
+        "print([name for name in ('torch', 'tensordict', 'torchrl', 'lightning') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
