@@ -1,0 +1,56 @@
+"""Each example runs from another folder and ends with a number; few frames, so that no score is judged."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.processes import PROJECT, environment
+
+EXAMPLES = PROJECT / "examples"
+
+
+def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "last_line"),
+    [
+        ("torchrl_only.py", ["--frames", "2048"], r"mean return of the last 20 episodes: (\d+\.\d)"),
+        ("own_trainer.py", ["--frames", "2048"], r"mean return of 20 episodes: (\d+\.\d)"),
+        (
+            "hydra_app/train.py",
+            ["data.total_frames=512", "data.frames_per_batch=256", "data.eval_episodes=2", "seed=1"],
+            r"mean return of 2 episodes: (\d+\.\d)",
+        ),
+    ],
+)
+def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, tmp_path):
+    done = run_example(script, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    match = re.fullmatch(last_line, done.stdout.strip().splitlines()[-1])
+    assert match is not None
+    # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most.
+    assert 5 <= float(match[1]) <= 500
+
+
+def test_every_example_is_run():
+    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("**/*.py")}
+    assert scripts == {"torchrl_only.py", "own_trainer.py", "hydra_app/train.py"}
+
+
+@pytest.mark.parametrize("script", ["torchrl_only.py", "own_trainer.py", "hydra_app/train.py"])
+def test_an_example_can_be_read_in_one_go(script):
+    assert len((EXAMPLES / script).read_text().splitlines()) < 100
+
+
+def test_the_hydra_app_names_the_field_of_a_typo(tmp_path):
+    done = run_example("hydra_app/train.py", "data.batchsize=3", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Key 'batchsize' not in 'OnPolicyDataSchema'" in done.stderr
