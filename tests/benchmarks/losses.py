@@ -1,7 +1,7 @@
 """One PPO update and one policy step: ours, TorchRL's and bare torch's.
 
-Run as ``PYTHONPATH=../plugin:. python -m benchmarks.losses`` in ``tests/``. Mini-batches of 256, two layers of 64, tanh,
-one thread.
+Run in ``tests/`` as ``PYTHONPATH=../plugin:. python -m benchmarks.losses``. Mini-batches of 256, two layers of 64,
+tanh, one thread.
 """
 
 from __future__ import annotations

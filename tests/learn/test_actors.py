@@ -156,6 +156,18 @@ def test_shared_trunk_is_registered_once() -> None:
     torch.testing.assert_close(td["state_value"], critic.module[0](actor.trunk.read(td)))
 
 
+@pytest.mark.parametrize("action", ["discrete", "bounded"])
+def test_private_layers_lie_between_a_shared_trunk_and_the_heads(action: str) -> None:
+    specs, network = specs_of(ACTIONS[action]), MLPNetwork([8], shared=True, head_sizes=[5])
+    actor = build_actor(specs, network)
+    critic = build_critic(specs, network, actor=actor)
+    td = critic(actor(inputs()))
+    ((td["action_log_prob"].sum()) * 0 + td["state_value"].sum()).backward()
+    assert sum(p.numel() for p in critic.parameters()) == 8 * 5 + 5 + 5 + 1
+    assert actor.trunk.encoder.layers[0].weight.grad.abs().sum() > 0
+    assert all(p.grad.abs().sum() == 0 for p in actor.head.parameters())
+
+
 def test_separate_critics_differ() -> None:
     keys = [("state_value", "a"), ("state_value", "b")]
     critic = build_critic(specs_of(Categorical(2)), out_keys=keys, separate=True)

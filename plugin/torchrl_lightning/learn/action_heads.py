@@ -130,12 +130,25 @@ class GaussianLayer(nn.Module):
         return loc, (self.log_std.exp() * self.half_range).expand_as(loc)
 
 
-def build_head(spec: TensorSpec, features: int, distribution: str = "auto", initial_std: float = 1.0) -> ActionHead:
+def build_head(
+    spec: TensorSpec,
+    features: int,
+    distribution: str = "auto",
+    initial_std: float = 1.0,
+    hidden: nn.Module | None = None,
+) -> ActionHead:
     """Build the head of an unbatched action spec.
 
     Integer actions get a categorical, one-hot ones TorchRL's `OneHotCategorical`, several integers a joint
     `MultiCategorical`; bounded boxes a `ClippedNormal` (`distribution="normal"`, the default) or TorchRL's `TanhNormal`
     (`"tanh_normal"`), unbounded ones an `IndependentNormal`.
+
+    Args:
+        spec: The unbatched action spec.
+        features: Width of what the last layer reads.
+        distribution: `"auto"`, `"normal"` or `"tanh_normal"`.
+        initial_std: First standard deviation of continuous actions, in units of half their range.
+        hidden: Layers before the last one.
 
     Raises:
         ValueError: `distribution` is unknown, or does not fit the actions.
@@ -158,7 +171,8 @@ def build_head(spec: TensorSpec, features: int, distribution: str = "auto", init
         layer = orthogonal(nn.Linear(features, int(spec.space.n)), POLICY_GAIN)
         head = ActionHead(layer, ["logits"], OneHotCategorical)
     elif isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
-        return _gaussian_head(spec, features, distribution, initial_std)
+        head = _gaussian_head(spec, features, distribution, initial_std)
+        distribution = "auto"
     else:
         raise TypeError(
             f"no distribution for actions {spec}; supported are Categorical, MultiCategorical, Binary, OneHot, and "
@@ -166,6 +180,8 @@ def build_head(spec: TensorSpec, features: int, distribution: str = "auto", init
         )
     if distribution != "auto":
         raise ValueError(f"distribution={distribution!r} is for continuous actions, but the actions are {spec}")
+    if hidden is not None:
+        head.layers = nn.Sequential(hidden, head.layers)
     return head
 
 

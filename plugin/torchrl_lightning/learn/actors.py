@@ -7,13 +7,13 @@ from typing import Any
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from tensordict.nn.probabilistic import interaction_type
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp
 from torchrl_lightning.learn.trunks import FEATURES
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
@@ -110,9 +110,18 @@ def build_actor(
         (torch.Size([3]), torch.Size([3]))
     """
     keys, entries = observation_entries(specs)
-    trunk = (network or MLPNetwork()).trunk(keys, entries)
-    head = build_head(specs.action, trunk.features, distribution, initial_std)
+    network = network or MLPNetwork()
+    trunk = network.trunk(keys, entries)
+    hidden, features = private_layers(network, trunk.features)
+    head = build_head(specs.action, features, distribution, initial_std, hidden)
     return Actor(trunk, head, specs.action)
+
+
+def private_layers(network: Network, features: int) -> tuple[nn.Module | None, int]:
+    """Return a head's own hidden layers over a trunk's features, if the network wants any, and their width."""
+    if not network.head_sizes:
+        return None, features
+    return mlp(features, network.head_sizes, network.activation), int(network.head_sizes[-1])
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:

@@ -162,9 +162,11 @@ class CNNEncoder(nn.Module):
 
 @runtime_checkable
 class Network(Protocol):
-    """What `build_actor` and `build_critic` need: an encoder, a trunk, and whether actor and critic share it."""
+    """What `build_actor` and `build_critic` need: encoder, trunk, whether both share it, and layers that each adds."""
 
     shared: bool
+    head_sizes: Sequence[int]
+    activation: str
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build a module that maps the entries to features; it has an integer attribute `features`."""
@@ -181,6 +183,7 @@ class MLPNetwork:
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
         shared: Whether actor and critic share the hidden layers.
+        head_sizes: Width of further layers that actor and critic have each for themselves.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -191,6 +194,7 @@ class MLPNetwork:
     hidden_sizes: Sequence[int] = field(default_factory=lambda: [64, 64])
     activation: str = "tanh"
     shared: bool = False
+    head_sizes: Sequence[int] = ()
 
     def encoder(self, specs: Sequence[Any]) -> MLPEncoder:
         """Build the encoder of these entries."""
@@ -212,6 +216,7 @@ class CNNNetwork:
         hidden_sizes: Width of each hidden layer after the convolutions.
         activation: Name of the activation.
         shared: Whether actor and critic share all of it.
+        head_sizes: Width of further layers that actor and critic have each for themselves.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -225,6 +230,7 @@ class CNNNetwork:
     hidden_sizes: Sequence[int] = field(default_factory=lambda: [512])
     activation: str = "relu"
     shared: bool = True
+    head_sizes: Sequence[int] = ()
 
     def encoder(self, specs: Sequence[Any]) -> CNNEncoder:
         """Build the encoder of these entries."""
@@ -247,6 +253,9 @@ class RecurrentNetwork:
         hidden_size: Width of the recurrent state.
         num_layers: Number of recurrent layers.
         encoder_network: What comes before; one layer of `hidden_size` when not given.
+        head_sizes: Width of further layers that actor and critic have each for themselves; without any, the two pull
+            at the memory and the critic learns slowly.
+        activation: Name of the activation of those layers.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -259,6 +268,8 @@ class RecurrentNetwork:
     hidden_size: int = 64
     num_layers: int = 1
     encoder_network: MLPNetwork | CNNNetwork | None = None
+    head_sizes: Sequence[int] = field(default_factory=lambda: [64])
+    activation: str = "tanh"
     shared: bool = field(default=True, init=False)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
