@@ -12,11 +12,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "callbacks": ["ExperienceLog", "FramesProgressBar"],
+    "callbacks": ["ExperienceLog", "FramesProgressBar", "SaveOnException"],
     "collectors": [
         "AsynchronousCollector",
+        "EnvironmentFactory",
         "EnvironmentSpecs",
         "GymnasiumCollector",
+        "SelectObservation",
         "environment_specs",
         "make_vector_env",
         "play_episodes",
@@ -33,8 +35,11 @@ _ROOMS = {
     "learn": [
         "A2CModule",
         "ActorCriticModule",
+        "CNNNetwork",
+        "MLPNetwork",
         "PPOModule",
         "RandomNetworkDistillation",
+        "RecurrentNetwork",
         "ReinforceModule",
         "VTraceModule",
         "build_actor",

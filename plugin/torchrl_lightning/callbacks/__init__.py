@@ -2,5 +2,6 @@
 
 from torchrl_lightning.callbacks.experience_log import ExperienceLog
 from torchrl_lightning.callbacks.frames_bar import FramesProgressBar
+from torchrl_lightning.callbacks.save_on_exception import SaveOnException
 
-__all__ = ["ExperienceLog", "FramesProgressBar"]
+__all__ = ["ExperienceLog", "FramesProgressBar", "SaveOnException"]

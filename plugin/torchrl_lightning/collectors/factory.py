@@ -32,7 +32,7 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
         if not indices or not all(0 <= index < space.shape[0] for index in indices):
             raise ValueError(f"observe={list(indices)} must name entries 0 to {space.shape[0] - 1} of {space}.")
         self._indices = np.asarray(indices)
-        self.observation_space = gym.spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)  # type: ignore[arg-type]
+        self.observation_space = gym.spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)
 
     def observation(self, observation: Any) -> Any:
         """Gives the selected entries."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
@@ -25,9 +24,11 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
             :class:`~torchrl_lightning.GAEBuffer` (the default).
         num_epochs: passes over each rollout.
-        mini_batch_size: samples (time steps times environments) in a mini-batch; derived from ``num_mini_batch`` if
-            None.
-        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None.
+        mini_batch_size: samples (time steps times environments) in a mini-batch, at most; derived from
+            ``num_mini_batch`` if None.
+        num_mini_batch: mini-batches in a pass; derived from ``mini_batch_size`` if None. With both, a pass has exactly
+            that many batches of exactly that size (environments, for a recurrent policy). For a recurrent policy it
+            must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
 
     Raises:
@@ -86,7 +87,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         super().setup(stage)
         if stage == "fit" and self.buffer is None:
             self.buffer = self._make_buffer(size=self.rollout_length)
-            self.buffer.set_rng(torch.Generator().manual_seed(self._rank_seed))
+            self.buffer.generator.manual_seed(self._rank_seed)
 
     def fingerprint(self) -> dict[str, Any]:
         """Adds the kind of buffer and its capacity."""
@@ -124,48 +125,41 @@ class OnPolicyDataModule(ExperienceDataModule):
             return
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
-        time_major = rollout.transpose(0, 1)
+        buffer.insert_data_slice(rollout)
         annotate = getattr(module, "annotate", None)
         if annotate is not None:
-            annotate(time_major)
-        buffer.insert_data_slice(rollout)
+            annotate(buffer.rollout)
         buffer.policy_version = getattr(self.collector, "policy_version", None)
         buffer.before_gradients()
         estimated = time.perf_counter()
-        self._measure(time_major, collected - began, estimated - collected)
+        self._measure(buffer.rollout, collected - began, estimated - collected)
+        left = self.batches_per_epoch
         for epoch in range(self.num_epochs):
             if epoch > 0:
                 buffer.before_epoch()
-            yield from buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle)
-        buffer.after_gradients(None, {})
-        self._stop_at_total_frames()
+            for batch in buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle):
+                left -= 1
+                if left == 0:
+                    # Lightning counts the batches and never asks for one more: nothing runs behind the last yield.
+                    buffer.after_gradients(None, {})
+                    self._stop_at_total_frames()
+                yield batch
 
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch
         for name, value in (("num_mini_batch", number), ("mini_batch_size", size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        if number is None and size is None:
-            return 4, None
+        if size is not None and size > frames:
+            raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:
-            assert size is not None
-            if size > frames:
-                raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
-            if frames % size:
-                raise ValueError(
-                    f"mini_batch_size={size} does not divide frames_per_batch={frames}; "
-                    f"take a divisor, or give num_mini_batch as well to leave {frames % size} samples out."
-                )
-            return frames // size, None
-        if size is not None and number * size > frames:
+            number = 4 if size is None else -(-frames // size)
+            # Batches of a size alone come as even as possible, so that none is left with a handful of samples.
+            size = None
+        if number * (size or 1) > frames:
             raise ValueError(
-                f"num_mini_batch={number} batches of mini_batch_size={size} need {number * size} samples, but a "
+                f"num_mini_batch={number} batches of at least {size or 1} samples need {number * (size or 1)}, but a "
                 f"rollout has frames_per_batch={frames}."
-            )
-        if size is None and frames % number:
-            raise ValueError(
-                f"num_mini_batch={number} does not divide frames_per_batch={frames}; take a divisor, or give "
-                f"mini_batch_size={frames // number} as well to leave {frames % number} samples out."
             )
         return number, size
 

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[2] / "plugin"
+
+
+def test_an_exception_ends_collector_and_environment(make_data, make_trainer, make_module, tiny_actor_critic):
+    class Failing(tiny_actor_critic):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("out of luck")
+
+    data = make_data()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_trainer().fit(make_module(Failing), datamodule=data)
+    assert data.collector is None
+
+
+def test_closing_twice_and_before_anything_is_harmless(make_data):
+    data = make_data()
+    data.close()
+    data.setup("fit")
+    data.close()
+    data.close()
+
+
+SCRIPT = """
+import sys, time
+import lightning as L
+import torch
+sys.path.insert(0, {tests!r})
+from torchrl_lightning import AsynchronousCollector, OnPolicyDataModule
+from conftest import TinyActorCritic
+
+class Module(TinyActorCritic):
+    def training_step(self, batch, batch_idx):
+        print("step", flush=True)
+        if {fails}:
+            raise RuntimeError("out of luck")
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+def collector(policy):
+    return AsynchronousCollector("CartPole-v1", policy, num_workers=2, num_envs=2, frames_per_batch=32, seed=0)
+
+if __name__ == "__main__":
+    data = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=32, mini_batch_size=16, collector=collector)
+    L.Trainer(accelerator="cpu", max_epochs=-1, logger=False, enable_checkpointing=False, limit_val_batches=0,
+              enable_progress_bar=False, enable_model_summary=False).fit(Module(), datamodule=data)
+"""
+
+
+def members(session):
+    """Processes of a session, by /proc: whoever outlives its leader is a leak."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[3] == str(session) and fields[0] != "Z":
+            alive.append(int(stat.parent.name))
+    return alive
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["exception", "interrupt"])
+def test_no_worker_outlives_the_run(how, tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), fails=how == "exception"))
+    environment = {**os.environ, "PYTHONPATH": str(PLUGIN), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        text=True,
+        start_new_session=True,
+    )
+    session = process.pid
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line == "step\n":
+                break
+        else:
+            pytest.fail("".join(said))
+        if how == "interrupt":
+            assert len(members(session)) >= 3
+            os.killpg(process.pid, signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode != 0
+        if how == "exception":
+            assert "out of luck" in rest
+        deadline = time.monotonic() + 10
+        while members(session) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(session) == []
+    finally:
+        for pid in members(session):
+            os.kill(pid, signal.SIGKILL)
