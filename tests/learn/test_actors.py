@@ -64,7 +64,9 @@ def test_fast_forward_is_the_generic_one(action: str, distribution: str, network
     assert set(fast.keys(True, True)) == set(generic.keys(True, True)) == {*td.keys(), *actor.out_keys}
     for key in actor.out_keys:
         assert fast[key].dtype == generic[key].dtype
-        torch.testing.assert_close(fast[key], generic[key], rtol=1e-6, atol=1e-6)
+        # Near a bound, the inverse of tanh makes much of the last bit of the action.
+        atol = 1e-4 if distribution == "tanh_normal" and key == "action_log_prob" else 1e-6
+        torch.testing.assert_close(fast[key], generic[key], rtol=1e-6, atol=atol)
     assert fast["action_log_prob"].shape == (64,)
     assert ACTIONS[action].is_in(fast["action"][0].to(ACTIONS[action].dtype))
 
