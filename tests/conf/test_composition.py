@@ -35,8 +35,6 @@ def groups() -> list[str]:
 
 # Groups inside another one, as model/network, are options of options: `model/network=NAME`.
 OPTIONS = [(group, option) for group in groups() for option in options(group) if group != "hydra"]
-# Options that only make sense together with another one.
-NEEDS: dict[tuple[str, str], tuple[str, ...]] = {}
 
 
 def test_the_tree_has_no_file_outside_of_what_is_tested():
@@ -71,7 +69,7 @@ def test_a_run_gets_a_folder_of_its_own(compose_in, name, folder):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(compose_train, group, option):
-    cfg = compose_train(f"{group}={option}", *NEEDS.get((group, option), ()))
+    cfg = compose_train(f"{group}={option}")
     assert OmegaConf.missing_keys(cfg) == set()
     OmegaConf.to_container(cfg, resolve=True)
 
@@ -143,9 +141,20 @@ def test_an_environment_is_built(compose_train, option):
         data.close()
 
 
-@pytest.mark.parametrize("option", options("model"))
+# The base of all others, which names no class.
+MODELS = [option for option in options("model") if option != "default"]
+
+
+@pytest.mark.parametrize("option", MODELS)
 def test_a_model_is_built(compose_train, option):
     assert isinstance(instantiate(compose_train(f"model={option}").model), L.LightningModule)
+
+
+@pytest.mark.parametrize("option", options("model/network"))
+def test_a_network_is_built(compose_train, option):
+    cfg = compose_train(f"model/network={option}").model
+    assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
+    assert isinstance(instantiate(cfg), L.LightningModule)
 
 
 @pytest.mark.parametrize("option", options("callbacks"))
