@@ -75,6 +75,7 @@ class ActorCriticModule(L.LightningModule):
         self.schedule, self.entropy_schedule = as_schedule(schedule), as_schedule(entropy_schedule)
         self.loss: LossModule | None = None
         self.metric_sums = MetricSums()
+        self.epoch_metrics: dict[str, float] = {}
         self._groups: list[list[nn.Parameter]] = []
         self._coefficients: dict[str, float] = {}
         self._stopped = False
@@ -239,26 +240,33 @@ class ActorCriticModule(L.LightningModule):
         self.metric_sums.add(metrics)
 
     def on_train_epoch_end(self) -> None:
-        """Lightning's hook: log the epoch's means over the frames collected so far."""
+        """Lightning's hook: write the epoch's means to the loggers, over the frames collected so far.
+
+        Not by `self.log`, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
+        """
         metrics = {f"train/{name}": value for name, value in self.metric_sums.flush().items()}
         metrics["train/learning_rate"] = float(self._optimizers()[0].param_groups[0]["lr"])
-        self._log_over_frames(metrics, batch_size=1)
+        step = getattr(getattr(self.trainer, "datamodule", None), "frames", self.global_step)
+        self.epoch_metrics = metrics
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Lightning's hook: log the returns and lengths `[E]` of finished evaluation episodes."""
         returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
-        metrics = {
+        metrics: dict[str, Any] = {
             "eval/return": returns.mean(),
             "eval/return_std": returns.std(correction=0),
             "eval/length": lengths.mean(),
         }
-        self._log_over_frames(metrics, batch_size=returns.numel())
-
-    def _log_over_frames(self, metrics: dict[str, Any], batch_size: int) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "frames"):
             # Lightning's loggers take an entry called "step" for their x axis.
             metrics["step"] = float(data.frames)
         self.log_dict(
-            metrics, batch_size=batch_size, sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
+            metrics,
+            batch_size=returns.numel(),
+            sync_dist=self.trainer.world_size > 1,
+            on_step=False,
+            on_epoch=True,
         )
