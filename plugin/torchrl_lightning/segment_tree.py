@@ -1,0 +1,410 @@
+"""Sums, minima and maxima over an array that changes in few places: batched segment trees.
+
+A tree over ``capacity`` leaves is one tensor of ``2 * width`` nodes, ``width`` being the next power of two: node ``i``
+has the children ``2i`` and ``2i + 1``, the leaves lie at ``width + index`` in the order of their indices. Updates and
+searches go level by level over the whole batch, so that the memory accesses of a level do not wait for one another:
+numba on the CPU, torch anywhere else. Inner nodes are always computed from their children, never by difference: they
+are a function of the leaves alone, and rounding cannot pile up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchrl_lightning.scan import compiled, runs_on_numba
+from torchrl_lightning.segment_kernels import OPERATIONS, assign, assign_torch, descend, descend_torch, reduce_pairs
+
+__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
+
+Index: TypeAlias = int | slice | Sequence[int] | Tensor
+Backend: TypeAlias = Literal["auto", "numba", "torch"]
+
+
+class SegmentTree:
+    """The sum, minimum or maximum over an array, kept up to date in ``O(log capacity)`` for each changed element.
+
+    Every leaf starts at ``initial``; so the minimum of a new tree is 0 until each leaf has been set.
+
+    Args:
+        capacity: number of leaves, any positive number.
+        op: ``"sum"``, ``"min"`` or ``"max"``.
+        dtype: ``torch.float64`` or ``torch.float32``.
+        device: where the nodes live.
+        name: how errors call this tree.
+        initial: value of a leaf that was never set.
+        backend: ``"numba"`` (CPU), ``"torch"`` (any device) or ``"auto"``, which takes numba where it can.
+
+    Raises:
+        TypeError: the dtype is not one of the two, or the capacity is not an integer.
+        ValueError: the capacity is not positive, or the operation or the backend is unknown or cannot serve the device.
+
+    Example:
+        >>> tree = SegmentTree(3, "max")
+        >>> tree[[0, 2]] = [1.0, 5.0]
+        >>> tree.summary().item(), tree[[2, 1]].tolist()
+        (5.0, [5.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        op: str,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        name: str = "SegmentTree",
+        *,
+        initial: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        if not isinstance(capacity, int) or isinstance(capacity, bool):
+            raise TypeError(f"{name}: capacity must be an integer, got {capacity!r}.")
+        if capacity < 1:
+            raise ValueError(f"{name}: capacity must be at least 1, got {capacity}.")
+        if op not in OPERATIONS:
+            raise ValueError(f"{name}: op must be one of {tuple(OPERATIONS)}, got {op!r}.")
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
+        if backend not in ("auto", "numba", "torch"):
+            raise ValueError(f"{name}: backend must be 'auto', 'numba' or 'torch', got {backend!r}.")
+        self.capacity = capacity
+        self.op = op
+        self.name = name
+        self.initial = float(initial)
+        self._code, neutral = OPERATIONS[op]
+        self._neutral = float(neutral)
+        self._width = 1 << (capacity - 1).bit_length()
+        self._largest = torch.finfo(dtype).max / capacity  # so that no sum can overflow
+        self._nodes = torch.empty(2 * self._width, dtype=dtype, device=device)
+        self._compiled = backend != "torch" and runs_on_numba(self._nodes)
+        if backend == "numba" and not self._compiled:
+            raise ValueError(f"{name}: the numba backend serves the CPU only, got {device}; use backend='auto'.")
+        self._nonzero: int | Tensor = 0
+        self.clear()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the nodes."""
+        return self._nodes.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the nodes live."""
+        return self._nodes.device
+
+    @property
+    def leaves(self) -> Tensor:
+        """All leaves in order, ``[capacity]``: a view, to be read only."""
+        return self._nodes[self._width : self._width + self.capacity]
+
+    def __len__(self) -> int:
+        return self.capacity
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(capacity={self.capacity}, op={self.op!r}, dtype={self.dtype})"
+
+    def summary(self) -> Tensor:
+        """The sum, minimum or maximum of all leaves, a scalar tensor."""
+        return self._nodes[1].clone()
+
+    def __getitem__(self, index: Index) -> Tensor:
+        """Leaves in the shape of ``index``; a scalar for an integer.
+
+        Raises:
+            IndexError: an index lies outside ``[0, capacity)``.
+            TypeError: the indices are not integers.
+        """
+        where = self._index(index)
+        if where.numel():
+            low, high = (int(bound) for bound in where.aminmax())
+            if low < 0 or high >= self.capacity:
+                raise self._out_of_range(low if low < 0 else high)
+        return self._nodes[self._width + where]
+
+    def __setitem__(self, index: Index, values: float | Sequence[float] | Tensor) -> None:
+        """Set leaves, one value for all or one for each index; of an index that comes twice, the last value stays.
+
+        Raises:
+            IndexError: an index lies outside ``[0, capacity)``.
+            TypeError: the indices are not integers.
+            ValueError: the numbers of indices and values differ, or a value is NaN, or (sum) negative or infinite.
+        """
+        where = self._index(index).reshape(-1)
+        if isinstance(values, Tensor):
+            new = values.detach().to(device=self.device, dtype=self.dtype).reshape(-1)
+        else:
+            new = torch.as_tensor(values, dtype=self.dtype, device=self.device).reshape(-1)
+        if new.numel() != 1 and new.numel() != where.numel():
+            raise ValueError(
+                f"{self.name}: got {where.numel()} indices and {new.numel()} values; "
+                "give one value, or one for each index."
+            )
+        if where.numel():
+            self.assign(where, new)
+
+    def assign(self, index: Tensor, values: Tensor) -> None:
+        """Set leaves from tensors that have the right form: what ``tree[index] = values`` does, less the conversions.
+
+        Args:
+            index: ``[B]`` int64, on the tree's device.
+            values: ``[B]`` or ``[1]``, of the tree's dtype, on its device.
+
+        Raises:
+            IndexError: an index lies outside ``[0, capacity)``.
+            ValueError: a value is NaN, or (sum) negative or infinite.
+
+        Example:
+            >>> tree = SumSegmentTree(4)
+            >>> tree.assign(torch.tensor([1, 3]), torch.tensor([2.0], dtype=torch.float64))
+            >>> tree.leaves.tolist()
+            [0.0, 2.0, 0.0, 2.0]
+        """
+        if not index.numel():
+            return
+        if self._compiled:
+            place, change = compiled(assign)(
+                self._nodes.numpy(),
+                self._width,
+                self.capacity,
+                self._code,
+                index.numpy(),
+                values.numpy(),
+                self._largest,
+            )
+        else:
+            place, change = assign_torch(
+                self._nodes, self._width, self.capacity, self._code, index, values, self._largest
+            )
+        if place >= 0:
+            count = index.numel()
+            if place < count:
+                raise self._out_of_range(int(index[place]))
+            value = values[(place - count) % values.numel()].item()
+            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {value}.")
+        self._nonzero = self._nonzero + change
+
+    def clear(self) -> None:
+        """Set every leaf back to its initial value."""
+        self._nodes.fill_(self._neutral)
+        self.leaves.fill_(self.initial)
+        self._rebuild()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Operation, capacity, and the leaves up to the last one that differs from ``initial``; a copy.
+
+        Example:
+            >>> tree = SumSegmentTree(1000)
+            >>> tree[1] = 2.0
+            >>> tree.state_dict()["leaves"].tolist()
+            [0.0, 2.0]
+        """
+        used = (self.leaves != self.initial).nonzero()
+        extent = int(used[-1]) + 1 if len(used) else 0
+        return {"schema_version": 1, "op": self.op, "capacity": self.capacity, "leaves": self.leaves[:extent].clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over all leaves.
+
+        Raises:
+            ValueError: the state is of another operation or capacity, or holds values that no leaf may have.
+        """
+        if state_dict["op"] != self.op or state_dict["capacity"] != self.capacity:
+            raise ValueError(
+                f"{self.name}: the state is of a {state_dict['op']!r} tree of {state_dict['capacity']} leaves, "
+                f"this is a {self.op!r} tree of {self.capacity}."
+            )
+        self.set_all(state_dict["leaves"])
+
+    def set_all(self, leaves: Tensor) -> None:
+        """Set the first leaves, and all others back to ``initial``, in ``O(capacity)``.
+
+        Args:
+            leaves: ``[n]`` with ``n <= capacity``.
+
+        Raises:
+            ValueError: there are more leaves than the tree holds, or values that no leaf may have.
+
+        Example:
+            >>> tree = SumSegmentTree(4)
+            >>> tree.set_all(torch.tensor([1.0, 2.0]))
+            >>> tree.leaves.tolist(), tree.nnz
+            ([1.0, 2.0, 0.0, 0.0], 2)
+        """
+        new = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
+        if new.numel() > self.capacity:
+            raise ValueError(f"{self.name}: got {new.numel()} leaves, but holds {self.capacity}.")
+        bad = new.isnan() if self.op != "sum" else ~((new >= 0) & (new <= self._largest))
+        if bad.any():
+            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {new[bad][0].item()}.")
+        self.leaves[: new.numel()].copy_(new)
+        self.leaves[new.numel() :].fill_(self.initial)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        level = self._width
+        while level > 1:
+            reduce_pairs(self._code, self._nodes[level : 2 * level], self._nodes[level // 2 : level])
+            level //= 2
+        self._nonzero = int(self.leaves.count_nonzero())
+
+    def _index(self, index: Index) -> Tensor:
+        if isinstance(index, slice):
+            index = list(range(*index.indices(self.capacity)))
+        where = torch.as_tensor(index, device=self.device)
+        if where.numel() == 0:
+            return where.to(torch.int64)
+        if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
+            raise TypeError(f"{self.name}: indices must be integers, got {where.dtype}.")
+        return where.to(torch.int64).contiguous()
+
+    def _out_of_range(self, index: int) -> IndexError:
+        return IndexError(f"{self.name}: index {index} is out of range; the tree has {self.capacity} leaves.")
+
+    def _wanted(self) -> str:
+        return "a number" if self.op != "sum" else f"finite and not negative (at most {self._largest:.3g})"
+
+
+class SumSegmentTree(SegmentTree):
+    """The sum of an array, and the search for the element in which a partial sum falls.
+
+    Args:
+        capacity: number of leaves, any positive number.
+        dtype: ``torch.float64`` or ``torch.float32``.
+        device: where the nodes live.
+        name: how errors call this tree.
+        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+
+    Example:
+        >>> tree = SumSegmentTree(5)
+        >>> tree[[1, 3]] = [2.0, 1.0]
+        >>> tree.find_sum_bound([0.0, 1.9, 2.0, 3.0]).tolist()
+        [1, 1, 3, 3]
+        >>> tree.nnz
+        2
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        name: str = "SumSegmentTree",
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(capacity, "sum", dtype, device, name, backend=backend)
+
+    @property
+    def nnz(self) -> int:
+        """How many leaves are not zero."""
+        return int(self._nonzero)
+
+    def find_sum_bound(self, thresholds: float | Sequence[float] | Tensor) -> Tensor:
+        """For each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
+
+        A leaf that is zero is never found; a threshold equal to the total finds the last leaf that is not.
+
+        Args:
+            thresholds: numbers in ``[0, summary()]``, any shape.
+
+        Returns:
+            int64 indices in the shape of the thresholds.
+
+        Raises:
+            ValueError: a threshold is negative, NaN or above the total, or every leaf is zero.
+        """
+        wanted = torch.as_tensor(thresholds, dtype=self.dtype, device=self.device).detach()
+        if not wanted.numel():
+            return torch.empty(wanted.shape, dtype=torch.int64, device=self.device)
+        total = float(self._nodes[1])
+        if total <= 0:
+            raise ValueError(f"{self.name}: every leaf is zero, so there is nothing to find; set some first.")
+        low, high = (float(bound) for bound in wanted.aminmax())
+        if not (low >= 0 and high <= total):
+            raise ValueError(
+                f"{self.name}: thresholds must lie between 0 and the total {total}, got values from {low} to {high}."
+            )
+        return self.descend(wanted.reshape(-1).clone()).view(wanted.shape)
+
+    def descend(self, thresholds: Tensor) -> Tensor:
+        """The search of :meth:`find_sum_bound` without its checks; uses the thresholds up.
+
+        Args:
+            thresholds: ``[B]``, contiguous, of the tree's dtype, on its device, between 0 and a positive total.
+
+        Example:
+            >>> tree = SumSegmentTree(2)
+            >>> tree[1] = 2.0
+            >>> tree.descend(torch.tensor([0.5], dtype=torch.float64)).tolist()
+            [1]
+        """
+        if not self._compiled:
+            return descend_torch(self._nodes, self._width, thresholds)
+        found = torch.empty(thresholds.shape, dtype=torch.int64)
+        compiled(descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
+        return found
+
+
+class MinSegmentTree(SegmentTree):
+    """The minimum of an array.
+
+    Args:
+        capacity: number of leaves, any positive number.
+        dtype: ``torch.float64`` or ``torch.float32``.
+        device: where the nodes live.
+        name: how errors call this tree.
+        initial: value of a leaf that was never set; ``math.inf`` leaves such leaves out.
+        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+
+    Example:
+        >>> tree = MinSegmentTree(2)
+        >>> tree[:] = [3.0, 2.0]
+        >>> tree.summary().item()
+        2.0
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        name: str = "MinSegmentTree",
+        *,
+        initial: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(capacity, "min", dtype, device, name, initial=initial, backend=backend)
+
+
+class MaxSegmentTree(SegmentTree):
+    """The maximum of an array.
+
+    Args:
+        capacity: number of leaves, any positive number.
+        dtype: ``torch.float64`` or ``torch.float32``.
+        device: where the nodes live.
+        name: how errors call this tree.
+        initial: value of a leaf that was never set; ``-math.inf`` leaves such leaves out.
+        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+
+    Example:
+        >>> tree = MaxSegmentTree(3)
+        >>> tree[1] = 4.0
+        >>> tree.summary().item()
+        4.0
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        name: str = "MaxSegmentTree",
+        *,
+        initial: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(capacity, "max", dtype, device, name, initial=initial, backend=backend)

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_lightning import segment_tree
+from torchrl_lightning.segment_kernels import last_of_each
+from torchrl_lightning.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
+
+GOLDEN = Path(__file__).parent / "data" / "segment_trees.npz"
+KINDS = (SumSegmentTree, MaxSegmentTree, MinSegmentTree)
+BACKENDS = ("numba", "torch")
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@backends
+def test_golden_trees(backend: Any) -> None:
+    golden = np.load(GOLDEN)
+    for number in range(int(golden["n_trees"])):
+        part = {name: golden[f"t{number}_{name}"] for name in ("op_index", "op_value", "op_ptr", "summary", "leaves")}
+        kind = int(golden[f"t{number}_kind_sum0_max1_min2"])
+        tree = KINDS[kind](int(golden[f"t{number}_capacity"]), backend=backend)
+        ends = part["op_ptr"]
+        for step, (begin, end) in enumerate(itertools.pairwise(ends)):
+            tree[torch.from_numpy(part["op_index"][begin:end])] = torch.from_numpy(part["op_value"][begin:end])
+            assert tree.summary().item() == part["summary"][step]
+            assert tree.leaves.tolist() == part["leaves"][step].tolist()
+            if isinstance(tree, SumSegmentTree):
+                assert tree.nnz == golden[f"t{number}_nnz"][step]
+        if isinstance(tree, SumSegmentTree) and tree.nnz:
+            found = tree.find_sum_bound(torch.from_numpy(golden[f"t{number}_threshold"]))
+            assert found.tolist() == golden[f"t{number}_bound"].tolist()
+
+
+@backends
+def test_golden_total_finds_the_last_leaf_that_is_not_zero(backend: Any) -> None:
+    golden = np.load(GOLDEN)
+    # The recorded total is that of a float32 tree, whose sums round above the true one.
+    tree = SumSegmentTree(len(golden["boundary_values"]), dtype=torch.float32, backend=backend)
+    tree[:] = torch.from_numpy(golden["boundary_values"])
+    assert tree.summary().item() == pytest.approx(float(golden["boundary_total"][0]), rel=1e-6)
+    for total in (tree.summary(), torch.from_numpy(golden["boundary_total"]).clamp(max=tree.summary().item())):
+        assert (tree.find_sum_bound(total) == int(golden["boundary_index"][0])).all()
+
+
+Writes = list[tuple[list[int], list[float]]]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, Writes]:
+    capacity = draw(st.integers(1, 40))
+    value = st.one_of(st.just(0.0), st.floats(0, 1e6, allow_subnormal=False))
+    writes = draw(
+        st.lists(st.lists(st.tuples(st.integers(0, capacity - 1), value), min_size=1, max_size=12), max_size=6)
+    )
+    return capacity, [([index for index, _ in write], [value for _, value in write]) for write in writes]
+
+
+@backends
+@settings(max_examples=60, deadline=None)
+@given(history=histories(), fraction=st.lists(st.floats(0, 1), min_size=1, max_size=5))
+def test_trees_equal_brute_force(backend: Any, history: tuple[int, Writes], fraction: list[float]) -> None:
+    capacity, writes = history
+    trees = [kind(capacity, backend=backend) for kind in KINDS]
+    brute = np.zeros(capacity)
+    for index, values in writes:
+        for i, value in zip(index, values, strict=True):
+            brute[i] = value
+        for tree in trees:
+            tree[index] = values
+    total, highest, lowest = (tree.summary().item() for tree in trees)
+    assert highest == brute.max()
+    assert lowest == brute.min()
+    assert total == pytest.approx(brute.sum(), rel=1e-12)
+    assert trees[0][:].tolist() == brute.tolist()
+    assert trees[0].nnz == np.count_nonzero(brute)
+    if total > 0:
+        thresholds = np.array(fraction) * total
+        found = trees[0].find_sum_bound(torch.from_numpy(thresholds)).numpy()
+        assert (brute[found] > 0).all()
+        sums, slack = np.cumsum(brute), 1e-9 * total
+        assert (thresholds <= sums[found] + slack).all()
+        assert (thresholds >= sums[found] - brute[found] - slack).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(history=histories())
+def test_inner_nodes_depend_on_the_leaves_alone(history: tuple[int, Writes]) -> None:
+    capacity, writes = history
+    tree, other = SumSegmentTree(capacity, backend="numba"), SumSegmentTree(capacity, backend="torch")
+    for index, values in writes:
+        tree[index] = values
+        other[index] = values
+    fresh = SumSegmentTree(capacity)
+    fresh.load_state_dict(tree.state_dict())
+    assert fresh.summary().item() == tree.summary().item() == other.summary().item()
+    assert fresh.nnz == tree.nnz == other.nnz
+
+
+@backends
+def test_last_duplicate_wins(backend: Any) -> None:
+    tree = SumSegmentTree(10, backend=backend)
+    tree[[3, 3, 4, 3]] = [1.0, 2.0, 5.0, 7.0]
+    assert (tree[3].item(), tree.summary().item(), tree.nnz) == (7.0, 12.0, 2)
+
+
+def test_last_of_each() -> None:
+    index = torch.tensor([5, 1, 5, 2, 1])
+    assert sorted(last_of_each(index).tolist()) == [2, 3, 4]
+
+
+@backends
+def test_search_never_ends_in_an_empty_leaf_despite_rounding(backend: Any) -> None:
+    # 0.1 + 0.2 + 0.3 rounds, so that remainders lie above the right sum on the way down.
+    generator = torch.Generator().manual_seed(0)
+    tree = SumSegmentTree(1000, dtype=torch.float32, backend=backend)
+    values = torch.rand(1000, generator=generator)
+    values[torch.rand(1000, generator=generator) < 0.7] = 0.0
+    values[-100:] = 0.0
+    tree[:] = values
+    total = tree.summary()
+    near = torch.cat([values.cumsum(0), total.view(1)]).clamp(max=total.item())
+    thresholds = torch.cat(
+        [near, torch.nextafter(near, torch.zeros(())), torch.nextafter(near, total).clamp(max=total)]
+    )
+    assert (values[tree.find_sum_bound(thresholds)] > 0).all()
+
+
+@backends
+def test_draws_follow_the_leaves(backend: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.5], dtype=torch.float64)
+    tree = SumSegmentTree(7, backend=backend)
+    tree[:] = weights
+    draws = 40_000
+    found = tree.find_sum_bound(torch.rand(draws, generator=generator, dtype=torch.float64) * tree.summary())
+    counts = torch.bincount(found, minlength=7).double()
+    expected = weights / weights.sum() * draws
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert statistic < 18.5  # chi-square with 4 degrees of freedom, p = 0.001
+
+
+@backends
+def test_bad_input_changes_nothing(backend: Any) -> None:
+    tree = SumSegmentTree(5, backend=backend, name="priorities")
+    tree[[0, 1]] = [1.0, 2.0]
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="priorities: a leaf must be finite and not negative"):
+            tree[[0, 2]] = [3.0, bad]
+    for index in (-1, 5):
+        with pytest.raises(IndexError, match=f"index {index} is out of range; the tree has 5 leaves"):
+            tree[[0, index]] = 9.0
+        with pytest.raises(IndexError, match=f"index {index} is out of range"):
+            tree[[0, index]]
+    with pytest.raises(ValueError, match="2 indices and 3 values"):
+        tree[[0, 1]] = [1.0, 2.0, 3.0]
+    for index in ([0.5], [True]):
+        with pytest.raises(TypeError, match="indices must be integers"):
+            tree[index] = 1.0  # type: ignore[index]
+    assert tree.leaves.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0]
+    assert (tree.summary().item(), tree.nnz) == (3.0, 2)
+
+
+@backends
+def test_thresholds_must_lie_within_the_total(backend: Any) -> None:
+    tree = SumSegmentTree(5, backend=backend)
+    with pytest.raises(ValueError, match="every leaf is zero"):
+        tree.find_sum_bound(0.0)
+    tree[2] = 4.0
+    for bad in (-0.1, 4.1, math.nan):
+        with pytest.raises(ValueError, match=r"between 0 and the total 4\.0"):
+            tree.find_sum_bound([1.0, bad])
+    assert tree.find_sum_bound([]).shape == (0,)
+    assert tree.find_sum_bound([[0.0, 4.0]]).tolist() == [[2, 2]]
+
+
+@backends
+def test_infinite_and_negative_leaves_of_minimum_and_maximum(backend: Any) -> None:
+    lowest = MinSegmentTree(3, initial=math.inf, backend=backend)
+    highest = MaxSegmentTree(3, initial=-math.inf, backend=backend)
+    assert (lowest.summary().item(), highest.summary().item()) == (math.inf, -math.inf)
+    lowest[1], highest[1] = -2.0, -3.0
+    assert (lowest.summary().item(), highest.summary().item()) == (-2.0, -3.0)
+    with pytest.raises(ValueError, match="must be a number, got nan"):
+        lowest[0] = math.nan
+
+
+def test_values_of_which_the_sum_would_overflow_are_refused() -> None:
+    tree = SumSegmentTree(4, dtype=torch.float32)
+    with pytest.raises(ValueError, match="finite and not negative"):
+        tree[0] = 3e38
+
+
+def test_empty_index_is_no_operation() -> None:
+    tree = SumSegmentTree(3)
+    tree[[]] = []
+    tree[torch.empty(0, dtype=torch.int64)] = 1.0
+    assert tree[[]].shape == (0,)
+    assert tree.nnz == 0
+
+
+def test_slices_scalars_and_shapes() -> None:
+    tree = SegmentTree(6, "sum")
+    tree[1:5:2] = 3.0
+    tree[torch.tensor([0, 5], dtype=torch.int32)] = torch.tensor([1, 2])
+    assert tree[:].tolist() == [1.0, 3.0, 0.0, 3.0, 0.0, 2.0]
+    assert tree[torch.tensor([[0, 1], [5, 3]])].tolist() == [[1.0, 3.0], [2.0, 3.0]]
+    assert (tree[1].shape, len(tree)) == (torch.Size([]), 6)
+
+
+def test_state_is_tensors_and_copies(tmp_path: Path) -> None:
+    tree = SumSegmentTree(9)
+    tree[[1, 4]] = [2.0, 3.0]
+    state = tree.state_dict()
+    tree[1] = 8.0
+    assert state["leaves"].tolist() == [0.0, 2.0, 0.0, 0.0, 3.0]
+    torch.save(state, tmp_path / "tree.pt")
+    other = SumSegmentTree(9)
+    other[7] = 1.0
+    other.load_state_dict(torch.load(tmp_path / "tree.pt", weights_only=True))
+    assert other.leaves.tolist() == [0.0, 2.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    assert (other.summary().item(), other.nnz) == (5.0, 2)
+
+
+def test_foreign_states_are_refused() -> None:
+    tree = SumSegmentTree(4)
+    tree[0] = 1.0
+    with pytest.raises(ValueError, match="'min' tree of 4 leaves, this is a 'sum' tree of 4"):
+        tree.load_state_dict(MinSegmentTree(4).state_dict())
+    with pytest.raises(ValueError, match="tree of 5 leaves, this is a 'sum' tree of 4"):
+        tree.load_state_dict(SumSegmentTree(5).state_dict())
+    with pytest.raises(ValueError, match="got -1"):
+        tree.load_state_dict({**tree.state_dict(), "leaves": torch.tensor([1.0, -1.0])})
+    with pytest.raises(ValueError, match="got 5 leaves, but holds 4"):
+        tree.set_all(torch.ones(5))
+    assert tree.leaves.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_bad_constructions() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        SumSegmentTree(0)
+    with pytest.raises(TypeError, match=r"must be an integer, got 2\.0"):
+        SumSegmentTree(2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="op must be one of"):
+        SegmentTree(2, "product")
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        SumSegmentTree(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="backend"):
+        SumSegmentTree(2, backend="cuda")  # type: ignore[arg-type]
+
+
+def test_exports() -> None:
+    assert set(segment_tree.__all__) == {"MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_equals_cpu() -> None:
+    generator = torch.Generator().manual_seed(2)
+    tree, twin = SumSegmentTree(5000, device="cuda"), SumSegmentTree(5000)
+    for _ in range(5):
+        index = torch.randint(5000, (300,), generator=generator)
+        values = torch.rand(300, generator=generator, dtype=torch.float64)
+        tree[index.cuda()] = values.cuda()
+        twin[index] = values
+    assert tree.leaves.cpu().tolist() == twin.leaves.tolist()
+    assert tree.summary().item() == twin.summary().item()
+    thresholds = torch.rand(1000, generator=generator, dtype=torch.float64) * twin.summary()
+    assert (tree.find_sum_bound(thresholds.cuda()).cpu() == twin.find_sum_bound(thresholds)).float().mean() > 0.999
