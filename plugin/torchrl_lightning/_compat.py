@@ -8,16 +8,19 @@ tests instead of silently changing behaviour somewhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
+from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 
-__all__ = ["SamplerBase", "StorageBase", "WriterBase", "new_tensordict"]
+__all__ = ["BufferBase", "SamplerBase", "StorageBase", "WriterBase", "entries_of", "new_tensordict"]
 
 
 def new_tensordict(
@@ -36,6 +39,20 @@ def new_tensordict(
         torch.Size([3, 2])
     """
     return TensorDict._new_unsafe(source, batch_size=batch_size, names=names)
+
+
+def entries_of(data: TensorDictBase) -> dict[str, Any]:
+    """The entries of one level, for reading only: no copy, no checks.
+
+    Args:
+        data: any TensorDict; only a plain one is read directly.
+
+    Example:
+        >>> import torch
+        >>> list(entries_of(TensorDict({"a": torch.zeros(3)}, [3])))
+        ['a']
+    """
+    return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
 class StorageBase(LazyTensorStorage):
@@ -148,3 +165,61 @@ class SamplerBase(SamplerWithoutReplacement):
 
     def _empty(self) -> None:
         self.clear()
+
+
+class BufferBase(TensorDictReplayBuffer):
+    """``TensorDictReplayBuffer`` with its private parts under public names."""
+
+    @property
+    def parts(self) -> tuple[Storage, Sampler, Writer]:
+        """Storage, sampler and writer, built if construction was delayed."""
+        if not self._initialized:
+            self._init()
+        return self._storage, self._sampler, self._writer
+
+    @property
+    def locks(self) -> AbstractContextManager[Any]:
+        """The locks that TorchRL holds while it reads or writes."""
+        stack = ExitStack()
+        stack.enter_context(self._replay_lock)
+        stack.enter_context(self._write_lock)
+        return stack
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform or collation."""
+        return not (
+            self._prefetch
+            or self._pin_memory
+            or self._sample_unit is not None
+            or self._sample_dependency is not None
+            or self._service_shutdown
+            or self._collate_fn is not _collate_id
+            or len(self._transform.transforms)
+            or self._writer.tracks_generations
+            or isinstance(self._sampler, ConsumingSampler)
+        )
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether there is any transform."""
+        return bool(len(self._transform.transforms))
+
+    def conflicts(self, batch_size: int | None) -> bool:
+        """Whether TorchRL has yet to say something about this batch size."""
+        own = self._batch_size
+        return own is None if batch_size is None else not (own is None or own == batch_size or self._warned_batch_size_conflict)
+
+    def draw(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Ask the sampler for indices, under TorchRL's locks."""
+        return self._sampler.sample(self._storage, batch_size)
+
+    def write(self, data: TensorDictBase) -> Any:
+        """Write through TorchRL's own path (locks, consuming samplers), without transforms."""
+        return self._extend(data)
+
+    def drop_prefetched(self) -> None:
+        """Wait for prefetched batches and forget them."""
+        with self._futures_lock:
+            self._synchronize_futures_locked()
+            self._clear_prefetch_queue_locked()

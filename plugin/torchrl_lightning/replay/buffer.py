@@ -1,0 +1,203 @@
+"""The base of all replay buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from torchrl_lightning._compat import BufferBase, new_tensordict
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import RingWriter
+
+
+class ExperienceBuffer(BufferBase):
+    """``TensorDictReplayBuffer`` over rings, with a short path when none of TorchRL's extras is used.
+
+    Everything that TorchRL's buffer does (transforms, prefetch, pinned memory, sample units, remote backends) works
+    through it; without them, a sample costs little more than the reading of its cells.
+
+    Args:
+        storage: where the cells lie; a :class:`RingStorage` of 1000 cells by default.
+        writer: a :class:`RingWriter` for ``num_envs`` environments by default.
+        sampler: any sampler; TorchRL's ``RandomSampler`` by default.
+        num_envs: number of environments of the default writer.
+        generator: the only source of randomness; seeded from torch's global one by default.
+        kwargs: as for TorchRL's ``TensorDictReplayBuffer``.
+
+    Raises:
+        ValueError: ``num_envs`` differs from that of a given writer.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> buffer = ExperienceBuffer(storage=RingStorage(100), batch_size=4)
+        >>> _ = buffer.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))
+        >>> batch = buffer.sample()
+        >>> batch["observation"].shape, batch["index"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Any = None,
+        writer: Any = None,
+        sampler: Any = None,
+        num_envs: int | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(writer, RingWriter) and num_envs not in (None, writer.num_envs):
+            raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
+        super().__init__(
+            storage=RingStorage(1000) if storage is None else storage,
+            writer=RingWriter(num_envs or 1) if writer is None else writer,
+            sampler=sampler,
+            generator=_fresh_generator() if generator is None else generator,
+            **kwargs,
+        )
+
+    # ------------------------------------------------------------------ writing
+
+    def extend(
+        self,
+        data: TensorDictBase,
+        env_ids: Tensor | None = None,
+        *,
+        time_dim: int | None = None,
+        update_priority: bool | None = None,
+    ) -> Tensor:
+        """Write steps.
+
+        Args:
+            data: ``[n]`` with one environment; ``[num_envs]`` (one step of all) with several; a rollout ``[N, T]`` with
+                a dimension named ``"time"``, or with ``time_dim``.
+            env_ids: whose steps these are, if not of all environments in order.
+            time_dim: the dimension that is time.
+            update_priority: whether priorities in the data are used; yes by default.
+
+        Returns:
+            The cells, ``[n]``; time-major for a rollout.
+
+        Raises:
+            TypeError: not a TensorDict.
+            ValueError: a batch size or schema that does not fit; nothing is written.
+        """
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"Expected a TensorDict, got a {type(data).__name__}.")
+        _, sampler, writer = self.parts
+        if self.has_transform:
+            data = self.transform.inv(data)
+            if data is None:
+                return torch.zeros(0, dtype=torch.long)
+        if isinstance(writer, RingWriter):
+            data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
+        if env_ids is None:
+            index = self.write(data)
+        else:
+            with self.locks:
+                index = writer.extend(data, env_ids)
+                sampler.extend(index)
+        if update_priority is not False and _is_prioritized(sampler):
+            priority = data.get(self.priority_key, None)
+            if priority is not None:
+                self.update_priority(index, priority)
+        return index
+
+    def add(self, data: TensorDictBase) -> int | Tensor:
+        """Write one step: a row without batch dimension, or ``[num_envs]`` for all environments."""
+        if data.ndim:
+            return self.extend(data)
+        return int(self.extend(data.unsqueeze(0)))
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget everything stored, and batches that were prefetched from it."""
+        self.drop_prefetched()
+        super().empty(empty_write_count)
+
+    # ------------------------------------------------------------------ reading
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Sample a batch; its ``index`` entry holds the cells.
+
+        Raises:
+            RuntimeError: nothing is stored, or no batch size is known.
+        """
+        storage, _, writer = self.parts
+        if (
+            return_info
+            or include_info is not None
+            or not isinstance(storage, RingStorage)
+            or not self.is_plain
+            or self.conflicts(batch_size)
+        ):
+            return super().sample(batch_size, return_info, include_info)
+        with self.locks:
+            index, info = self.draw(batch_size or self.batch_size)
+            if not isinstance(index, Tensor):
+                batch = storage.get(index)
+            elif index.ndim == 1:
+                batch = new_tensordict(storage.gather(index.to(storage.device)), index.shape)
+            else:
+                batch = storage.get(index)
+        batch.set("index", index)
+        for key, value in info.items():
+            batch.set(key, value)
+        return batch
+
+    # ------------------------------------------------------------------ priorities
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
+
+        Does nothing if the sampler knows no priorities.
+
+        Raises:
+            KeyError: the batch has no priorities or no ``index``.
+        """
+        _, sampler, _ = self.parts
+        if not _is_prioritized(sampler):
+            return
+        priority, index = data.get(self.priority_key, None), data.get("index", None)
+        if priority is None or index is None:
+            missing = self.priority_key if priority is None else "index"
+            raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
+        priority = priority.detach()
+        if priority.ndim > index.ndim:
+            priority = priority.reshape(index.shape)
+        self.update_priority(index.reshape(-1), priority.reshape(-1))
+
+
+def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
+    if data.ndim == 1 and time_dim is None:
+        if width == 1 or data.shape[0] == width:
+            return data
+        raise ValueError(
+            f"Got {data.shape[0]} rows for {width} environments; expected one step of each ([{width}]), or a rollout "
+            f'with a dimension named "time" or with time_dim= ([T, {width}] or [{width}, T]).'
+        )
+    names = data.names
+    axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
+    if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
+        raise ValueError(
+            f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {names}); name it, "
+            'e.g. data.names = [None, "time"], or pass time_dim=.'
+        )
+    if data.ndim == 1:
+        return _flat(data, width, None)
+    data = data if axis % 2 == 0 else data.transpose(0, 1)
+    if data.shape[1] != width:
+        raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
+    return data.reshape(-1)
+
+
+def _is_prioritized(sampler: Sampler) -> bool:
+    return type(sampler).update_priority is not Sampler.update_priority
+
+
+def _fresh_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))

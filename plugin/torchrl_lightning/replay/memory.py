@@ -1,0 +1,81 @@
+"""Is there room? Asked before anything is allocated, so that a typo in a size is an error and not a killed process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_room(needed: int, device: torch.device, folder: Path | None, owner: str) -> None:
+    """Compare the bytes that are needed with those that are free.
+
+    Args:
+        needed: bytes about to be allocated.
+        device: where, unless ``folder`` is given.
+        folder: the folder of memory-mapped files.
+        owner: what asks, for the message.
+
+    Raises:
+        ValueError: there is not enough room; the message gives both numbers.
+
+    Example:
+        >>> check_room(1 << 10, torch.device("cpu"), None, "a storage")
+    """
+    free = free_bytes(device, folder)
+    if free is not None and needed > free:
+        where = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
+        raise ValueError(
+            f"{owner} needs {_readable(needed)}, but only {_readable(free)} are free {where}; "
+            "lower max_size, store smaller dtypes"
+            + (", or give scratch_dir= to keep the data on disk." if folder is None else " or another scratch_dir=.")
+        )
+
+
+def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
+    """Bytes that can still be allocated on a device or in a folder; None where nobody can tell."""
+    if folder is not None:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    limits = [value for value in (_available(), _container()) if value is not None]
+    return min(limits) if limits else None
+
+
+def _available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _container() -> int | None:
+    # Pages of memory-mapped files count as used here, but the kernel gives them up; only a limit of its own binds.
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else int(limit) - int(used["anon"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _readable(count: int) -> str:
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.4g} {units[0]}"

@@ -1,0 +1,114 @@
+"""Trees of leaves: nested dicts of tensors that start with one batch dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._compat import entries_of, new_tensordict
+
+Tree = dict[str, Any]
+"""Nested dict whose leaves are tensors."""
+Path = tuple[str, ...]
+"""Keys from the root of a tree to one leaf."""
+
+
+def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every leaf with its path, in order."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves_of(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
+    """Nested dict of the leaves of ``data``.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+    tree: Tree = {}
+    for key, value in entries_of(data).items():
+        if isinstance(value, TensorDictBase):
+            tree[key] = tree_of(value, (*path, key))
+        elif isinstance(value, Tensor):
+            tree[key] = value
+        else:
+            raise TypeError(
+                f"Entry {name_of((*path, key))} is a {type(value).__name__}; a replay buffer stores tensors only."
+            )
+    return tree
+
+
+def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = None) -> TensorDict:
+    """Build a TensorDict over the leaves of a tree."""
+    entries = {k: to_tensordict(v, batch, device) if isinstance(v, dict) else v for k, v in tree.items()}
+    return TensorDict(entries, batch, device=device)
+
+
+def gather(tree: Tree, index: Tensor) -> dict[str, Any]:
+    """Read rows ``index`` (``[B]``) of every leaf by ``index_select``; nested levels become TensorDicts."""
+    return {
+        key: leaf.index_select(0, index)
+        if isinstance(leaf, Tensor)
+        else new_tensordict(gather(leaf, index), index.shape)
+        for key, leaf in tree.items()
+    }
+
+
+def name_of(path: Path) -> str:
+    """Write a path as the key that a user types."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def match(tree: Tree, data: TensorDictBase, rows: int) -> list[Tensor] | None:
+    """Leaves of ``data`` (``[rows]``) in the order of ``tree``; None if keys, shapes, dtypes or devices differ."""
+    found: list[Tensor] = []
+    return found if _match(tree, entries_of(data), rows, found) else None
+
+
+def _match(tree: Tree, entries: dict[str, Any], rows: int, found: list[Tensor]) -> bool:
+    if len(entries) != len(tree):
+        return False
+    for key, leaf in tree.items():
+        value = entries.get(key)
+        if isinstance(leaf, dict):
+            if not isinstance(value, TensorDictBase) or not _match(leaf, entries_of(value), rows, found):
+                return False
+            continue
+        if (
+            not isinstance(value, Tensor)
+            or value.dtype is not leaf.dtype
+            or value.device != leaf.device
+            or value.shape[1:] != leaf.shape[1:]
+            or value.shape[0] != rows
+        ):
+            return False
+        found.append(value.detach() if value.requires_grad else value)
+    return True
+
+
+def difference(tree: Tree, data: TensorDictBase) -> str:
+    """Say in words how the leaves of ``data`` differ from those that are stored."""
+    stored, given = dict(leaves_of(tree)), dict(leaves_of(tree_of(data)))
+    parts = [f"{name_of(path)} is missing" for path in stored.keys() - given.keys()]
+    parts += [f"{name_of(path)} is new" for path in given.keys() - stored.keys()]
+    for path in stored.keys() & given.keys():
+        here, there = _describe(stored[path]), _describe(given[path])
+        if here != there:
+            parts.append(f"{name_of(path)} is {there}, stored is {here}")
+    return "; ".join(sorted(parts))
+
+
+def _describe(leaf: Tensor) -> str:
+    return f"{list(leaf.shape[1:])} {leaf.dtype} on {leaf.device}"
+
+
+def row_bytes(tree: Tree) -> int:
+    """Bytes that one row of all leaves takes."""
+    return sum(leaf[:1].numel() * leaf.element_size() for _, leaf in leaves_of(tree))
