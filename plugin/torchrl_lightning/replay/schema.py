@@ -1,0 +1,121 @@
+"""Typed configs of l2r-lab's buffers: a structured config that names the field where something is wrong."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+WRAPPER = {"name", "config"}
+
+
+class Configurable:
+    """Gives a class l2r-lab's verbs: a typed ``schema``, and building from a YAML file or a dict that fits it.
+
+    Both take the bare parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may be
+    written with underscores (``200_000``), and an integer does for a float.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from omegaconf import MISSING
+        >>> @dataclass
+        ... class PointSchema:
+        ...     x: int = MISSING
+        ...     y: float = 0.5
+        >>> class Point(Configurable):
+        ...     schema = PointSchema
+        ...
+        ...     def __init__(self, x, y):
+        ...         self.x, self.y = x, y
+        >>> Point.instantiate_from_config_dict({"name": "Point", "config": {"x": "1_000", "y": 1}}).__dict__
+        {'x': 1000, 'y': 1.0}
+    """
+
+    schema: ClassVar[type]
+    """Dataclass of the documented parameters; a required one has the default ``omegaconf.MISSING``."""
+
+    @classmethod
+    def instantiate_from_config(cls, config_file_location: str | Path) -> Self:
+        """Build an instance from a YAML file.
+
+        Args:
+            config_file_location: the file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no YAML mapping, or a field is missing, unknown or of another type.
+        """
+        text = Path(config_file_location).read_text(encoding="utf-8")
+        try:
+            config = OmegaConf.load(io.StringIO(text))
+        except (yaml.YAMLError, OSError, OmegaConfBaseException) as error:
+            raise ValueError(f"{config_file_location} is no YAML mapping of {cls._fields()}: {error}") from error
+        return cls._build(config, str(config_file_location))
+
+    @classmethod
+    def instantiate_from_config_dict(cls, config: Mapping[str, Any] | DictConfig) -> Self:
+        """Build an instance from a dict.
+
+        Args:
+            config: the parameters, bare or in l2r-lab's wrapper.
+
+        Raises:
+            ValueError: it is no mapping, or a field is missing, unknown or of another type.
+        """
+        return cls._build(config, "the config")
+
+    @classmethod
+    def _fields(cls) -> list[str]:
+        return list(cls.schema.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @classmethod
+    def _build(cls, config: Any, source: str) -> Self:
+        return cls(**{str(key): value for key, value in cls._validated(config, source).items()})
+
+    @classmethod
+    def _validated(cls, config: Any, source: str) -> Mapping[Any, Any]:
+        config = cls._unwrapped(config, source)
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(cls.schema), config)
+            missing = sorted(OmegaConf.missing_keys(merged))
+            resolved = {} if missing else OmegaConf.to_container(merged, resolve=True)
+        except OmegaConfBaseException as error:
+            field = error.full_key or error.key
+            raise ValueError(
+                f"{source}: field {str(field)!r} of {cls.__name__} is wrong: {str(error).splitlines()[0]}. "
+                f"The fields are {cls._described()}."
+            ) from error
+        if missing:
+            raise ValueError(
+                f"{source}: field {', '.join(map(repr, missing))} of {cls.__name__} is missing. "
+                f"The fields are {cls._described()}."
+            )
+        assert isinstance(resolved, Mapping)
+        return resolved
+
+    @classmethod
+    def _described(cls) -> str:
+        fields = cls.schema.__dataclass_fields__  # type: ignore[attr-defined]
+        described = []
+        for name, field in fields.items():
+            kind = field.type if isinstance(field.type, str) else field.type.__name__
+            described.append(f"{name}: {kind}" + ("" if field.default == "???" else f" = {field.default!r}"))
+        return ", ".join(described)
+
+    @classmethod
+    def _unwrapped(cls, config: Any, source: str) -> Any:
+        if not isinstance(config, Mapping | DictConfig):
+            raise ValueError(f"{source} is a {type(config).__name__}; expected a mapping with {cls._described()}.")
+        odd = [key for key in config if not isinstance(key, str)]
+        if odd:
+            raise ValueError(f"{source}: field {odd[0]!r} is unknown. The fields are {cls._described()}.")
+        if set(config) != WRAPPER:
+            return config
+        if config["name"] != cls.__name__:
+            raise ValueError(f"{source}: field 'name' is {config['name']!r}, expected {cls.__name__!r}.")
+        return cls._unwrapped(config["config"], f"{source}, field 'config'")

@@ -1,0 +1,230 @@
+"""Velora's buffer files: six float32 tensors in a safetensors file, and the metadata in a JSON file beside it.
+
+Both files are replaced only when both new ones are whole and on the disk. Position and size are written into the
+header of the safetensors file as well, so that the pair stays readable when a process dies between the two renames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")
+DIMS = ("capacity", "state_dim", "action_dim", "hidden_dim")
+COUNTERS = ("position", "size")
+CHUNK = 1 << 16  # rows converted at a time
+_logger = logging.getLogger(__name__)
+
+Shapes = dict[str, tuple[int, int]]
+
+
+def shapes_of(metadata: Mapping[str, Any]) -> Shapes:
+    """Shapes of the six tensors, ``[capacity, dim]``.
+
+    Example:
+        >>> shapes_of({"capacity": 9, "state_dim": 3, "action_dim": 2, "hidden_dim": 4})["next_states"]
+        (9, 3)
+    """
+    capacity, state, action, hidden = (metadata[name] for name in DIMS)
+    return dict(zip(NAMES, ((capacity, dim) for dim in (state, action, 1, state, 1, hidden)), strict=True))
+
+
+def file_paths(dirpath: str | Path, prefix: str) -> tuple[Path, Path]:
+    """The safetensors file and the JSON file; a prefix may hold dots.
+
+    Example:
+        >>> [path.name for path in file_paths("folder", "run.1_")]
+        ['run.1_state.safetensors', 'run.1_metadata.json']
+    """
+    return Path(dirpath) / f"{prefix}state.safetensors", Path(dirpath) / f"{prefix}metadata.json"
+
+
+def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write both files; an error leaves the old ones whole.
+
+    Args:
+        dirpath: the folder; made with its parents where it is missing.
+        prefix: what both names begin with.
+        tensors: the filled part of the six tensors, ``[size, dim]``; the files hold zeros up to the capacity.
+        metadata: Velora's seven entries.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    state_path, metadata_path = file_paths(dirpath, prefix)
+    state_path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_files(state_path, metadata_path) as (state_file, metadata_file):
+        _write_tensors(state_file, tensors, metadata)
+        metadata_file.write(json.dumps(dict(metadata), indent=2).encode())
+
+
+@contextlib.contextmanager
+def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
+    """Open a temporary sibling of each path; put all in place, synced, when the block ends without an error.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "note"
+        >>> with replaced_files(path) as (file,):
+        ...     _ = file.write(b"whole")
+        >>> path.read_bytes()
+        b'whole'
+    """
+    temporary = [path.with_name(f".{path.name}.tmp") for path in paths]
+    try:
+        with contextlib.ExitStack() as stack:
+            files: list[BinaryIO] = [stack.enter_context(path.open("wb")) for path in temporary]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for path, target in zip(temporary, paths, strict=True):
+            os.replace(path, target)
+        for folder in {path.parent for path in paths}:
+            _sync_folder(folder)
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Renames last only when the folder itself is on the disk; not every platform can open one.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    # By hand, because the safetensors package wants every tensor at full capacity in memory.
+    shapes = shapes_of(metadata)
+    header: dict[str, Any] = {"__metadata__": {name: str(metadata[name]) for name in COUNTERS}}
+    start = 0
+    for name in sorted(NAMES):
+        stop = start + 4 * shapes[name][0] * shapes[name][1]
+        header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in sorted(NAMES):
+        for rows in tensors[name].split(CHUNK):
+            file.write(rows.to("cpu", torch.float32).contiguous().numpy().data)
+        missing = 4 * (shapes[name][0] - len(tensors[name])) * shapes[name][1]
+        for chunk in range(0, missing, CHUNK):
+            file.write(bytes(min(CHUNK, missing - chunk)))
+
+
+def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Check a saved buffer without reading its tensors.
+
+    Args:
+        state_path: the safetensors file; the suffix may be left out.
+        metadata: the content of the JSON file.
+
+    Returns:
+        The checked metadata, and a function that opens the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an entry of the metadata is missing or impossible, the file is truncated, corrupted or foreign, the
+            two contradict each other, or memory would not do.
+    """
+    checked = _check_metadata(metadata)
+    path = _find(Path(state_path))
+
+    def opened() -> Any:
+        return safe_open(path, framework="pt", device="cpu")
+
+    try:
+        with opened() as file:
+            found = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            header = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}. Save the buffer again.") from error
+    expected = {name: ("F32", list(shape)) for name, shape in shapes_of(checked).items()}
+    if found != expected:
+        differ = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        said = "; ".join(f"{name!r} is {found.get(name)}, expected {expected.get(name)}" for name in differ)
+        raise ValueError(f"{path} does not fit its metadata: {said}.")
+    checked = _same_save(checked, header, path)
+    needed, free = 2 * path.stat().st_size, available_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{path} needs about {needed / 2**20:.0f} MiB of memory, {free / 2**20:.0f} MiB are free; load it "
+            "on a larger machine, or read it by rows with safetensors.safe_open."
+        )
+    return checked, opened
+
+
+def _find(path: Path) -> Path:
+    # Velora cuts off whatever follows the last dot, so its "run.1_" became "run.safetensors".
+    candidates = [path, Path(f"{path}.safetensors"), path.with_suffix(".safetensors")]
+    for candidate in candidates if path.suffix == ".safetensors" else candidates[1:]:
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(f"There is no buffer at {path}; tried {sorted({str(c) for c in candidates})}.")
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping):
+        raise ValueError(f"The metadata is a {type(metadata).__name__}; expected the mapping of the JSON file.")
+    names = (*DIMS, *COUNTERS, "device")
+    missing = [name for name in names if name not in metadata]
+    if missing:
+        raise ValueError(f"The metadata lacks {missing}; it has {sorted(map(str, metadata))}.")
+    for name in (*DIMS, *COUNTERS):
+        value, least = metadata[name], 0 if name in COUNTERS else 1
+        if type(value) is not int or value < least:
+            raise ValueError(f"The metadata has {name}={value!r}; expected a whole number of at least {least}.")
+    checked = {name: metadata[name] for name in names}
+    try:
+        torch.device(checked["device"] or "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"The metadata has device={checked['device']!r}, which torch does not know.") from error
+    _check_counters(checked)
+    return checked
+
+
+def _check_counters(metadata: Mapping[str, Any]) -> None:
+    capacity, position, size = (metadata[name] for name in ("capacity", "position", "size"))
+    if size > capacity or position >= capacity or (size < capacity and position != size):
+        raise ValueError(
+            f"The metadata has position={position} and size={size} at capacity={capacity}; expected a position below "
+            "the capacity, a size of at most the capacity, and both equal until the buffer is full."
+        )
+
+
+def _same_save(metadata: dict[str, Any], header: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Take position and size from the file of the tensors where it has them: it was replaced as a whole."""
+    try:
+        own = {name: int(header[name]) for name in COUNTERS if name in header}
+    except ValueError as error:
+        raise ValueError(f"{path} has a header that is not ours: {dict(header)}.") from error
+    if any(metadata[name] != value for name, value in own.items()):
+        merged = {**metadata, **own}
+        _check_counters(merged)
+        _logger.warning("%s was saved later than its metadata file; position and size are its own: %s.", path, own)
+        return merged
+    return metadata
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that can still be had; ``None`` where the platform does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None

@@ -1,0 +1,155 @@
+"""What a path-wise PPO buffer computes with: steps as rows, advantages with rewards-to-go, documented names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.estimators import discounted_returns
+from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
+from torchrl_lightning.rollout.values import join, path, value_keys
+from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED, check_finite
+
+TRUNCATED = ("next", "truncated")
+FINISHED = "finished"
+BATCH: dict[str, NestedKey] = {
+    "obs": "observation",
+    "act": "action",
+    "rew": REWARD,
+    "ret": "value_target",
+    "adv": "advantage",
+    "val": "state_value",
+    "logp": "action_log_prob",
+}
+"""The documented names of a batch, and the keys they stand for."""
+SCALARS = ("rew", "ret", "adv", "val", "logp")
+
+
+class PathAdvantages(GeneralizedAdvantages):
+    """GAE as advantages, discounted rewards-to-go (bootstrapped where a path is cut) as value targets.
+
+    ``A`` as in :class:`GeneralizedAdvantages`; ``R[t] = r[t] + γ R[t+1]``, which is ``A + V`` for ``λ = 1``.
+
+    Args:
+        eps: shift the advantages to mean 0 and divide by their population deviation plus ``eps``; ``None`` leaves them.
+        **kwargs: see :class:`GeneralizedAdvantages`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> flag, one = torch.zeros(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1)
+        >>> following = {"reward": one, "done": flag, "terminated": flag, "state_value": one}
+        >>> rollout = TensorDict({"state_value": one, "next": following}, [1, 2], names=[None, "time"])
+        >>> PathAdvantages(gamma=0.5, lmbda=0.0)(rollout)["value_target"].flatten().tolist()
+        [1.75, 1.5]
+    """
+
+    def __init__(self, *args: Any, eps: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """GAE, and rewards-to-go."""
+        advantage, _ = super().advantages(rollout, reward, value, next_value)
+        return advantage, discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write advantages and targets of every critic, standardised once over the whole rollout."""
+        super().compute(rollout)
+        if self.eps is None:
+            return
+        for key in value_keys(rollout, None, self.value_key):
+            name = join(self.advantage_key, path(key)[len(path(self.value_key)) :])
+            rollout.set(name, population_standardize(rollout.get(name), self.eps))
+
+
+def population_standardize(x: Tensor, eps: float) -> Tensor:
+    """``(x - mean) / (std + eps)`` with the population deviation; entries that are all equal become 0.
+
+    Example:
+        >>> import torch
+        >>> population_standardize(torch.tensor([1.0, 3.0]), eps=0.0)
+        tensor([-1.,  1.])
+    """
+    centred = x - x.mean()
+    deviation = centred.square().mean().sqrt() + eps
+    return centred / deviation if float(deviation) else centred
+
+
+def step_row(
+    step: Mapping[str, Any], obs_dim: int | None, act_dim: int | None, device: torch.device, start: bool
+) -> TensorDict:
+    """Read a documented step as one row ``[1]`` with our keys; its results are still zero.
+
+    Args:
+        step: ``obs``, ``act`` (an object with ``action``, ``value``, ``logp``), ``rew``; optionally ``done``,
+            ``truncated``, ``next_obs``.
+        obs_dim: expected length of an observation.
+        act_dim: expected length of an action.
+        device: where the row lies.
+        start: whether a path starts with it.
+
+    Raises:
+        KeyError: ``obs``, ``act`` or ``rew`` is missing.
+        ValueError: something has another size or is not finite, or ``act`` lacks an attribute.
+    """
+    missing = [name for name in ("obs", "act", "rew") if name not in step]
+    if missing:
+        raise KeyError(f"The step lacks {missing}; store takes obs, act, rew and, optionally, done, truncated, next_obs.")
+    act = step["act"]
+    lacking = [name for name in ("action", "value", "logp") if getattr(act, name, None) is None]
+    if lacking:
+        raise ValueError(f"act is a {type(act).__name__} without {lacking}; it needs action, value and logp.")
+    done, truncated = (flag(step.get(name, False), name, device) for name in ("done", "truncated"))
+    entries: dict[NestedKey, Tensor] = {
+        "observation": vector(step["obs"], "obs", obs_dim, device),
+        "action": vector(act.action, "act.action", act_dim, device),
+        "action_log_prob": vector(act.logp, "act.logp", 1, device).reshape(1),
+        "state_value": vector(act.value, "act.value", 1, device),
+        "is_init": torch.full((1, 1), start, device=device),
+        REWARD: vector(step["rew"], "rew", 1, device),
+        DONE: done | truncated,
+        TERMINATED: done,
+        TRUNCATED: truncated,
+        "advantage": torch.zeros(1, 1, device=device),
+        "value_target": torch.zeros(1, 1, device=device),
+        FINISHED: torch.zeros(1, 1, dtype=torch.bool, device=device),
+    }
+    if "next_obs" in step:
+        entries["next", "observation"] = vector(step["next_obs"], "next_obs", obs_dim, device)
+    row = TensorDict({}, [1], device=device)
+    for key, value in entries.items():
+        row.set(key, value)
+    return row
+
+
+def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
+    """Read numbers of any shape as one float32 row ``[1, width]``, detached.
+
+    Raises:
+        ValueError: there are more or fewer numbers, or they are not finite.
+    """
+    row = torch.as_tensor(value).detach().to(device, torch.float32).reshape(1, -1)
+    if width is not None and row.shape[1] != width:
+        raise ValueError(f"{name} has {row.shape[1]} numbers, expected {width}; nothing was stored.")
+    check_finite(row, name)
+    return row
+
+
+def flag(value: Any, name: str, device: torch.device) -> Tensor:
+    """Read a flag as ``[1, 1]`` bool.
+
+    Raises:
+        ValueError: there are several values, or one that is neither true nor false.
+    """
+    given = torch.as_tensor(value)
+    if given.numel() != 1 or float(given) not in (0.0, 1.0):
+        raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")
+    return given.bool().reshape(1, 1).to(device)

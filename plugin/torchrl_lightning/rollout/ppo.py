@@ -1,0 +1,354 @@
+"""l2r-lab's PPO buffer: steps go in one by one, a finished path gets its advantages, batches come out at random."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from omegaconf import MISSING
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_lightning.estimators import discounted_returns, gae
+from torchrl_lightning.replay.schema import Configurable
+from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.gae import GAEBuffer
+from torchrl_lightning.rollout.layout import leaves_of
+from torchrl_lightning.rollout.paths import (
+    BATCH,
+    FINISHED,
+    SCALARS,
+    TRUNCATED,
+    PathAdvantages,
+    population_standardize,
+    step_row,
+    vector,
+)
+from torchrl_lightning.rollout.storage import flatten_tree
+from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PPOBufferSchema:
+    """Documented parameters of :class:`PPOBuffer`."""
+
+    obs_dim: int = MISSING
+    act_dim: int = MISSING
+    size: int = MISSING
+    batch_size: int = MISSING
+    gamma: float = 0.99
+    lam: float = 0.95
+    eps: float = 1e-3
+
+
+class PPOBuffer(Configurable, GAEBuffer):
+    """GAE over paths, as l2r-lab's; also an on-policy buffer with all verbs of :class:`GAEBuffer`.
+
+    ``store`` appends one step to the open path, ``finish_path`` gives every step of it
+    ``A[t] = Σ (γλ)^k δ[t+k]`` and the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)``, ``sample_batch`` draws from
+    the finished paths, with ``(A - mean) / (std + eps)`` over all of them (population deviation). The ``size`` cells
+    are a ring: when it is full, the oldest finished steps are overwritten, and a path may run on from the last cell to
+    the first. A whole rollout may go in by ``insert_data_slice`` and ``before_gradients`` instead; the targets are the
+    rewards-to-go there as well.
+
+    Args:
+        obs_dim: length of an observation; ``None`` takes what the first step has.
+        act_dim: length of an action; ``None`` takes what the first step has.
+        size: capacity in steps.
+        batch_size: steps in a batch of ``sample_batch``.
+        gamma: discount γ.
+        lam: λ.
+        eps: added to the deviation of the advantages.
+        device: where the steps lie and batches come out.
+        **kwargs: see :class:`GAEBuffer`.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source:
+        Schulman et al. 2016, arXiv:1506.02438; https://github.com/learn-to-race/l2r-lab
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> buffer = PPOBuffer(obs_dim=2, act_dim=1, size=4, batch_size=3, gamma=0.5, lam=1.0)
+        >>> act = SimpleNamespace(action=torch.zeros(1), value=0.0, logp=-1.0)
+        >>> for last in (False, False, True):
+        ...     buffer.store({"obs": torch.zeros(2), "act": act, "rew": 1.0, "done": last})
+        >>> buffer.finish_path()
+        >>> buffer.sample_batch()["ret"].sort().values.tolist()
+        [1.0, 1.5, 1.75]
+    """
+
+    schema: ClassVar[type] = PPOBufferSchema
+
+    def __init__(
+        self,
+        obs_dim: int | None,
+        act_dim: int | None,
+        size: int,
+        batch_size: int,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        eps: float = 1e-3,
+        *,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> None:
+        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
+            unset = number is None and name.endswith("dim")
+            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        if not 0.0 <= eps < float("inf"):
+            raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}.")
+        super().__init__(size, device, gamma=gamma, gae_lambda=lam, batch_size=batch_size, **kwargs)
+        self.obs_dim, self.act_dim, self.eps = obs_dim, act_dim, float(eps)
+        self.weights: Tensor | None = None
+        self._stored = self._path_start = 0
+        self._last_step: Mapping[str, Any] = {}
+        self._drawable: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer.
+
+        Args:
+            size: capacity in steps.
+            **options: constructor options.
+        """
+
+        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Self:
+            return cls(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
+
+        return create
+
+    @property
+    def lam(self) -> float:
+        """λ, the documented name of ``gae_lambda``."""
+        return self.gae_lambda
+
+    @property
+    def max_size(self) -> int:
+        """Capacity, the documented name of ``size``."""
+        return self.size
+
+    @property
+    def ptr(self) -> int:
+        """Cell of the next step."""
+        return self._stored % self.size
+
+    @property
+    def path_start_idx(self) -> int:
+        """Cell where the open path starts."""
+        return self._path_start % self.size
+
+    @property
+    def path_length(self) -> int:
+        """Steps of the open path."""
+        return self._stored - self._path_start
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def store(self, buffer_dict: Mapping[str, Any]) -> None:
+        """Append one step to the open path.
+
+        Args:
+            buffer_dict: ``obs``; ``act``, an object with ``action``, ``value`` and ``logp``; ``rew``; optionally
+                ``done``, that the step ended in a terminal state, ``truncated``, that the episode was cut after it,
+                and ``next_obs``.
+
+        Raises:
+            KeyError: ``obs``, ``act`` or ``rew`` is missing.
+            ValueError: a size differs from what was declared, or a number is not finite.
+            RuntimeError: the open path has ended or fills the whole buffer, so that ``finish_path`` is missing.
+        """
+        row = step_row(buffer_dict, self.obs_dim, self.act_dim, self.device, start=not self.path_length)
+        if self.path_length and bool(self._cells(DONE, [self._stored - 1])):
+            raise RuntimeError("The last step ended its episode; call finish_path before the next store.")
+        if self.path_length == self.size:
+            raise RuntimeError(
+                f"The open path has {self.size} steps and fills the buffer of size={self.size}; call finish_path with "
+                "the action object of the current observation, or build a larger buffer."
+            )
+        if not self._stored and self.step:
+            self.writer.prepare(row.unsqueeze(0), 0, 0)
+            self.empty()  # of a rollout that came as a whole
+        if self.step < self.size:
+            self.writer.add(row)
+        else:
+            self._overwrite(row)
+        self.obs_dim, self.act_dim = row["observation"].shape[1], row["action"].shape[1]
+        self._stored += 1
+        self._last_step, self._drawable = buffer_dict, None
+
+    def _overwrite(self, row: TensorDict) -> None:
+        self.writer.prepare(row.unsqueeze(0), 0, 0)
+        data = self.storage.data
+        assert data is not None
+        for key, value in leaves_of(row):
+            data.get(key)[self.ptr] = value
+        self.writer.write_count += 1
+        self.storage._finish_write(self.size)
+
+    def _cells(self, key: Any, steps: Any) -> Tensor:
+        """Entry ``key`` of the given steps, ``[n, 1, 1]``."""
+        data = self.storage.data
+        assert data is not None
+        return data.get(key)[torch.as_tensor(steps, device=self.device) % self.size]
+
+    def finish_path(self, action_obj: Any = None) -> None:
+        """Give every step of the open path its advantage and its reward-to-go.
+
+        The value behind the path is 0 where its last step was stored with ``done``, whatever is given here. Elsewhere
+        the path was cut, and the value is that of ``action_obj``.
+
+        Args:
+            action_obj: what the agent says at the observation *behind* the last step (an object with ``value``), or
+                that value itself. ``None`` stands for a terminal state.
+
+        Raises:
+            RuntimeError: no path is open.
+            ValueError: ``None`` although the last step was stored as not terminal, or the value is not finite.
+        """
+        if not self.path_length:
+            raise RuntimeError("No path is open: store at least one step before finish_path.")
+        steps = torch.arange(self._path_start, self._stored, device=self.device)
+        reward, value = self._cells(REWARD, steps), self._cells("state_value", steps)
+        done, terminated = (torch.zeros_like(reward, dtype=torch.bool) for _ in range(2))
+        last = self._last_value(action_obj, bool(self._cells(TERMINATED, steps[-1:])))
+        done[-1], terminated[-1] = True, last is None
+        following = torch.cat((value[1:], value.new_full((1, 1, 1), last or 0.0)))
+        advantage, _ = gae(reward, value, following, terminated, done, self.gamma, self.gae_lambda)
+        target = discounted_returns(reward, following, terminated, done, self.gamma)
+        data, cells = self.storage.data, steps % self.size
+        assert data is not None
+        for key, result in (("advantage", advantage), ("value_target", target), (DONE, done)):
+            data.get(key)[cells] = result
+        for key, result in ((TERMINATED, terminated), (TRUNCATED, done & ~terminated), (FINISHED, done | True)):
+            data.get(key)[cells] = result
+        self.storage._finish_write(self.step)
+        self._path_start = self._stored
+        self._drawable = None
+
+    def _last_value(self, action_obj: Any, terminated: bool) -> float | None:
+        """The value to bootstrap from, ``None`` at a terminal state."""
+        if terminated:
+            return None
+        if action_obj is None:
+            if "done" in self._last_step or "truncated" in self._last_step:
+                raise ValueError(
+                    "The path was cut: its last step was stored with done=False. Pass what the agent says at the "
+                    "observation behind it, finish_path(agent.select_action(next_obs)), or finish_path(0.0)."
+                )
+            return None
+        if action_obj is self._last_step.get("act"):
+            logger.warning(
+                "finish_path got the action object of the last stored step, V(s[T-1]); a cut path is bootstrapped from "
+                "the observation behind it: finish_path(agent.select_action(next_obs))."
+            )
+        return float(vector(getattr(action_obj, "value", action_obj), "action_obj.value", 1, self.device))
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget the stored steps and the open path."""
+        self._stored = self._path_start = 0
+        self._last_step, self._drawable = {}, None
+        super().empty(empty_write_count)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def sample_batch(self) -> dict[str, Tensor]:
+        """Draw ``batch_size`` different steps of finished paths.
+
+        Nothing is changed or forgotten by drawing: later calls draw anew from the same steps and advantages. Also sets
+        ``weights``, which are all 1.
+
+        Returns:
+            ``obs`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, and ``[B]``: ``rew``, ``ret`` (reward-to-go), ``adv``
+            (standardised), ``val``, ``logp``.
+
+        Raises:
+            ValueError: fewer steps are finished than ``batch_size``; names both numbers.
+            RuntimeError: a whole rollout was inserted and ``before_gradients`` is missing.
+        """
+        cells, advantage = self._finished()
+        wanted = self.batch_size
+        if wanted > len(cells):
+            raise ValueError(
+                f"Cannot draw {wanted} different steps from {len(cells)} of finished paths "
+                f"({self.path_length} more are in an open path). Store more first, or lower batch_size."
+            )
+        drawn = torch.randperm(len(cells), generator=self.generator, device=self.generator.device)[:wanted]
+        drawn = drawn.to(self.device)
+        tree = flatten_tree(self.rollout)
+        batch = {name: self._column(tree, key, cells[drawn]) for name, key in BATCH.items() if name != "adv"}
+        batch["adv"] = advantage[drawn]
+        self.weights = torch.ones(wanted, device=self.device)
+        return {
+            name: batch[name].float().reshape(-1) if name in SCALARS else batch[name].float().reshape(wanted, -1)
+            for name in BATCH
+        }
+
+    def _column(self, tree: dict[str, Any], key: Any, cells: Tensor) -> Tensor:
+        node: Any = tree
+        for name in (key,) if isinstance(key, str) else key:
+            node = node.get(name)
+            if node is None:
+                raise RuntimeError(f"The rollout has no {key!r}: let the policy write it, or call before_gradients().")
+        column: Tensor = node.index_select(0, cells)
+        return column
+
+    def _finished(self) -> tuple[Tensor, Tensor]:
+        """Cells to draw from, and their standardised advantages; kept until the next write."""
+        if not self._stored:
+            if not self.step:
+                return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
+            cells = torch.arange(self.rollout.numel(), device=self.device)
+            return cells, self._column(flatten_tree(self.rollout), "advantage", cells).flatten()
+        if self._drawable is None:
+            data = self.storage.data
+            assert data is not None
+            cells = data.get(FINISHED)[: self.step].flatten().nonzero().squeeze(1)
+            raw = data.get("advantage")[: self.step].flatten()[cells]
+            self._drawable = cells, population_standardize(raw, self.eps)
+        return self._drawable
+
+    # ---- estimates --------------------------------------------------------------------------------------------------
+
+    def estimator(self) -> AdvantageTransform:
+        """GAE and rewards-to-go of the extrinsic stream."""
+        options = {**self._estimator_options(), "standardize_advantages": False}
+        return PathAdvantages(self.gamma, self.lam, eps=self.eps if self.standardize_advantages else None, **options)
+
+    def before_gradients(self) -> None:
+        """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
+
+        Raises:
+            RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
+        """
+        if not self._stored:
+            super().before_gradients()
+            return
+        if self.path_length:
+            raise RuntimeError(f"A path of {self.path_length} steps is open; call finish_path first.")
+        _, advantage = self._finished()
+        if self.standardize_advantages:
+            self.rollout.set("advantage", advantage.view(-1, 1, 1))
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exact copy of the buffer, with the open path."""
+        told = [name for name in ("done", "truncated") if name in self._last_step]
+        paths = {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
+        return {**super().state_dict(), "paths": paths}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state; the buffer then gives the same next batches."""
+        super().load_state_dict(state_dict)
+        paths = state_dict["paths"]
+        self._stored, self._path_start = int(paths["stored"]), int(paths["path_start"])
+        self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None
