@@ -7,9 +7,8 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,9 +21,14 @@ from torchrl.data.replay_buffers.writers import Writer
 
 __all__ = ["BufferBase", "SamplerBase", "StorageBase", "WriterBase", "entries_of", "new_tensordict"]
 
+T = TypeVar("T")
+
 
 def new_tensordict(
-    source: dict[str, Any], batch_size: torch.Size, names: Sequence[str | None] | None = None
+    source: dict[str, Any],
+    batch_size: torch.Size,
+    names: Sequence[str | None] | None = None,
+    device: torch.device | None = None,
 ) -> TensorDict:
     """Build a TensorDict without checking its entries, several times faster than the constructor.
 
@@ -32,13 +36,14 @@ def new_tensordict(
         source: string keys; every value is a tensor or TensorDict that starts with ``batch_size``.
         batch_size: the batch size, as a ``torch.Size``.
         names: dimension names, if any.
+        device: the device that all entries are on, if it shall be known.
 
     Example:
         >>> import torch
         >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
         torch.Size([3, 2])
     """
-    return TensorDict._new_unsafe(source, batch_size=batch_size, names=names)
+    return TensorDict._new_unsafe(source, batch_size=batch_size, names=names, device=device)
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
@@ -71,8 +76,36 @@ class StorageBase(LazyTensorStorage):
 
     def set_length(self, length: int) -> None:
         """Declare how many cells are filled, and that the content changed."""
-        self._len = length
+        if self._len != length:
+            self._len = length
         self._bump_mutation_revision()
+
+    def touch(self) -> None:
+        """Declare that the content changed, without the lock between processes: any change of the number will do."""
+        if self._compilable:
+            self._bump_mutation_revision()
+        else:
+            self._mutation_revision_value.get_obj().value += 1
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The buffer's random generator."""
+        return self._rng
+
+    def draw(self, count: int) -> Tensor:
+        """Uniformly drawn cells."""
+        return super()._rand_given_ndim(count)
+
+    def _rand_given_ndim(self, batch_size: int) -> Tensor:
+        return self.draw(batch_size)
+
+    def check_seam(self) -> None:
+        """Called when somebody asks for the cell that was written last, to tell the newest from the oldest."""
+
+    @property
+    def _last_cursor_index(self) -> int | Tensor | None:
+        self.check_seam()
+        return super()._last_cursor_index
 
     def record_cursor(self, row: int) -> None:
         """Tell TorchRL which row was written last."""
@@ -178,14 +211,6 @@ class BufferBase(TensorDictReplayBuffer):
         return self._storage, self._sampler, self._writer
 
     @property
-    def locks(self) -> AbstractContextManager[Any]:
-        """The locks that TorchRL holds while it reads or writes."""
-        stack = ExitStack()
-        stack.enter_context(self._replay_lock)
-        stack.enter_context(self._write_lock)
-        return stack
-
-    @property
     def is_plain(self) -> bool:
         """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform or collation."""
         return not (
@@ -210,13 +235,20 @@ class BufferBase(TensorDictReplayBuffer):
         own = self._batch_size
         return own is None if batch_size is None else not (own is None or own == batch_size or self._warned_batch_size_conflict)
 
-    def draw(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Ask the sampler for indices, under TorchRL's locks."""
-        return self._sampler.sample(self._storage, batch_size)
+    def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T]) -> T:
+        """Let the sampler draw and ``fetch(index, info)`` read, under TorchRL's locks."""
+        size = self._batch_size if batch_size is None else batch_size
+        with self._replay_lock, self._write_lock:
+            return fetch(*self._sampler.sample(self._storage, size))
 
-    def write(self, data: TensorDictBase) -> Any:
-        """Write through TorchRL's own path (locks, consuming samplers), without transforms."""
-        return self._extend(data)
+    def write(self, data: TensorDictBase, *args: Any) -> Any:
+        """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
+        if isinstance(self._sampler, ConsumingSampler):
+            return self._extend(data)
+        with self._replay_lock, self._write_lock:
+            index = self._writer.extend(data, *args)
+            self._sampler.extend(index)
+        return index
 
     def drop_prefetched(self) -> None:
         """Wait for prefetched batches and forget them."""

@@ -96,12 +96,7 @@ class ExperienceBuffer(BufferBase):
                 return torch.zeros(0, dtype=torch.long)
         if isinstance(writer, RingWriter):
             data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
-        if env_ids is None:
-            index = self.write(data)
-        else:
-            with self.locks:
-                index = writer.extend(data, env_ids)
-                sampler.extend(index)
+        index = self.write(data) if env_ids is None else self.write(data, env_ids)
         if update_priority is not False and _is_prioritized(sampler):
             priority = data.get(self.priority_key, None)
             if priority is not None:
@@ -136,15 +131,20 @@ class ExperienceBuffer(BufferBase):
             or self.conflicts(batch_size)
         ):
             return super().sample(batch_size, return_info, include_info)
-        with self.locks:
-            index, info = self.draw(batch_size or self.batch_size)
-            if not isinstance(index, Tensor):
-                batch = storage.get(index)
-            elif index.ndim == 1:
-                batch = new_tensordict(storage.gather(index.to(storage.device)), index.shape)
-            else:
-                batch = storage.get(index)
-        batch.set("index", index)
+        batch: TensorDictBase = self.read(batch_size, self._fetch)
+        return batch
+
+    def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
+        storage = self.storage
+        if not isinstance(index, Tensor) or index.ndim != 1:
+            batch = storage.get(index)
+            batch.set("index", torch.as_tensor(index))
+        else:
+            device = storage.device
+            index = index.to(device)
+            entries = storage.gather(index)
+            entries["index"] = index
+            batch = new_tensordict(entries, index.shape, None, device)
         for key, value in info.items():
             batch.set(key, value)
         return batch

@@ -8,17 +8,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning._compat import StorageBase, entries_of, new_tensordict
 from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.replay.memmap import allocate_files
-from torchrl_lightning.replay.tree import Tree, difference, gather, leaves_of, match, row_bytes, to_tensordict, tree_of
+from torchrl_lightning.replay.tree import (
+    Plan,
+    Tree,
+    difference,
+    gather,
+    leaves_of,
+    match,
+    plan_of,
+    row_bytes,
+    to_tensordict,
+    tree_of,
+)
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.writer import RingWriter
 
+SMALL = 1024
+"""Up to so many rows, numpy's smaller overhead wins."""
 Cells = Sequence[tuple[int, int, int]]
 """Runs of cells: (first row of the data, first cell, how many)."""
 
@@ -63,6 +77,8 @@ class RingStorage(StorageBase):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.tree: Tree = {}
         self._leaves: list[Tensor] = []
+        self._arrays: list[NDArray[Any]] = []
+        self._plans: dict[int, Plan] = {}
         self._writer: weakref.ref[RingWriter] | None = None
 
     @property
@@ -90,8 +106,13 @@ class RingStorage(StorageBase):
         """
         if not self.tree:
             self.allocate(data)
-        found = match(self.tree, data, rows)
-        if found is None:
+        plan = self._plans.get(rows)
+        if plan is None:
+            if len(self._plans) > 16:
+                self._plans.clear()
+            plan = self._plans[rows] = plan_of(self.tree, rows)
+        found: list[Tensor] = []
+        if not match(plan, entries_of(data), found):
             wrong = difference(self.tree, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
                 f"The data does not fit what is stored: {wrong}. "
@@ -129,6 +150,8 @@ class RingStorage(StorageBase):
         """Use these leaves (``[max_size, ...]``) as the cells."""
         self.tree = cells
         self._leaves = [leaf for _, leaf in leaves_of(cells)]
+        self._arrays = _arrays(self._leaves)
+        self._plans = {}
         self.data = to_tensordict(cells, torch.Size([self.max_size]), self.device)
 
     def _init(self, data: TensorDictBase) -> None:
@@ -136,12 +159,16 @@ class RingStorage(StorageBase):
 
     def write_runs(self, leaves: list[Tensor], runs: Cells) -> None:
         """Copy checked leaves into runs of cells."""
+        if self._arrays and len(leaves[0]) <= SMALL and all(type(leaf) is Tensor for leaf in leaves):
+            stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
+        else:
+            stores, rows = self._leaves, leaves
         for row, cell, count in runs:
-            if row or count != leaves[0].shape[0]:
-                for store, leaf in zip(self._leaves, leaves, strict=True):
+            if row or count != len(leaves[0]):
+                for store, leaf in zip(stores, rows, strict=True):
                     store[cell : cell + count] = leaf[row : row + count]
             else:
-                for store, leaf in zip(self._leaves, leaves, strict=True):
+                for store, leaf in zip(stores, rows, strict=True):
                     store[cell : cell + count] = leaf
 
     def write_cells(self, leaves: list[Tensor], index: Tensor) -> None:
@@ -198,7 +225,7 @@ class RingStorage(StorageBase):
             return self._view(index)
         flat = index.reshape(-1).to(self.device)
         self.check_filled(flat)
-        batch = new_tensordict(self.gather(flat), flat.shape)
+        batch = new_tensordict(self.gather(flat), flat.shape, None, self.device)
         if index.ndim == 1:
             return batch
         batch = batch.reshape(index.shape)
@@ -237,15 +264,31 @@ class RingStorage(StorageBase):
                 + ("." if self.is_prefix else " and the rings are uneven: sample with UniformSampler.")
             )
 
-    def random_cells(self, count: int) -> Tensor:
+    def __len__(self) -> int:
+        return self._len
+
+    def draw(self, count: int) -> Tensor:
         """Uniformly drawn cells, for TorchRL's ``RandomSampler``.
 
         Raises:
             RuntimeError: the rings are unevenly filled.
         """
         self.check_even("RandomSampler")
-        device = "cpu" if self._rng is None else self._rng.device
-        return torch.randint(len(self), (count,), generator=self._rng, device=device).to(self.device)
+        generator = self.generator
+        device = self.device if generator is None else generator.device
+        return torch.randint(len(self), (count,), generator=generator, device=device).to(self.device)
+
+    def check_seam(self) -> None:
+        """Refuse readers that take neighbouring cells for successive steps, where they are not.
+
+        Raises:
+            RuntimeError: there are several rings.
+        """
+        if self.writer is not None and self.writer.num_envs > 1:
+            raise RuntimeError(
+                f"The cells of {self.writer.num_envs} environments are interleaved, so that TorchRL's slice samplers "
+                "and sequences would mix them; use SequenceSampler of torchrl_lightning."
+            )
 
     def check_even(self, reader: str) -> None:
         """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones.
@@ -266,3 +309,10 @@ def _empty_like(tree: Tree, rows: int) -> Tree:
         key: _empty_like(leaf, rows) if isinstance(leaf, dict) else leaf.new_empty((rows, *leaf.shape[1:]))
         for key, leaf in tree.items()
     }
+
+
+def _arrays(leaves: list[Tensor]) -> list[NDArray[Any]]:
+    try:
+        return [leaf.numpy() for leaf in leaves]
+    except (TypeError, RuntimeError):  # another device, or a dtype that numpy does not know
+        return []

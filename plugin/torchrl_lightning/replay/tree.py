@@ -54,9 +54,9 @@ def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = N
 def gather(tree: Tree, index: Tensor) -> dict[str, Any]:
     """Read rows ``index`` (``[B]``) of every leaf by ``index_select``; nested levels become TensorDicts."""
     return {
-        key: leaf.index_select(0, index)
-        if isinstance(leaf, Tensor)
-        else new_tensordict(gather(leaf, index), index.shape)
+        key: new_tensordict(gather(leaf, index), index.shape, None, index.device)
+        if type(leaf) is dict
+        else leaf.index_select(0, index)
         for key, leaf in tree.items()
     }
 
@@ -66,30 +66,35 @@ def name_of(path: Path) -> str:
     return repr(path[0] if len(path) == 1 else path)
 
 
-def match(tree: Tree, data: TensorDictBase, rows: int) -> list[Tensor] | None:
-    """Leaves of ``data`` (``[rows]``) in the order of ``tree``; None if keys, shapes, dtypes or devices differ."""
-    found: list[Tensor] = []
-    return found if _match(tree, entries_of(data), rows, found) else None
+Plan = list[tuple[str, Any, Any, Any]]
+"""One level of what rows must look like: key, then a plan, or dtype, device and shape of a leaf."""
 
 
-def _match(tree: Tree, entries: dict[str, Any], rows: int, found: list[Tensor]) -> bool:
-    if len(entries) != len(tree):
+def plan_of(tree: Tree, rows: int) -> Plan:
+    """What ``rows`` rows that fit a tree look like, prepared for :func:`match`."""
+    return [
+        (key, plan_of(leaf, rows), None, None)
+        if isinstance(leaf, dict)
+        else (key, leaf.dtype, leaf.device, torch.Size((rows, *leaf.shape[1:])))
+        for key, leaf in tree.items()
+    ]
+
+
+def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
+    """Whether entries have the planned keys, shapes, dtypes and devices; appends the leaves in order."""
+    if len(entries) != len(plan):
         return False
-    for key, leaf in tree.items():
+    for key, dtype, device, shape in plan:
         value = entries.get(key)
-        if isinstance(leaf, dict):
-            if not isinstance(value, TensorDictBase) or not _match(leaf, entries_of(value), rows, found):
+        if shape is None:
+            if not isinstance(value, TensorDictBase) or not match(dtype, entries_of(value), found):
                 return False
-            continue
-        if (
-            not isinstance(value, Tensor)
-            or value.dtype is not leaf.dtype
-            or value.device != leaf.device
-            or value.shape[1:] != leaf.shape[1:]
-            or value.shape[0] != rows
+        elif (
+            isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.device == device
         ):
+            found.append(value.detach() if value.requires_grad else value)
+        else:
             return False
-        found.append(value.detach() if value.requires_grad else value)
     return True
 
 

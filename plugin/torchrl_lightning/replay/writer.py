@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import WriterBase
+from torchrl_lightning._compat import WriterBase, entries_of
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, Ints
 from torchrl_lightning.replay.storage import RingStorage
 
@@ -210,7 +210,10 @@ class RingWriter(WriterBase):
             storage.write_runs(leaves, runs)
             if width == 1:
                 storage.record_cursor((start + steps - 1) % length)
-            storage.set_length(min(start + steps, length) * width if self._even else self._filled_after(None, steps))
+            if self._even and start >= length:
+                storage.touch()
+            else:
+                storage.set_length(min(start + steps, length) * width if self._even else self._filled_after(None, steps))
         self._common = start + steps
         self._positions += steps
         if not self._even:
@@ -269,14 +272,16 @@ class RingWriter(WriterBase):
     def _flags(self, data: TensorDictBase, steps: int) -> tuple[Flags, Flags | None] | None:
         if self.index is None and (self.track_episodes is False or self.write_count):
             return None
-        done = data.get(self.done_key, None)
+        done = _entry(data, self.done_key)
         if self.index is None:
             if done is None:
                 if self.track_episodes:
                     raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
                 return None
             self._make_index()
-        init = data.get(self.init_key, None)
+        if done is None:
+            raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
+        init = _entry(data, self.init_key)
         return _flag(done, steps), None if init is None else _flag(init, steps)
 
     def _make_index(self) -> None:
@@ -359,10 +364,17 @@ class RingWriter(WriterBase):
         return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={self._positions})"
 
 
+def _entry(data: TensorDictBase, key: NestedKey) -> Tensor | None:
+    node: Any = data
+    for part in (key,) if isinstance(key, str) else key:
+        node = entries_of(node).get(part) if isinstance(node, TensorDictBase) else None
+    return node
+
+
 def _flag(value: Tensor, steps: int) -> Flags:
-    flag = value.detach().cpu()
-    flag = flag if flag.dtype == torch.bool else flag != 0
-    array: Flags = flag.numpy()
-    if array.size > value.shape[0]:
-        array = array.reshape(value.shape[0], -1).any(1)
+    flag = value.detach() if value.requires_grad else value
+    flag = flag if flag.is_cpu else flag.cpu()
+    array = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()
+    if array.size > len(array):
+        array = array.reshape(len(array), -1).any(1)
     return array.reshape(steps, -1)
