@@ -76,11 +76,11 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
         for i in range(count):
             node = 2 * found[i]
             left = nodes[node]
-            rest = thresholds[i] - left
-            # Rounding may leave a remainder above the right sum, but an empty side is never entered.
-            right = rest >= 0.0 and nodes[node + 1] > 0.0
-            found[i] = node + int(right)
-            thresholds[i] = rest if right else thresholds[i]
+            # Rounding may leave a remainder above the right sum, but an empty side is never entered. Without branches:
+            # which way a draw goes cannot be predicted, and a wrong guess costs more than the arithmetic.
+            right = int(thresholds[i] >= left) & int(nodes[node + 1] > 0.0)
+            found[i] = node + right
+            thresholds[i] -= right * left
         level *= 2
     for i in range(count):
         found[i] -= width

@@ -270,12 +270,7 @@ class SegmentTree:
 class SumSegmentTree(SegmentTree):
     """The sum of an array, and the search for the element in which a partial sum falls.
 
-    Args:
-        capacity: number of leaves, any positive number.
-        dtype: ``torch.float64`` or ``torch.float32``.
-        device: where the nodes live.
-        name: how errors call this tree.
-        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+    Arguments as in :class:`SegmentTree`.
 
     Example:
         >>> tree = SumSegmentTree(5)
@@ -349,15 +344,7 @@ class SumSegmentTree(SegmentTree):
 
 
 class MinSegmentTree(SegmentTree):
-    """The minimum of an array.
-
-    Args:
-        capacity: number of leaves, any positive number.
-        dtype: ``torch.float64`` or ``torch.float32``.
-        device: where the nodes live.
-        name: how errors call this tree.
-        initial: value of a leaf that was never set; ``math.inf`` leaves such leaves out.
-        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+    """The minimum of an array; arguments as in :class:`SegmentTree`, ``initial=math.inf`` leaves unset leaves out.
 
     Example:
         >>> tree = MinSegmentTree(2)
@@ -380,15 +367,7 @@ class MinSegmentTree(SegmentTree):
 
 
 class MaxSegmentTree(SegmentTree):
-    """The maximum of an array.
-
-    Args:
-        capacity: number of leaves, any positive number.
-        dtype: ``torch.float64`` or ``torch.float32``.
-        device: where the nodes live.
-        name: how errors call this tree.
-        initial: value of a leaf that was never set; ``-math.inf`` leaves such leaves out.
-        backend: ``"numba"``, ``"torch"`` or ``"auto"``.
+    """The maximum of an array; arguments as in :class:`SegmentTree`, ``initial=-math.inf`` leaves unset leaves out.
 
     Example:
         >>> tree = MaxSegmentTree(3)

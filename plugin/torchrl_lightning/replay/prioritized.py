@@ -1,0 +1,356 @@
+"""Prioritized experience replay without compiled TorchRL symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey, unravel_key
+from torch import Tensor
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_lightning.replay.priorities import STATE_KEYS, Priorities
+from torchrl_lightning.replay.sampling import OwnGenerator, check_entries, read_state, save_state, stored_cells
+
+STATE_VERSION = 1
+WEIGHT_NORMS = ("batch", "buffer", None)
+REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "mean": torch.mean,
+    "median": lambda x, dim: x.median(dim).values,
+}
+FILE = "priorities.safetensors"
+
+
+class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
+    """Draws cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
+
+    Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest of the batch or of the buffer. New data get
+    the highest priority so far, ``initial_priority`` at least. Samples and updates cost ``O(batch * log capacity)``,
+    setting ``alpha`` costs ``O(capacity)``, setting ``beta`` nothing; TorchRL's schedulers set both. Cells that hold
+    nothing are never drawn.
+
+    A batch carries ``priority_weight`` and ``write_generation``, both ``[B]``. Who hands the latter back to
+    :meth:`update_priority` has updates of cells ignored that were overwritten in between.
+
+    Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
+
+    Args:
+        max_capacity: the ``max_size`` of the storage.
+        alpha: exponent of the priorities, not negative; 0 draws uniformly.
+        beta: exponent of the importance weights, not negative; 1 corrects the bias in full.
+        eps: added to every priority.
+        dtype: of priorities and trees.
+        reduction: how priorities with further dimensions become one for each cell: max, min, mean or median.
+        max_priority_within_buffer: new data get the highest priority that is still stored, not the highest ever given.
+        device: where the trees live, the CPU by default.
+        priority_key: where a loss writes the new priorities; for those who ask the sampler for it.
+        stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
+        weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
+        initial_priority: least priority of new data.
+        generator: random generator; the buffer's takes its place.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0, eps=0.0)
+        >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> index = buffer.extend(TensorDict({"a": torch.arange(3)}, [3]))
+        >>> buffer.update_priority(index, torch.tensor([0.0, 1.0, 3.0]))
+        >>> batch = buffer.sample()
+        >>> batch["index"].tolist(), batch["priority_weight"].tolist()
+        ([1, 2, 2, 2], [1.0, 0.333..., 0.333..., 0.333...])
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float64,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        priority_key: NestedKey = "td_error",
+        stratified: bool = True,
+        weight_norm: str | None = "batch",
+        initial_priority: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        # TorchRL's own __init__ would build its compiled trees, which do not load with every torch.
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {tuple(REDUCTIONS)}, got {reduction!r}.")
+        if weight_norm not in WEIGHT_NORMS:
+            raise ValueError(f"weight_norm must be one of {WEIGHT_NORMS}, got {weight_norm!r}.")
+        eps, self.initial_priority = _not_negative("eps", eps), _not_negative("initial_priority", initial_priority)
+        self._beta = _not_negative("beta", beta)
+        self.table = Priorities(
+            max_capacity,
+            _not_negative("alpha", alpha),
+            eps,
+            dtype=dtype,
+            device="cpu" if device is None else device,
+            keep_lowest=weight_norm == "buffer",
+            keep_highest=max_priority_within_buffer,
+        )
+        self.reduction = reduction
+        self.priority_key = unravel_key(priority_key if isinstance(priority_key, str) else tuple(priority_key))
+        self.stratified = stratified
+        self.weight_norm = weight_norm
+        self._own_rng = generator
+
+    @property
+    def max_size(self) -> int:
+        """Number of cells that priorities are kept for."""
+        return self.table.capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of priorities and trees."""
+        return self.table.tree.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trees live."""
+        return self.table.tree.device
+
+    @property
+    def eps(self) -> float:
+        """What is added to every priority."""
+        return self.table.eps
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities; setting it goes over all of them, from what they were set to."""
+        return self.table.alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.table.change_alpha(_not_negative("alpha", value))
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _not_negative("beta", value)
+
+    @property
+    def default_priority(self) -> float:
+        """Priority of new data."""
+        return max(self.initial_priority, self.table.maximum)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Draw cells.
+
+        Args:
+            storage: what the cells are in.
+            batch_size: how many.
+
+        Returns:
+            Cells ``[B]`` (coordinates for a storage of several dimensions), and ``priority_weight`` (float32) and
+            ``write_generation`` of each.
+
+        Raises:
+            RuntimeError: nothing is stored, or all priorities are zero.
+            ValueError: the storage is larger than ``max_capacity``.
+        """
+        self._adopt(storage)
+        table = self.table
+        if not table.count:
+            raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
+        index, leaves = table.draw(batch_size, self.generator, self.stratified)
+        info = {
+            "priority_weight": self._weights(leaves),
+            "write_generation": table.generations.index_select(0, index),
+        }
+        return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
+
+    def _weights(self, leaves: Tensor) -> Tensor:
+        if self._beta == 0:
+            return torch.ones(leaves.shape, device=leaves.device)
+        table = self.table
+        if self.weight_norm == "batch":
+            base: float | Tensor = leaves.amin()
+        elif table.lowest is not None:
+            # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
+            lowest = float(table.power(table.lowest.summary()))
+            base = lowest if lowest > 0 else leaves.amin()
+        else:
+            base = table.total / table.count
+        return (leaves / base).pow_(-self._beta).to(torch.float32)
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | Tensor | tuple[Tensor, ...],
+        priority: float | Tensor,
+        *,
+        storage: Storage | None = None,
+        generation: Tensor | None = None,
+    ) -> None:
+        """Change the priorities of cells; where a cell comes twice, the last one stays.
+
+        Cells that hold nothing are left alone, and so are those whose ``generation`` is another by now.
+
+        Args:
+            index: cells, any shape; coordinates ``[B, ndim]`` for a storage of several dimensions; -1 for nothing.
+            priority: one for all, one for each cell, or with further dimensions (see ``reduction``).
+            storage: needed where it has several dimensions.
+            generation: the batch's ``write_generation``.
+
+        Raises:
+            IndexError: a cell out of range.
+            ValueError: a priority is negative, NaN or infinite, or shapes do not fit.
+        """
+        if storage is not None:
+            self._adopt(storage)
+        cells = self._cells(index, storage)
+        value = torch.as_tensor(priority, device=self.device).detach()
+        count = cells.numel()
+        if value.numel() == 1:
+            value = value.reshape(1).expand(count)
+        elif value.numel() != count:
+            if not count or value.numel() % count or value.shape[0] != count:
+                raise ValueError(
+                    f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}]."
+                )
+            value = REDUCTIONS[self.reduction](value.reshape(count, -1), 1)
+        value = value.to(self.dtype).reshape(-1).contiguous()
+        if generation is not None:
+            generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1).contiguous()
+            if len(generation) != count:
+                raise ValueError(f"Got {len(generation)} generations for {count} cells; hand back the batch's own.")
+        self.table.update(cells, value, generation)
+
+    @torch.no_grad()
+    def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:
+        """Give cells that were just written the priority of new data; called by the storage.
+
+        Raises:
+            ValueError: the storage is larger than ``max_capacity``.
+        """
+        if storage is not None:
+            self._check_capacity(storage)
+        if isinstance(index, slice):
+            index = range(*index.indices(self.max_size))
+        if isinstance(index, range):
+            index = torch.arange(index.start, index.stop, index.step)
+        self.table.mark(self._cells(index, storage), self.default_priority)
+
+    def add(self, index: Any) -> None:
+        """Nothing to do: :meth:`mark_update` came first."""
+
+    def extend(self, index: Any) -> None:
+        """Nothing to do: :meth:`mark_update` came first."""
+
+    def _cells(self, index: Any, storage: Storage | None) -> Tensor:
+        if isinstance(index, tuple):
+            index = torch.stack(index, -1)
+        cells = torch.as_tensor(index, device=self.device)
+        if cells.dtype != torch.int64:
+            if cells.dtype.is_floating_point or cells.dtype is torch.bool:
+                raise TypeError(f"Indices must be integers, got {cells.dtype}.")
+            cells = cells.to(torch.int64)
+        if storage is not None and storage.ndim > 1 and cells.ndim > 1:
+            flat = cells[..., 0]
+            for axis, size in enumerate(storage.shape[1:], start=1):
+                flat = flat * size + cells[..., axis]
+            cells = flat
+        return cells.reshape(-1).contiguous()
+
+    def _adopt(self, storage: Storage) -> None:
+        # A storage that was filled before this sampler came to it never told it what was written.
+        if not self.table.count and len(storage):
+            self._check_capacity(storage)
+            self.table.mark(stored_cells(storage).to(self.device), self.default_priority)
+
+    def _check_capacity(self, storage: Storage) -> None:
+        size = storage.max_size
+        if size > self.max_size:
+            raise ValueError(
+                f"The storage has {size} cells, this sampler keeps {self.max_size} priorities; "
+                f"build it with max_capacity={size}."
+            )
+
+    def clear(self) -> None:
+        """Forget all priorities; called by ``ReplayBuffer.empty``."""
+        self.table.clear()
+
+    def _empty(self) -> None:
+        self.clear()
+
+    def _init(self) -> None:
+        self.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exponents, priorities, tree leaves and the generator: tensors and scalars, copies, only what is filled."""
+        return {
+            "schema_version": STATE_VERSION,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "eps": self.eps,
+            **self.table.state_dict(),
+            "generator": self.generator.get_state().clone(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly: the next sample is the one that would have come next.
+
+        Raises:
+            ValueError: another version, capacity or dtype, a missing entry, or priorities that cannot be.
+        """
+        self.check_state(state_dict)
+        self.generator.set_state(state_dict["generator"].cpu())
+        self._beta = float(state_dict["beta"])
+        self.table.alpha, self.table.eps = float(state_dict["alpha"]), float(state_dict["eps"])
+        self.table.load_state_dict(state_dict)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit; nothing is changed.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        keys = {"alpha", "beta", "eps", *STATE_KEYS}
+        check_entries(state_dict, "prioritized sampler", STATE_VERSION, keys, self.generator)
+        for name in ("alpha", "beta", "eps"):
+            _not_negative(f"The state's {name}", state_dict[name])
+        self.table.check_state(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder, as a safetensors file that replaces an older one only when it is whole."""
+        save_state(Path(path) / FILE, self.state_dict())
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: the file is truncated, corrupted or foreign, or its state does not fit.
+        """
+        self.load_state_dict(read_state(Path(path) / FILE))
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
+        )
+
+
+def _not_negative(name: str, value: float) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+    return number
