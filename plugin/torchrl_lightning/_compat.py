@@ -7,7 +7,8 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -76,7 +77,7 @@ class StorageBase(LazyTensorStorage):
 
     def set_length(self, length: int) -> None:
         """Declare how many cells are filled, and that the content changed."""
-        if self._len != length:
+        if len(self) != length:
             self._len = length
         self._bump_mutation_revision()
 
@@ -110,6 +111,11 @@ class StorageBase(LazyTensorStorage):
     def record_cursor(self, row: int) -> None:
         """Tell TorchRL which row was written last."""
         self._set_last_cursor(row)
+
+    @property
+    def cursor(self) -> int:
+        """The row that was written last; -1 if there is none."""
+        return -1 if self._last_cursor is None else int(self._last_cursor)
 
     def clear(self) -> None:
         """Forget the stored data; called by ``ReplayBuffer.empty``."""
@@ -212,7 +218,7 @@ class BufferBase(TensorDictReplayBuffer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform or collation."""
+        """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform, collation."""
         return not (
             self._prefetch
             or self._pin_memory
@@ -233,7 +239,11 @@ class BufferBase(TensorDictReplayBuffer):
     def conflicts(self, batch_size: int | None) -> bool:
         """Whether TorchRL has yet to say something about this batch size."""
         own = self._batch_size
-        return own is None if batch_size is None else not (own is None or own == batch_size or self._warned_batch_size_conflict)
+        return (
+            own is None
+            if batch_size is None
+            else not (own is None or own == batch_size or self._warned_batch_size_conflict)
+        )
 
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T]) -> T:
         """Let the sampler draw and ``fetch(index, info)`` read, under TorchRL's locks."""
@@ -249,6 +259,45 @@ class BufferBase(TensorDictReplayBuffer):
             index = self._writer.extend(data, *args)
             self._sampler.extend(index)
         return index
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The random generator."""
+        return self._rng
+
+    def restore_generator(self, state: Mapping[str, Any]) -> None:
+        """Set the generator to a state; the object stays the same, unless the state is of another device."""
+        if str(self._rng.device) != state["device"]:
+            self.set_rng(torch.Generator(state["device"]))
+        self._rng.set_state(state["state"])
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Exchange the sampler and hand it the generator, which TorchRL forgets; returns the old one."""
+        previous = super().set_sampler(sampler)
+        sampler._rng = self._rng
+        return previous
+
+    @contextmanager
+    def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
+        """Hold everything still, and give the batches that were prefetched and not yet delivered."""
+        with self._capture_prefetch_state(clone_queue=False) as state:
+            yield list(state["queue"])
+
+    def put_prefetched(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
+        """Replace the prefetched batches.
+
+        Raises:
+            ValueError: there are more than ``prefetch`` allows.
+        """
+        if len(batches) > self._prefetch_cap:
+            raise ValueError(
+                f"The state holds {len(batches)} prefetched batches, this buffer has prefetch={self._prefetch_cap}; "
+                f"build it with prefetch={len(batches)} or more."
+            )
+        with self._futures_lock:
+            self._clear_prefetch_queue_locked()
+            state = {"version": 1, "capacity": self._prefetch_cap, "queue": batches}
+            self._restore_prefetch_queue_locked(state, clone_queue=False)
 
     def drop_prefetched(self) -> None:
         """Wait for prefetched batches and forget them."""

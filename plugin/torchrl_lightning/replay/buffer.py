@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import BufferBase, new_tensordict
+from torchrl_lightning.replay.buffer_state import find_cells, gather_state, place_of, restore_state
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -122,7 +126,7 @@ class ExperienceBuffer(BufferBase):
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
-        storage, _, writer = self.parts
+        storage, _, _ = self.parts
         if (
             return_info
             or include_info is not None
@@ -135,8 +139,10 @@ class ExperienceBuffer(BufferBase):
         return batch
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        storage = self.storage
-        if not isinstance(index, Tensor) or index.ndim != 1:
+        storage = self.parts[0]
+        if not storage.is_prefix and type(self.sampler).__module__.startswith("torchrl."):
+            storage.check_even(type(self.sampler).__name__)
+        if not isinstance(index, Tensor) or index.ndim != 1 or not storage.is_prefix:
             batch = storage.get(index)
             batch.set("index", torch.as_tensor(index))
         else:
@@ -148,6 +154,59 @@ class ExperienceBuffer(BufferBase):
         for key, value in info.items():
             batch.set(key, value)
         return batch
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy of everything that decides what is sampled next: tensors and scalars only."""
+        return gather_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly: the next samples are those of the original.
+
+        Raises:
+            ValueError: another version, capacity, number of environments, sampler, or other keys, shapes or dtypes;
+                nothing is changed.
+        """
+        restore_state(self, state_dict)
+
+    def dumps(self, path: str | Path, *, copy: bool | None = None) -> None:
+        """Write the state to a folder: streamed, atomic, without pickle.
+
+        Args:
+            path: the folder.
+            copy: whether memory-mapped cells are copied; by default unless they lie in ``path``. With False the state
+                refers to them where they are: what is overwritten there later is missing when the state is read.
+
+        Raises:
+            OSError: the disk is full or not writable; an earlier state stays whole.
+        """
+        storage, folder = self.parts[0], Path(path).absolute()
+        place = place_of(storage, folder, copy) if isinstance(storage, RingStorage) else None
+        if place is not None:
+            storage.sync()
+        with self.at_rest():
+            write_state(folder, gather_state(self, copy=False, in_place=place))
+
+    def loads(self, path: str | Path, *, copy: bool | None = None) -> None:
+        """Read a state from a folder.
+
+        Args:
+            path: the folder.
+            copy: whether memory-mapped cells are copied; by default unless this storage's ``scratch_dir`` is where they
+                lie: then they are used there at once.
+
+        Raises:
+            FileNotFoundError: there is no state.
+            ValueError: the state is damaged, foreign, or does not fit; nothing is changed.
+        """
+        storage, folder = self.parts[0], Path(path).absolute()
+        state = read_state(folder)
+        try:
+            cells = find_cells(storage, folder, state, copy) if isinstance(storage, RingStorage) else None
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"The saved state in {folder} is foreign: {error}.") from error
+        restore_state(self, state, cells=cells)
 
     # ------------------------------------------------------------------ priorities
 

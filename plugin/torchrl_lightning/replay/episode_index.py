@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from torchrl_lightning._compat import entries_of
+from torchrl_lightning.replay.rings import Ints
+
 Flags = NDArray[np.bool_]
 
 
@@ -102,7 +106,7 @@ class EpisodeIndex:
             self.cut(env[init[0] & self._open[env]])
             starts |= init
         oldest = np.maximum(start + steps - self.length, self._floor[env])
-        self._keep_headless_end(env, start, oldest)
+        self.keep_headless_end(env, start, oldest)
 
         position = start + np.arange(steps)[:, None]
         begin = np.where(starts, position, -1)
@@ -125,8 +129,14 @@ class EpisodeIndex:
         headless = ~kept & (end >= oldest)
         self._headless_end[env[headless]] = end[headless]
 
-    def _keep_headless_end(self, env: Ints, start: Ints, oldest: Ints) -> None:
-        # The step that is about to become the oldest may lose the first step of its episode, where the end is noted.
+    def keep_headless_end(self, env: Ints, start: Ints, oldest: Ints) -> None:
+        """Remember where episodes end whose first step, which knows it, is about to go.
+
+        Args:
+            env: whose, ``[M]``.
+            start: their next positions, ``[M]``.
+            oldest: what will be the oldest steps, ``[M]``.
+        """
         survives = (oldest < start) & (oldest > np.maximum(start - self.length, self._floor[env]))
         env, oldest = env[survives], oldest[survives]
         begin, end = self._bounds(env, oldest)
@@ -252,3 +262,21 @@ class EpisodeIndex:
 
 def _array(value: Tensor) -> Ints:
     return torch.as_tensor(value, dtype=torch.int64).cpu().numpy()
+
+
+def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """An entry, or None; without the checks of ``get``."""
+    node: Any = data
+    for part in (key,) if isinstance(key, str) else key:
+        node = entries_of(node).get(part) if isinstance(node, TensorDictBase) else None
+    return node
+
+
+def flag_of(value: Tensor, steps: int) -> Flags:
+    """A flag of time-major rows, whatever its trailing shape, as ``[T, M]``."""
+    flag = value.detach() if value.requires_grad else value
+    flag = flag if flag.is_cpu else flag.cpu()
+    array: Flags = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()
+    if array.size > len(array):
+        array = np.any(array.reshape(len(array), -1), axis=1)
+    return array.reshape(steps, -1)

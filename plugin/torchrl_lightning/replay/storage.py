@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import StorageBase, entries_of, new_tensordict
+from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.replay.cells import Cells
+from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
+from torchrl_lightning.replay.files import Rows, read_state, write_state
+from torchrl_lightning.replay.memmap import WriteMarks, allocate_files, map_files, sync_files
 from torchrl_lightning.replay.memory import check_room
-from torchrl_lightning.replay.memmap import allocate_files
-from torchrl_lightning.replay.tree import (
-    Plan,
-    Tree,
-    difference,
-    gather,
-    leaves_of,
-    match,
-    plan_of,
-    row_bytes,
-    to_tensordict,
-    tree_of,
-)
+from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, row_bytes, to_tensordict, tree_of
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.writer import RingWriter
-
-SMALL = 1024
-"""Up to so many rows, numpy's smaller overhead wins."""
-Cells = Sequence[tuple[int, int, int]]
-"""Runs of cells: (first row of the data, first cell, how many)."""
 
 
 class RingStorage(StorageBase):
@@ -74,12 +60,30 @@ class RingStorage(StorageBase):
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
         super().__init__(int(max_size), device=device, compilable=compilable)
+        self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self.tree: Tree = {}
-        self._leaves: list[Tensor] = []
-        self._arrays: list[NDArray[Any]] = []
-        self._plans: dict[int, Plan] = {}
+        self.cells: Cells | None = None
         self._writer: weakref.ref[RingWriter] | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> RingStorage:
+        """Map the files that an earlier storage left in its ``scratch_dir``, without copying.
+
+        The files alone do not say which cells are filled: ``buffer.loads`` does.
+
+        Raises:
+            FileNotFoundError: there is no ring in the folder.
+            ValueError: it is damaged or foreign.
+        """
+        cells, rows = map_files(Path(path))
+        storage = cls(rows, scratch_dir=path)
+        storage.adopt(cells)
+        return storage
+
+    @property
+    def tree(self) -> Tree:
+        """The leaves, ``[max_size, ...]`` each; empty before the first write."""
+        return {} if self.cells is None else self.cells.tree
 
     @property
     def writer(self) -> RingWriter | None:
@@ -96,6 +100,12 @@ class RingStorage(StorageBase):
         writer = self.writer
         return writer is None or writer.is_even
 
+    def marks(self, num_envs: int) -> WriteMarks | None:
+        """The marks of writing of memory-mapped files; None in memory."""
+        if self.scratch_dir is None or not self.tree:
+            return None
+        return WriteMarks(self.scratch_dir, num_envs, self.max_size // num_envs)
+
     # ------------------------------------------------------------------ writing
 
     def check(self, data: TensorDictBase, rows: int) -> list[Tensor]:
@@ -104,21 +114,10 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: keys, shapes, dtypes or the device differ from what is stored, or there is not enough memory.
         """
-        if not self.tree:
+        if self.cells is None:
             self.allocate(data)
-        plan = self._plans.get(rows)
-        if plan is None:
-            if len(self._plans) > 16:
-                self._plans.clear()
-            plan = self._plans[rows] = plan_of(self.tree, rows)
-        found: list[Tensor] = []
-        if not match(plan, entries_of(data), found):
-            wrong = difference(self.tree, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
-            raise ValueError(
-                f"The data does not fit what is stored: {wrong}. "
-                "Write the same keys, shapes and dtypes every time (data.select, data.to), or use a new buffer."
-            )
-        return found
+        assert self.cells is not None
+        return self.cells.match(data, rows)
 
     def allocate(self, data: TensorDictBase) -> None:
         """Reserve memory for ``max_size`` rows like those of ``data`` (batch size ``[n]``).
@@ -131,11 +130,11 @@ class RingStorage(StorageBase):
         if not found:
             raise ValueError("Cannot store data without entries.")
         devices = {leaf.device for leaf in found.values()}
-        device = next(iter(devices)) if self.device == "auto" else self.device
+        device = next(iter(devices)) if self.device == "auto" else torch.device(self.device)
         if devices != {device}:
             raise ValueError(
-                f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it with data.to('{device}') "
-                f"or build the storage with device=."
+                f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it, "
+                f"data.to('{device}'), or build the storage with device=."
             )
         check_room(row_bytes(tree) * self.max_size, device, self.scratch_dir, f"RingStorage({self.max_size})")
         self.device = device
@@ -143,39 +142,16 @@ class RingStorage(StorageBase):
             if self.scratch_dir is not None:
                 cells = allocate_files(self.scratch_dir, tree, self.max_size)
             else:
-                cells = _empty_like(tree, self.max_size)
+                cells = map_leaves(lambda leaf: leaf.new_empty((self.max_size, *leaf.shape[1:])), tree)
         self.adopt(cells)
 
-    def adopt(self, cells: Tree) -> None:
+    def adopt(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells."""
-        self.tree = cells
-        self._leaves = [leaf for _, leaf in leaves_of(cells)]
-        self._arrays = _arrays(self._leaves)
-        self._plans = {}
-        self.data = to_tensordict(cells, torch.Size([self.max_size]), self.device)
+        self.cells = Cells(tree)
+        self.data = to_tensordict(tree, torch.Size([self.max_size]), torch.device(self.device))
 
     def _init(self, data: TensorDictBase) -> None:
         self.allocate(data.unsqueeze(0))
-
-    def write_runs(self, leaves: list[Tensor], runs: Cells) -> None:
-        """Copy checked leaves into runs of cells."""
-        if self._arrays and len(leaves[0]) <= SMALL and all(type(leaf) is Tensor for leaf in leaves):
-            stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
-        else:
-            stores, rows = self._leaves, leaves
-        for row, cell, count in runs:
-            if row or count != len(leaves[0]):
-                for store, leaf in zip(stores, rows, strict=True):
-                    store[cell : cell + count] = leaf[row : row + count]
-            else:
-                for store, leaf in zip(stores, rows, strict=True):
-                    store[cell : cell + count] = leaf
-
-    def write_cells(self, leaves: list[Tensor], index: Tensor) -> None:
-        """Copy checked leaves into scattered cells."""
-        index = index.to(self.device)
-        for store, leaf in zip(self._leaves, leaves, strict=True):
-            store.index_copy_(0, index, leaf)
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write cells, as TorchRL's writers do; an integer cursor takes one row without batch dimension.
@@ -195,7 +171,8 @@ class RingStorage(StorageBase):
         if index.numel() and (int(index.min()) < -self.max_size or int(index.max()) >= self.max_size):
             raise IndexError(f"Cell {int(index.max())} does not exist; the storage has {self.max_size} cells.")
         leaves = self.check(data, index.numel())
-        self.write_cells(leaves, index % self.max_size)
+        assert self.cells is not None
+        self.cells.scatter(leaves, index % self.max_size)
         if set_cursor:
             self.record_cursor(int(index[-1]))
             self.set_length(min(max(len(self), int(index.max()) + 1), self.max_size))
@@ -206,7 +183,8 @@ class RingStorage(StorageBase):
 
     def gather(self, index: Tensor) -> dict[str, Any]:
         """Entries of the cells ``index`` (``[B]`` int64 on the storage's device), unchecked."""
-        return gather(self.tree, index)
+        assert self.cells is not None
+        return self.cells.gather(index)
 
     def get(self, index: Any) -> TensorDictBase:
         """Read cells; a tensor of indices of any shape is gathered leaf by leaf, anything else is a view.
@@ -217,15 +195,15 @@ class RingStorage(StorageBase):
             RuntimeError: nothing is stored.
             IndexError: a cell that holds nothing.
         """
-        if not self.tree:
+        if self.cells is None:
             raise RuntimeError("The storage is empty: write something first (extend).")
-        if isinstance(index, list | tuple | range) and not isinstance(index, tuple):
+        if isinstance(index, list | range):
             index = torch.as_tensor(index)
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
         flat = index.reshape(-1).to(self.device)
         self.check_filled(flat)
-        batch = new_tensordict(self.gather(flat), flat.shape, None, self.device)
+        batch = new_tensordict(self.gather(flat), flat.shape, None, flat.device)
         if index.ndim == 1:
             return batch
         batch = batch.reshape(index.shape)
@@ -234,6 +212,7 @@ class RingStorage(StorageBase):
         return batch
 
     def _view(self, index: Any) -> TensorDictBase:
+        assert self.data is not None
         if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
             self.check_filled(torch.as_tensor(int(index)).reshape(1))
             return self.data[int(index)]
@@ -257,7 +236,9 @@ class RingStorage(StorageBase):
             low, high = torch.aminmax(index)
             wrong = index[(index < 0) | (index >= length)] if int(low) < 0 or int(high) >= length else None
         else:
-            wrong = index[~self.writer.is_filled(index)]
+            writer = self.writer
+            assert writer is not None
+            wrong = index[~writer.is_filled(index).to(index.device)]
         if wrong is not None and wrong.numel():
             raise IndexError(
                 f"Cell {int(wrong[0])} holds nothing; {length} of {self.max_size} cells are filled"
@@ -296,23 +277,95 @@ class RingStorage(StorageBase):
         Raises:
             RuntimeError: the rings are unevenly filled.
         """
-        if not self.is_prefix:
+        writer = self.writer
+        if writer is not None and not writer.is_even:
             raise RuntimeError(
-                f"{reader} cannot read unevenly filled rings ({self.writer.filled.tolist()} steps of "
-                f"{self.writer.num_envs} environments); use UniformSampler, PrioritizedSampler or SequenceSampler of "
-                "torchrl_lightning."
+                f"{reader} cannot read unevenly filled rings ({writer.filled.tolist()} steps of {writer.num_envs} "
+                "environments); use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
             )
 
+    # ------------------------------------------------------------------ state
 
-def _empty_like(tree: Tree, rows: int) -> Tree:
-    return {
-        key: _empty_like(leaf, rows) if isinstance(leaf, dict) else leaf.new_empty((rows, *leaf.shape[1:]))
-        for key, leaf in tree.items()
-    }
+    def state_dict(self, *, copy: bool = True, in_place: str | None = None) -> dict[str, Any]:
+        """The filled part: tensors and scalars only.
 
+        Args:
+            copy: give copies; otherwise views, and :class:`Rows` where the filled part is not in one piece.
+            in_place: refer to memory-mapped files by this path instead of giving the data.
+        """
+        writer = self.writer
+        cells = None if writer is None or writer.is_even else writer.filled_cells()
 
-def _arrays(leaves: list[Tensor]) -> list[NDArray[Any]]:
-    try:
-        return [leaf.numpy() for leaf in leaves]
-    except (TypeError, RuntimeError):  # another device, or a dtype that numpy does not know
-        return []
+        def part(leaf: Tensor) -> Any:
+            if cells is None:
+                return leaf[: len(self)].clone() if copy else leaf[: len(self)]
+            return leaf.index_select(0, cells.to(leaf.device)) if copy else Rows(leaf, cells)
+
+        return {
+            "schema_version": STATE_VERSION,
+            "max_size": self.max_size,
+            "count": len(self),
+            "cells": cells,
+            "cursor": self.cursor,
+            "files": in_place,
+            "data": map_leaves(part, self.tree) if self.tree and in_place is None else None,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly.
+
+        Raises:
+            ValueError: another version, capacity, or other keys, shapes or dtypes; nothing is changed.
+        """
+        self.check_state(state_dict)
+        count, cells = state_dict["count"], state_dict["cells"]
+        if state_dict["data"] is not None:
+            data = to_tensordict(state_dict["data"], torch.Size([count])).to(self.device)
+            leaves = self.check(data, count)
+            assert self.cells is not None
+            if count and cells is None:
+                self.cells.copy(leaves, [(0, 0, count)])
+            elif count:
+                self.cells.scatter(leaves, cells)
+        if state_dict["cursor"] >= 0:
+            self.record_cursor(state_dict["cursor"])
+        self.set_length(count)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit; nothing is changed.
+
+        Raises:
+            ValueError: another version, capacity, or other keys, shapes or dtypes.
+        """
+        check_cells_state(state_dict, self.max_size, self.tree)
+
+    def sync(self) -> None:
+        """Make memory-mapped cells reach the disk."""
+        if self.scratch_dir is not None and self.tree:
+            sync_files(self.scratch_dir)
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder, atomically."""
+        write_state(Path(path), self.state_dict(copy=False))
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from a folder.
+
+        Raises:
+            ValueError: it is damaged, foreign, or does not fit.
+        """
+        self.load_state_dict(read_state(Path(path)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        writer, self._writer = self._writer, None  # weak references do not travel; the writer registers again
+        try:
+            state = super().__getstate__()
+        finally:
+            self._writer = writer
+        return {**state, "_writer": None, "cells": None, "_cells": self.tree}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tree = state.pop("_cells")
+        super().__setstate__(state)
+        if tree:
+            self.adopt(tree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from leaves_of(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """Apply a function to every leaf."""
+    return {k: map_leaves(function, leaf) if isinstance(leaf, dict) else function(leaf) for k, leaf in tree.items()}
 
 
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
@@ -89,29 +94,27 @@ def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
         if shape is None:
             if not isinstance(value, TensorDictBase) or not match(dtype, entries_of(value), found):
                 return False
-        elif (
-            isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.device == device
-        ):
+        elif isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.device == device:
             found.append(value.detach() if value.requires_grad else value)
         else:
             return False
     return True
 
 
-def difference(tree: Tree, data: TensorDictBase) -> str:
+def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
     """Say in words how the leaves of ``data`` differ from those that are stored."""
     stored, given = dict(leaves_of(tree)), dict(leaves_of(tree_of(data)))
     parts = [f"{name_of(path)} is missing" for path in stored.keys() - given.keys()]
     parts += [f"{name_of(path)} is new" for path in given.keys() - stored.keys()]
     for path in stored.keys() & given.keys():
-        here, there = _describe(stored[path]), _describe(given[path])
+        here, there = _describe(stored[path], devices), _describe(given[path], devices)
         if here != there:
             parts.append(f"{name_of(path)} is {there}, stored is {here}")
     return "; ".join(sorted(parts))
 
 
-def _describe(leaf: Tensor) -> str:
-    return f"{list(leaf.shape[1:])} {leaf.dtype} on {leaf.device}"
+def _describe(leaf: Tensor, devices: bool) -> str:
+    return f"{list(leaf.shape[1:])} {leaf.dtype}" + (f" on {leaf.device}" if devices else "")
 
 
 def row_bytes(tree: Tree) -> int:

@@ -13,19 +13,22 @@ from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import WriterBase, entries_of
-from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, Ints
+from torchrl_lightning._compat import WriterBase
+from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
+from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, entry_of, flag_of
+from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.replay.memmap import WriteMarks
+from torchrl_lightning.replay.rings import Ints, Rings
 from torchrl_lightning.replay.storage import RingStorage
 
-STATE_VERSION = 1
 
-
-class RingWriter(WriterBase):
+class RingWriter(WriterBase, Rings):
     """Writes one ring per environment into one flat storage.
 
-    Every environment has its own cursor and an ever-increasing position; ``cell = (position % length) * num_envs + env``.
-    So one step of all environments is one slice copy, an even write at most two, and a write for some environments one
-    indexed copy. While the rings are evenly filled, TorchRL's samplers see an ordinary storage.
+    Every environment has its own cursor and an ever-increasing position;
+    ``cell = (position % length) * num_envs + env``. So one step of all environments is one slice copy, an even write at
+    most two, and a write for some environments one indexed copy. While the rings are evenly filled, TorchRL's samplers
+    see an ordinary storage.
 
     Args:
         num_envs: number of rings; must divide the storage's ``max_size``.
@@ -57,20 +60,15 @@ class RingWriter(WriterBase):
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
     ) -> None:
-        super().__init__()
+        WriterBase.__init__(self)
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
             raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
-        self.num_envs = num_envs
-        self.length = 0
+        Rings.__init__(self, num_envs)
         self.track_episodes = track_episodes
         self.done_key = unravel_key(done_key if isinstance(done_key, str) else tuple(done_key))
         self.init_key = unravel_key(init_key if isinstance(init_key, str) else tuple(init_key))
         self.index: EpisodeIndex | None = None
-        self._positions: Ints = np.zeros(num_envs, np.int64)
-        self._floor: Ints = np.zeros(num_envs, np.int64)
-        self._common: int | None = 0  # the position of all environments, while it is one
-        self._even = True
-        self._ids = np.arange(num_envs)
+        self._marks: WriteMarks | None = None
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -90,59 +88,6 @@ class RingWriter(WriterBase):
         self.length = storage.max_size // self.num_envs
         if isinstance(storage, RingStorage):
             storage.set_writer(self)
-
-    # ------------------------------------------------------------------ where things are
-
-    @property
-    def positions(self) -> Tensor:
-        """Next position of every environment, ``[num_envs]`` int64; a live view, do not write to it."""
-        return torch.from_numpy(self._positions)
-
-    @property
-    def oldest(self) -> Tensor:
-        """Position of the oldest stored step of every environment, ``[num_envs]``."""
-        return torch.from_numpy(self._oldest())
-
-    @property
-    def filled(self) -> Tensor:
-        """Stored steps of every environment, ``[num_envs]``."""
-        return torch.from_numpy(self._positions - self._oldest())
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
-        return self._even
-
-    def _oldest(self) -> Ints:
-        return np.maximum(self._positions - self.length, self._floor)
-
-    def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Cells of steps: ``(position % length) * num_envs + env``."""
-        return positions % self.length * self.num_envs + env_ids
-
-    def env_of(self, index: Tensor) -> Tensor:
-        """Environments that cells belong to."""
-        return index % self.num_envs
-
-    def position_of(self, index: Tensor) -> Tensor:
-        """Positions of what cells hold now; below ``oldest`` (or negative) where a cell holds nothing."""
-        slot = torch.div(index, self.num_envs, rounding_mode="floor")
-        newest = (self._common - 1) if self._common is not None else self.positions[index % self.num_envs] - 1
-        return newest - (newest - slot) % self.length
-
-    def is_filled(self, index: Tensor) -> Tensor:
-        """Whether cells hold a step."""
-        index = index.cpu()
-        inside = (index >= 0) & (index < self.length * self.num_envs)
-        index = index.clamp(0, self.length * self.num_envs - 1)
-        return inside & (self.position_of(index) >= self.oldest[index % self.num_envs])
-
-    def filled_cells(self) -> Tensor:
-        """All cells that hold a step, in ascending order."""
-        if self._even:
-            return torch.arange(int((self._positions - self._oldest()).sum()))
-        cells = torch.arange(self.length * self.num_envs)
-        return cells[self.is_filled(cells)]
 
     # ------------------------------------------------------------------ writing
 
@@ -176,7 +121,7 @@ class RingWriter(WriterBase):
                 f"Got data of batch size {list(data.shape)} for {width} environments; expected [{width}] (one step of "
                 f"each) or a multiple of it, time-major ([T * {width}])."
             )
-        storage = self.storage
+        storage: Any = self.storage
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
         flags = self._flags(data, rows // width)
         if ids is None and self._common is not None:
@@ -198,22 +143,25 @@ class RingWriter(WriterBase):
         index = torch.arange(start % length * width, start % length * width + rows)
         if skipped or first < count:
             index %= length * width
-        if flags is not None:
+        if flags is not None and self.index is not None:
             self.index.write(None, *flags)
-        storage = self.storage
+        self._note(None, steps)
+        storage: Any = self.storage
         if leaves is None:
             storage.set(index[skipped * width :], data[skipped * width :] if skipped else data)
         else:
             runs = [(skipped * width, slot * width, first * width)]
             if first < count:
                 runs.append(((skipped + first) * width, 0, (count - first) * width))
-            storage.write_runs(leaves, runs)
+            storage.cells.copy(leaves, runs)
             if width == 1:
                 storage.record_cursor((start + steps - 1) % length)
             if self._even and start >= length:
                 storage.touch()
             else:
-                storage.set_length(min(start + steps, length) * width if self._even else self._filled_after(None, steps))
+                storage.set_length(
+                    min(start + steps, length) * width if self._even else self._filled_after(None, steps)
+                )
         self._common = start + steps
         self._positions += steps
         if not self._even:
@@ -236,29 +184,29 @@ class RingWriter(WriterBase):
         position = self._positions[env] + np.arange(steps)[:, None]
         index = torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
         skipped = max(0, steps - self.length) * len(env)
-        if flags is not None:
+        if flags is not None and self.index is not None:
             self.index.write(env, *flags)
-        storage = self.storage
+        self._note(env, steps)
+        storage: Any = self.storage
         if leaves is None:
             storage.set(index[skipped:], data[skipped:] if skipped else data)
         else:
-            storage.write_cells([leaf[skipped:] for leaf in leaves] if skipped else leaves, index[skipped:])
+            storage.cells.scatter([leaf[skipped:] for leaf in leaves] if skipped else leaves, index[skipped:])
             storage.set_length(self._filled_after(env, steps))
         self._positions[env] += steps
         self._refresh()
         return index
 
-    def _filled_after(self, env: Ints | None, steps: int) -> int:
+    def _note(self, env: Ints | None, steps: int) -> None:
+        if self._marks is None:
+            storage = self.storage
+            if not isinstance(storage, RingStorage) or storage.scratch_dir is None:
+                return
+            self._marks = storage.marks(self.num_envs)
+            assert self._marks is not None
         after = self._positions.copy()
         after[self._ids if env is None else env] += steps
-        return int((after - np.maximum(after - self.length, self._floor)).sum())
-
-    def _refresh(self) -> None:
-        first, oldest = int(self._positions[0]), self._oldest()
-        aligned = bool((self._positions == first).all())
-        self._common = first if aligned else None
-        full = bool((self._positions - oldest == self.length).all())
-        self._even = full or (aligned and not oldest.any())
+        self._marks.note(after)
 
     def _check_ids(self, env_ids: Tensor) -> Ints:
         ids = torch.as_tensor(env_ids, dtype=torch.int64).cpu().numpy().reshape(-1)
@@ -272,7 +220,7 @@ class RingWriter(WriterBase):
     def _flags(self, data: TensorDictBase, steps: int) -> tuple[Flags, Flags | None] | None:
         if self.index is None and (self.track_episodes is False or self.write_count):
             return None
-        done = _entry(data, self.done_key)
+        done = entry_of(data, self.done_key)
         if self.index is None:
             if done is None:
                 if self.track_episodes:
@@ -281,11 +229,11 @@ class RingWriter(WriterBase):
             self._make_index()
         if done is None:
             raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
-        init = _entry(data, self.init_key)
-        return _flag(done, steps), None if init is None else _flag(init, steps)
+        init = entry_of(data, self.init_key)
+        return flag_of(done, steps), None if init is None else flag_of(init, steps)
 
     def _make_index(self) -> None:
-        if self.storage.max_size > 1 << 40:
+        if self.length > 1 << 40:  # TorchRL's unbounded storages
             self.track_episodes = False
             return
         self.index = EpisodeIndex(self.length, self._positions, self._floor)
@@ -298,6 +246,8 @@ class RingWriter(WriterBase):
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
         super().clear(empty_write_count)
+        if self._marks is not None:
+            self._marks.restart()
         self._positions[:], self._floor[:] = 0, 0
         self._refresh()
         if self.index is not None:
@@ -313,12 +263,18 @@ class RingWriter(WriterBase):
             "length": self.length,
             "positions": self.positions.clone(),
             "floor": torch.from_numpy(self._floor.copy()),
+            "base": 0 if self._marks is None else self._marks.base,
             "write_count": self.write_count,
             "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, in_place: bool = False) -> None:
         """Restore a state exactly.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+            in_place: the cells were not restored with it, but lie in memory-mapped files, where steps may have been
+                overwritten since; those are dropped.
 
         Raises:
             ValueError: another version, number of environments or length of the rings.
@@ -333,6 +289,24 @@ class RingWriter(WriterBase):
             self._make_index()
             assert self.index is not None
             self.index.load_state_dict(state_dict["index"], self.filled_cells())
+        storage = self.storage
+        if isinstance(storage, RingStorage):
+            self._marks = storage.marks(self.num_envs)
+            if self._marks is not None and in_place:
+                self._marks.base = state_dict["base"]
+                self._drop_overwritten(self._marks.overwritten())
+                storage.set_length(int(self.filled.sum()))
+            elif self._marks is not None:
+                self._marks.restart()
+                self._marks.note(self._positions)
+
+    def _drop_overwritten(self, valid_from: Ints) -> None:
+        floor = np.minimum(np.maximum(self._floor, valid_from), self._positions)
+        if (floor > self._oldest()).any():
+            if self.index is not None:
+                self.index.keep_headless_end(self._ids, self._positions, floor)
+            self._floor[:] = floor
+            self._refresh()
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit; nothing is changed.
@@ -340,41 +314,23 @@ class RingWriter(WriterBase):
         Raises:
             ValueError: another version, number of environments or length of the rings.
         """
-        version = state_dict.get("schema_version")
-        if version != STATE_VERSION:
-            raise ValueError(f"The ring state has schema version {version!r}, this release reads {STATE_VERSION}.")
-        for name in ("num_envs", "length"):
-            here, there = getattr(self, name), state_dict[name]
-            if here != there:
-                raise ValueError(f"The state has {name}={there}, this writer has {name}={here}; build it the same way.")
+        check_rings_state(state_dict, self.num_envs, self.length)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""
-        from torchrl_lightning.replay.files import write_state
-
         write_state(Path(path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
         """Read the state from a folder."""
-        from torchrl_lightning.replay.files import read_state
-
         self.load_state_dict(read_state(Path(path)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_marks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.storage, RingStorage):
+            self.storage.set_writer(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={self._positions})"
-
-
-def _entry(data: TensorDictBase, key: NestedKey) -> Tensor | None:
-    node: Any = data
-    for part in (key,) if isinstance(key, str) else key:
-        node = entries_of(node).get(part) if isinstance(node, TensorDictBase) else None
-    return node
-
-
-def _flag(value: Tensor, steps: int) -> Flags:
-    flag = value.detach() if value.requires_grad else value
-    flag = flag if flag.is_cpu else flag.cpu()
-    array = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()
-    if array.size > len(array):
-        array = array.reshape(len(array), -1).any(1)
-    return array.reshape(steps, -1)

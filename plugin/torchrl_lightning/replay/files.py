@@ -1,0 +1,226 @@
+"""States on disk: one JSON file that names one binary file, replaced atomically, streamed, without pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning.replay.memmap import DTYPES
+
+MANIFEST = "state.json"
+VERSION = 1
+_CHUNK = 1 << 24  # bytes
+_MANIFEST_LIMIT = 1 << 26
+_ALIGNMENT = 64
+_BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
+_TENSOR, _TUPLE = "__tensor__", "__tuple__"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a leaf that are not in one piece, gathered while they are written."""
+
+    leaf: Tensor
+    cells: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the leaf."""
+        return self.leaf.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the gathered rows."""
+        return torch.Size((len(self.cells), *self.leaf.shape[1:]))
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write nested dicts, lists, tensors and scalars; either all of it is there afterwards, or what was there before.
+
+    A new folder appears at once, complete. In an existing one the manifest is replaced last, after everything that it
+    names has reached the disk.
+
+    Args:
+        folder: where to; its parents are made.
+        state: what to; :class:`Rows` in place of tensors are gathered while they are written.
+
+    Raises:
+        TypeError: an entry is neither tensor nor scalar.
+        OSError: the disk is full or not writable; the old state stays whole.
+    """
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        _write_into(folder, state)
+        return
+    aside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
+    aside.mkdir()
+    try:
+        _write_into(aside, state)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
+    name = f"state-{secrets.token_hex(8)}.bin"
+    aside = folder / f".{name}.json"
+    try:
+        with (folder / name).open("wb") as file:
+            encoded = _encode(state, file, "state")
+            _sync(file)
+            size = file.tell()
+        with aside.open("w") as text:
+            json.dump({"version": VERSION, "file": name, "size": size, "state": encoded}, text)
+            _sync(text)
+        aside.replace(folder / MANIFEST)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    for old in folder.iterdir():  # also what a killed process left behind
+        if old.name != name and _BINARY.fullmatch(old.name.removeprefix(".").removesuffix(".json")):
+            old.unlink(missing_ok=True)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder reach the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _encode(value: Any, file: BinaryIO, path: str) -> Any:
+    if isinstance(value, Tensor | Rows):
+        return {_TENSOR: _write_tensor(value, file, path)}
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str) or key in (_TENSOR, _TUPLE)]:
+            raise TypeError(f"{path} has the key {wrong[0]!r}; keys must be strings.")
+        return {key: _encode(entry, file, f"{path}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_encode(entry, file, path) for entry in value]}
+    if isinstance(value, list):
+        return [_encode(entry, file, path) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{path} is a {type(value).__name__}; a state holds tensors and scalars only.")
+
+
+def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, Any]:
+    if value.dtype not in DTYPES.values():
+        raise TypeError(f"{path} has dtype {value.dtype}, which cannot be stored in a file.")
+    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+    offset, checksum = file.tell(), 0
+    for chunk in _chunks(value):
+        data: Any = chunk.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        file.write(data)
+        checksum = zlib.crc32(data, checksum)
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "offset": offset,
+        "crc32": checksum,
+    }
+
+
+def _chunks(value: Tensor | Rows) -> Iterator[Tensor]:
+    if not math.prod(value.shape):
+        return
+    if isinstance(value, Tensor) and not value.ndim:
+        yield value
+        return
+    rows = max(1, _CHUNK // (math.prod(value.shape[1:]) * value.dtype.itemsize))
+    for start in range(0, value.shape[0], rows):
+        if isinstance(value, Rows):
+            yield value.leaf.index_select(0, value.cells[start : start + rows].to(value.leaf.device))
+        else:
+            yield value[start : start + rows]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote; tensors are mapped, not loaded, so that sizes cost nothing.
+
+    Raises:
+        FileNotFoundError: there is no state in the folder.
+        ValueError: the state is truncated, corrupted, foreign or of another version.
+    """
+    folder = folder.absolute()
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise FileNotFoundError(f"{folder} holds no saved state (no {MANIFEST}).")
+    try:
+        if manifest.stat().st_size > _MANIFEST_LIMIT:
+            raise ValueError("the manifest is too large")
+        content = json.loads(manifest.read_text())
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            raise ValueError(f"expected version {VERSION}")
+        if not isinstance(content.get("file"), str) or not _BINARY.fullmatch(content["file"]):
+            raise ValueError("the name of the data file is foreign")
+        file = folder / content["file"]
+        if not file.is_file() or file.stat().st_size != content.get("size"):
+            raise ValueError(f"{file.name} is missing or truncated")
+        size = file.stat().st_size
+        data = np.memmap(file, np.uint8, "c") if size else np.empty(0, np.uint8)
+        reader = _Reader(data)
+        state = reader.decode(content.get("state"))
+        if not isinstance(state, dict):
+            raise ValueError("the state is not a dict")
+    except (ValueError, KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"The saved state in {folder} is damaged or foreign: {error}.") from error
+    return state
+
+
+class _Reader:
+    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self.data = data
+        self.left = len(data)  # no byte is read twice, so a hostile manifest cannot ask for more than the file holds
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if _TENSOR in value:
+                return self._tensor(value[_TENSOR])
+            if _TUPLE in value:
+                return tuple(self.decode(entry) for entry in value[_TUPLE])
+            return {key: self.decode(entry) for key, entry in value.items()}
+        return [self.decode(entry) for entry in value] if isinstance(value, list) else value
+
+    def _tensor(self, described: dict[str, Any]) -> Tensor:
+        dtype, shape, offset = DTYPES[described["dtype"]], described["shape"], described["offset"]
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in [*shape, offset]):
+            raise ValueError("a shape or an offset is not a natural number")
+        size = math.prod(shape) * dtype.itemsize
+        self.left -= size
+        if offset + size > len(self.data) or self.left < 0:
+            raise ValueError("a tensor reaches beyond the data file")
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        part: Any = self.data[offset : offset + size]
+        checksum = 0
+        for start in range(0, size, _CHUNK):
+            checksum = zlib.crc32(part[start : start + _CHUNK], checksum)
+        if checksum != described["crc32"]:
+            raise ValueError("a checksum does not match")
+        return torch.from_numpy(part).view(dtype).reshape(shape)

@@ -1,0 +1,96 @@
+"""Where the steps of several environments lie in one flat array of cells."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+class Rings:
+    """One ring per environment: ``cell = (position % length) * num_envs + env``.
+
+    Args:
+        num_envs: number of rings.
+        length: cells of each.
+
+    Example:
+        >>> rings = Rings(2, 4)
+        >>> rings.cell(torch.tensor([0, 1]), torch.tensor([5, 5])).tolist()
+        [2, 3]
+    """
+
+    def __init__(self, num_envs: int, length: int = 0) -> None:
+        self.num_envs = num_envs
+        self.length = length
+        self._positions: Ints = np.zeros(num_envs, np.int64)
+        self._floor: Ints = np.zeros(num_envs, np.int64)  # positions below were dropped, though not overwritten
+        self._common: int | None = 0  # the position of all environments, while it is one
+        self._even = True
+        self._ids: Ints = np.arange(num_envs)
+
+    @property
+    def positions(self) -> Tensor:
+        """Next position of every environment, ``[num_envs]`` int64; a live view, do not write to it."""
+        return torch.from_numpy(self._positions)
+
+    @property
+    def oldest(self) -> Tensor:
+        """Position of the oldest stored step of every environment, ``[num_envs]``."""
+        return torch.from_numpy(self._oldest())
+
+    @property
+    def filled(self) -> Tensor:
+        """Stored steps of every environment, ``[num_envs]``."""
+        return torch.from_numpy(self._positions - self._oldest())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
+        return self._even
+
+    def _oldest(self) -> Ints:
+        return np.maximum(self._positions - self.length, self._floor)
+
+    def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
+        """Cells of steps: ``(position % length) * num_envs + env``."""
+        return positions % self.length * self.num_envs + env_ids
+
+    def env_of(self, index: Tensor) -> Tensor:
+        """Environments that cells belong to."""
+        return index % self.num_envs
+
+    def position_of(self, index: Tensor) -> Tensor:
+        """Positions of what cells hold now; below ``oldest`` (or negative) where a cell holds nothing."""
+        slot = torch.div(index, self.num_envs, rounding_mode="floor")
+        newest = (self._common - 1) if self._common is not None else self.positions[index % self.num_envs] - 1
+        return newest - (newest - slot) % self.length
+
+    def is_filled(self, index: Tensor) -> Tensor:
+        """Whether cells hold a step."""
+        index = index.cpu()
+        inside = (index >= 0) & (index < self.length * self.num_envs)
+        index = index.clamp(0, self.length * self.num_envs - 1)
+        return inside & (self.position_of(index) >= self.oldest[index % self.num_envs])
+
+    def filled_cells(self) -> Tensor:
+        """All cells that hold a step, in ascending order."""
+        if self._even:
+            return torch.arange(int((self._positions - self._oldest()).sum()))
+        cells = torch.arange(self.length * self.num_envs)
+        return cells[self.is_filled(cells)]
+
+    def _filled_after(self, env: Ints | None, steps: int) -> int:
+        after = self._positions.copy()
+        after[self._ids if env is None else env] += steps
+        return int((after - np.maximum(after - self.length, self._floor)).sum())
+
+    def _refresh(self) -> None:
+        first, oldest = int(self._positions[0]), self._oldest()
+        aligned = bool((self._positions == first).all())
+        self._common = first if aligned else None
+        full = bool((self._positions - oldest == self.length).all())
+        self._even = full or (aligned and not oldest.any())
