@@ -1,0 +1,565 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.priorities import Priorities
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.storage import RingStorage
+
+GOLDEN = Path(__file__).parents[1] / "data" / "alf_prioritized_sampling.npz"
+
+
+def rows(count: int, start: int = 0, **entries: Tensor) -> TensorDict:
+    return TensorDict({"a": torch.arange(start, start + count), **entries}, [count])
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(capacity: int = 20, alpha: float = 1.0, beta: float = 1.0, **kwargs: Any) -> PrioritizedSampler:
+    return PrioritizedSampler(capacity, alpha, beta, **{"eps": 0.0, "generator": generator(), **kwargs})
+
+
+BUFFERS = {
+    "torchrl": lambda sampler: TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_plain": lambda sampler: ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
+    "torchrl_over_ring": lambda sampler: TensorDictReplayBuffer(storage=RingStorage(20), sampler=sampler),
+    "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
+    "ours_over_torchrl": lambda sampler: ExperienceBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+}
+kinds = pytest.mark.parametrize("kind", BUFFERS)
+# A plain ReplayBuffer does not take priorities out of a TensorDict.
+tensordict_kinds = pytest.mark.parametrize("kind", [kind for kind in BUFFERS if kind != "torchrl_plain"])
+
+
+def chi_square(values: Tensor, expected: Tensor) -> float:
+    counts = torch.bincount(values, minlength=len(expected)).double()
+    expected = expected.double() / expected.sum() * len(values)
+    assert counts[expected == 0].sum() == 0, "drew what cannot be drawn"
+    possible = expected > 0
+    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+
+
+def draw(buffer: Any, batches: int, size: int) -> Tensor:
+    return torch.cat([buffer.sample(size)["a"] for _ in range(batches)])
+
+
+# ------------------------------------------------------------------------------------------------------- draws
+
+
+@kinds
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_draws_follow_the_priorities(kind: str, stratified: bool, alpha: float) -> None:
+    buffer = BUFFERS[kind](make(alpha=alpha, stratified=stratified))
+    index = buffer.extend(rows(9))
+    priorities = torch.tensor([0.5, 1.0, 3.0, 0.2, 7.0, 1.0, 2.0, 0.1, 4.0])
+    buffer.update_priority(index, priorities)
+    # Strata make counts vary less than the statistic allows for.
+    assert chi_square(draw(buffer, 500, 16), priorities**alpha) < 26.1  # 8 degrees of freedom, p = 0.001
+
+
+def test_strata_draw_in_proportion_within_one() -> None:
+    buffer = BUFFERS["torchrl"](make())
+    buffer.update_priority(buffer.extend(rows(4)), torch.tensor([1.0, 2.0, 1.0, 4.0]))
+    for _ in range(20):
+        assert torch.bincount(buffer.sample(8)["a"]).tolist() == [1, 2, 1, 4]
+
+
+def test_golden_frequencies_of_alf() -> None:
+    golden = np.load(GOLDEN)
+    for stage in "abcd":
+        leaves = torch.from_numpy(golden[f"{stage}_leaf_priorities"])
+        cells = leaves.numel()  # ALF counts env * length + slot
+        buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(cells), sampler=make(cells), batch_size=1000)
+        buffer.update_priority(buffer.extend(rows(cells)), leaves.reshape(-1))
+        env, slot = golden[f"{stage}_unique_env_pos"][0], golden[f"{stage}_unique_env_pos"][1] % leaves.shape[1]
+        counts = torch.bincount(buffer.sample()["a"], minlength=cells)
+        expected = torch.zeros(cells, dtype=torch.int64)
+        expected[torch.from_numpy(env * leaves.shape[1] + slot)] = torch.from_numpy(golden[f"{stage}_counts"])
+        assert (counts - expected).abs().max() <= 1
+
+
+@kinds
+def test_only_stored_cells_are_drawn(kind: str) -> None:
+    buffer = BUFFERS[kind](make())
+    buffer.extend(rows(3))
+    assert set(draw(buffer, 20, 10).tolist()) == {0, 1, 2}
+    buffer.extend(rows(30, start=3))
+    assert set(draw(buffer, 20, 40).tolist()) == set(range(13, 33))
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="0 are stored"):
+        buffer.sample(2)
+    buffer.extend(rows(2, start=50))
+    assert set(draw(buffer, 20, 10).tolist()) == {50, 51}
+
+
+def test_uneven_rings() -> None:
+    buffer = ExperienceBuffer(storage=RingStorage(20), num_envs=4, sampler=make())
+    fills = (7, 0, 2, 4)
+    for position in range(7):
+        ids = torch.tensor([env for env in range(4) if fills[env] > position])
+        buffer.extend(TensorDict({"a": 100 * ids + position}, [len(ids)]), env_ids=ids)
+    stored = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]
+    assert sorted(set(draw(buffer, 20, 60).tolist())) == stored
+    late = make()
+    assert sorted(late.sample(buffer.storage, 200)[0].unique().tolist()) == buffer.writer.filled_cells().tolist()
+
+
+def test_several_dimensions() -> None:
+    sampler = make(12)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=8, dim_extend=0, priority_key="td"
+    )
+    buffer.extend(TensorDict({"a": torch.arange(6).view(2, 3)}, [2, 3]))
+    buffer.update_priority(torch.tensor([[1, 2], [0, 1]]), torch.tensor([3.0, 2.0]))
+    assert sampler.table.priorities[:7].tolist() == [1.0, 2.0, 1.0, 1.0, 1.0, 3.0, -1.0]
+    batch = buffer.sample()
+    assert torch.equal(batch["index"][:, 0] * 3 + batch["index"][:, 1], batch["a"])
+    buffer.update_priority(batch["index"], torch.full((8,), 9.0))
+    drawn = batch["a"].unique()
+    assert (sampler.table.priorities[drawn] == 9.0).all()
+    buffer.extend(TensorDict({"a": torch.arange(6, 9).view(1, 3)}, [1, 3]))
+    assert sampler.table.priorities[6:9].tolist() == [9.0, 9.0, 9.0]
+
+
+# ------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_importance_weights(alpha: float, beta: float) -> None:
+    priorities = torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0], dtype=torch.float64)
+    probability = priorities**alpha / (priorities**alpha).sum()
+    raw = (5 * probability) ** -beta
+    for norm in ("batch", "buffer", None):
+        buffer = BUFFERS["torchrl"](make(alpha=alpha, beta=beta, weight_norm=norm))
+        buffer.update_priority(buffer.extend(rows(5)), priorities)
+        batch = buffer.sample(6)
+        expected = raw[batch["a"]]
+        expected = expected / {"batch": expected.max(), "buffer": raw.max(), None: 1.0}[norm]
+        assert batch["priority_weight"].dtype is torch.float32
+        torch.testing.assert_close(batch["priority_weight"], expected.float())
+
+
+def test_weights_correct_the_bias() -> None:
+    # E_P[w f] / E_P[w] is the plain mean, whatever the priorities.
+    buffer = BUFFERS["torchrl"](make(beta=1.0, weight_norm="buffer"))
+    buffer.update_priority(buffer.extend(rows(10)), torch.arange(1.0, 11.0))
+    batch = buffer.sample(20_000)
+    weight = batch["priority_weight"].double()
+    assert float((weight * batch["a"]).sum() / weight.sum()) == pytest.approx(4.5, abs=0.05)
+
+
+def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
+    buffer = BUFFERS["torchrl"](make(weight_norm="buffer"))
+    buffer.update_priority(buffer.extend(rows(3)), torch.tensor([0.0, 2.0, 4.0]))
+    batch = buffer.sample(6)
+    assert set(batch["a"].tolist()) == {1, 2}
+    assert batch["priority_weight"].max() == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- updates
+
+
+@tensordict_kinds
+def test_priorities_go_back_through_the_batch(kind: str) -> None:
+    sampler = make()
+    assert isinstance(sampler, TorchRLPrioritizedSampler)
+    buffer = BUFFERS[kind](sampler)
+    buffer.extend(rows(8))
+    batch = buffer.sample(64)
+    batch["td_error"] = batch["a"].float() + 1
+    buffer.update_tensordict_priority(batch)
+    assert sampler.table.priorities[:8].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+@kinds
+def test_new_data_get_the_highest_priority_so_far(kind: str) -> None:
+    sampler = make(initial_priority=0.5)
+    buffer = BUFFERS[kind](sampler)
+    buffer.extend(rows(2))
+    assert sampler.table.priorities[:2].tolist() == [0.5, 0.5]
+    buffer.update_priority(torch.tensor([0, 1]), torch.tensor([6.0, 0.1]))
+    buffer.extend(rows(2))
+    buffer.update_priority(torch.tensor([0, 2]), torch.tensor([0.2, 0.3]))
+    buffer.extend(rows(1))
+    buffer.add(TensorDict({"a": torch.tensor(1)}, []))
+    torch.testing.assert_close(
+        sampler.table.priorities[:6],
+        torch.tensor([0.2, 0.1, 0.3, 6.0, 6.0, 6.0], dtype=torch.float64),
+        atol=1e-7,
+        rtol=0,
+    )
+
+
+def test_highest_priority_that_is_still_stored() -> None:
+    sampler = make(4, initial_priority=0.0, max_priority_within_buffer=True)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler)
+    buffer.extend(rows(4))
+    buffer.update_priority(torch.arange(4), torch.tensor([9.0, 2.0, 5.0, 1.0]))
+    assert sampler.default_priority == 9.0
+    buffer.update_priority(torch.tensor([0]), torch.tensor([0.5]))
+    assert sampler.default_priority == 5.0
+    buffer.empty()
+    assert sampler.default_priority == 0.0
+
+
+@tensordict_kinds
+def test_priorities_that_come_with_the_data(kind: str) -> None:
+    sampler = make()
+    buffer = BUFFERS[kind](sampler)
+    buffer.extend(rows(3, td_error=torch.tensor([[1.0], [2.0], [5.0]])))
+    assert sampler.table.priorities[:3].tolist() == [1.0, 2.0, 5.0]
+    assert chi_square(draw(buffer, 100, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_stale_updates_are_ignored(backend: Any) -> None:
+    sampler = make(4)
+    sampler.table = Priorities(4, 1.0, 0.0, backend=backend)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=8)
+    buffer.extend(rows(4))
+    batch = buffer.sample()
+    assert set(batch["index"].tolist()) == {0, 1, 2, 3}
+    buffer.extend(rows(2))  # overwrites cells 0 and 1
+    sampler.update_priority(batch["index"], torch.full((8,), 7.0), generation=batch["write_generation"])
+    assert sampler.table.priorities.tolist() == [1.0, 1.0, 7.0, 7.0]
+    assert float(sampler.table.tree.summary()) == 16.0
+    buffer.empty()
+    sampler.update_priority(batch["index"], torch.full((8,), 9.0))
+    buffer.extend(rows(3))
+    sampler.update_priority(batch["index"], torch.full((8,), 9.0), generation=batch["write_generation"])
+    assert sampler.table.priorities.tolist() == [1.0, 1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_cells_that_hold_nothing_are_left_alone(backend: Any) -> None:
+    sampler = make(6)
+    sampler.table = Priorities(6, 1.0, 0.0, backend=backend)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler)
+    buffer.extend(rows(2))
+    buffer.update_priority(torch.tensor([-1, 1, 4]), torch.tensor([5.0, 6.0, 7.0]))
+    buffer.update_priority(torch.tensor([3, -1]), 8.0)
+    assert sampler.table.priorities.tolist() == [1.0, 6.0, -1.0, -1.0, -1.0, -1.0]
+    assert sampler.default_priority == 6.0
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_bad_updates_change_nothing(backend: Any) -> None:
+    sampler = make(6)
+    sampler.table = Priorities(6, 0.0, 0.0, backend=backend)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler)
+    buffer.extend(rows(4))
+    before = sampler.table.state_dict()
+    for bad in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"finite and not negative, got .* for cell 2"):
+            buffer.update_priority(torch.tensor([0, 2]), torch.tensor([5.0, bad]))
+    for index in (6, -2):
+        with pytest.raises(IndexError, match=f"index {index} is out of range; there are priorities for 6 cells"):
+            buffer.update_priority(torch.tensor([0, index]), torch.tensor([5.0, 1.0]))
+    with pytest.raises(ValueError, match=r"shape \[3\] for 2 cells"):
+        buffer.update_priority(torch.tensor([0, 1]), torch.ones(3))
+    with pytest.raises(TypeError, match="must be integers"):
+        sampler.update_priority(torch.tensor([0.5]), 1.0)
+    with pytest.raises(ValueError, match="1 generations for 2 cells"):
+        sampler.update_priority(torch.tensor([0, 1]), 1.0, generation=torch.ones(1))
+    after = sampler.table.state_dict()
+    assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
+
+
+def test_priorities_with_further_dimensions_are_reduced() -> None:
+    values = torch.tensor([[1.0, 5.0, 3.0], [2.0, 8.0, 2.0]])
+    for reduction, expected in (("max", [5, 8]), ("min", [1, 2]), ("mean", [3, 4]), ("median", [3, 2])):
+        sampler = make(reduction=reduction)
+        sampler.mark_update(slice(0, 2))
+        sampler.update_priority(torch.tensor([0, 1]), values)
+        assert sampler.table.priorities[:2].tolist() == expected
+
+
+def test_max_value_writer() -> None:
+    sampler = make(3)
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), sampler=sampler, writer=writer, batch_size=30)
+    buffer.extend(rows(5, rank=torch.tensor([1.0, 5.0, 2.0, 9.0, 0.5])))
+    assert set(buffer.sample()["rank"].tolist()) == {5.0, 2.0, 9.0}
+
+
+def test_zero_priorities_are_never_drawn_and_nothing_but_zeros_is_an_error() -> None:
+    buffer = BUFFERS["torchrl"](make())
+    index = buffer.extend(rows(4))
+    buffer.update_priority(index, torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert set(draw(buffer, 50, 10).tolist()) == {1, 3}
+    buffer.update_priority(index, 0.0)
+    with pytest.raises(RuntimeError, match="All 4 stored priorities are zero"):
+        buffer.sample(2)
+
+
+def test_capacity_must_cover_the_storage() -> None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=make(20))
+    with pytest.raises(ValueError, match="has 30 cells, this sampler keeps 20"):
+        buffer.extend(rows(3))
+
+
+def test_sampler_that_comes_to_a_filled_storage() -> None:
+    buffer = BUFFERS["torchrl"](None)
+    buffer.extend(rows(5))
+    sampler = make()
+    buffer.set_sampler(sampler)
+    assert set(draw(buffer, 10, 20).tolist()) == set(range(5))
+    other = make()
+    other.update_priority(torch.tensor([2]), 3.0, storage=buffer.storage)
+    assert other.table.priorities[:6].tolist() == [1.0, 1.0, 3.0, 1.0, 1.0, -1.0]
+
+
+# ------------------------------------------------------------------------------------------------------- options
+
+
+def test_alpha_can_be_changed_and_back_from_zero() -> None:
+    buffer = BUFFERS["torchrl"](make(alpha=0.7))
+    priorities = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    buffer.update_priority(buffer.extend(rows(3)), priorities)
+    sampler = buffer.sampler
+    for alpha in (0.0, 1.0, 0.5):
+        sampler.alpha = alpha
+        torch.testing.assert_close(
+            sampler.table.tree.leaves[:4], torch.cat([priorities**alpha, torch.zeros(1)]).double()
+        )
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_torchrl_schedulers(name: str) -> None:
+    buffer = BUFFERS["torchrl"](make(**{name: 0.4}))
+    buffer.update_priority(buffer.extend(rows(4)), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    scheduler = LinearScheduler(buffer, name, final_value=1.0, num_steps=3)
+    seen = []
+    for _ in range(5):
+        scheduler.step()
+        seen.append(getattr(buffer.sampler, name))
+    assert seen == pytest.approx([0.6, 0.8, 1.0, 1.0, 1.0])
+    batch = buffer.sample(8)
+    expected = 1 / (batch["a"] + 1.0)
+    torch.testing.assert_close(batch["priority_weight"], expected / expected.max())
+
+
+def test_bad_options() -> None:
+    for name in ("alpha", "beta", "eps", "initial_priority"):
+        for bad in (-0.1, math.nan, math.inf):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number of at least 0"):
+                make(**{name: bad})
+    sampler = make()
+    for name in ("alpha", "beta"):
+        with pytest.raises(ValueError, match=name):
+            setattr(sampler, name, -1.0)
+    with pytest.raises(ValueError, match="weight_norm must be one of"):
+        make(weight_norm="max")
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        make(reduction="sum")
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        make(0)
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        make(dtype=torch.int64)
+    assert (sampler.alpha, sampler.beta) == (1.0, 1.0)
+
+
+def test_single_precision() -> None:
+    buffer = BUFFERS["torchrl"](make(dtype=torch.float32))
+    buffer.update_priority(buffer.extend(rows(3)), torch.tensor([1.0, 2.0, 5.0]))
+    assert buffer.sampler.dtype is torch.float32
+    assert chi_square(draw(buffer, 200, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
+
+
+def test_same_seed_same_batches_and_no_global_randomness() -> None:
+    draws = []
+    for _ in range(2):
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(20), sampler=make(generator=None), generator=generator(7), batch_size=5
+        )
+        buffer.extend(rows(20))
+        state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+        draws.append([buffer.sample()["a"].tolist() for _ in range(3)])
+        assert torch.equal(state, torch.get_rng_state())
+        assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
+    assert draws[0] == draws[1]
+
+
+# ------------------------------------------------------------------------------------------------------- state
+
+
+WAYS = ("state_dict", "dumps", "pickle", "deepcopy")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"weight_norm": "buffer", "max_priority_within_buffer": True}])
+def test_restored_sampler_continues(tmp_path: Path, way: str, options: dict[str, Any]) -> None:
+    sampler = make(alpha=0.6, beta=0.4, **options)
+    buffer = BUFFERS["torchrl"](sampler)
+    buffer.extend(rows(27))
+    buffer.update_priority(torch.arange(10), torch.rand(10, generator=generator(3)) * 5)
+    buffer.sample(5)
+    if way in ("state_dict", "dumps"):
+        other = make(alpha=1.0, beta=1.0, eps=0.5, generator=None, **options)
+        if way == "dumps":
+            sampler.dumps(tmp_path / "sampler")
+            other.loads(tmp_path / "sampler")
+        else:
+            torch.save(sampler.state_dict(), tmp_path / "sampler.pt")
+            other.load_state_dict(torch.load(tmp_path / "sampler.pt", weights_only=True))
+    else:
+        other = pickle.loads(pickle.dumps(sampler)) if way == "pickle" else copy.deepcopy(sampler)
+    assert repr(other) == repr(sampler)
+    assert other.default_priority == sampler.default_priority
+    for step in range(3):
+        (index, info), (again, its_info) = sampler.sample(buffer.storage, 6), other.sample(buffer.storage, 6)
+        assert index.tolist() == again.tolist()
+        assert all(torch.equal(info[key], its_info[key]) for key in info)
+        for each in (sampler, other):
+            each.update_priority(index, torch.arange(6.0) + step)
+            each.mark_update(torch.tensor([step]))
+    assert torch.equal(sampler.table.tree.leaves, other.table.tree.leaves)
+    assert sampler.table.total == other.table.total
+
+
+def test_whole_buffer_continues_after_restore(tmp_path: Path) -> None:
+    def build() -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(20), sampler=make(generator=None), generator=generator(1), batch_size=6
+        )
+
+    buffer, restored, dumped = build(), build(), build()
+    buffer.extend(rows(33))
+    buffer.update_priority(torch.arange(20), torch.arange(20.0))
+    buffer.sample()
+    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
+    restored.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
+    buffer.dumps(tmp_path / "folder")
+    dumped.loads(tmp_path / "folder")
+    for _ in range(3):
+        expected = buffer.sample()
+        assert torch.equal(restored.sample()["a"], expected["a"])
+        assert torch.equal(dumped.sample()["a"], expected["a"])
+
+
+def test_state_is_a_copy_of_the_filled_part() -> None:
+    sampler = make(1000)
+    sampler.mark_update(torch.arange(3))
+    state = sampler.state_dict()
+    assert all(len(state[key]) == 3 for key in ("priorities", "leaves", "generations"))
+    sampler.update_priority(torch.tensor([0]), 5.0)
+    assert state["priorities"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_bad_states_change_nothing(tmp_path: Path) -> None:
+    sampler = make(5)
+    sampler.mark_update(torch.arange(3))
+    good = make(5)
+    good.mark_update(torch.arange(4))
+    state, before = good.state_dict(), sampler.state_dict()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"capacity": 6}, "priorities of 6 cells, this sampler has max_capacity=5"),
+        ({"schema_version": 2}, "version 2"),
+        ({"alpha": -1.0}, "alpha must be"),
+        ({"generator": torch.zeros(3)}, "generator in the state"),
+        ({"priorities": torch.ones(4)}, "priorities are torch.float32"),
+        ({"priorities": torch.ones(9, dtype=torch.float64)}, r"expected torch.float64 of at most \[5\]"),
+        ({"leaves": torch.ones(3, dtype=torch.float64)}, "lengths"),
+        ({"leaves": state["leaves"] * -1}, "negative, not finite"),
+        ({"priorities": state["priorities"] * math.nan}, "negative, not finite"),
+        ({"priorities": torch.full((4,), -1.0, dtype=torch.float64)}, "hold nothing"),
+        ({"largest": math.inf}, "not finite"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sampler.load_state_dict({**state, **change})
+    with pytest.raises(ValueError, match=r"lacks \['leaves'\]"):
+        sampler.load_state_dict({key: value for key, value in state.items() if key != "leaves"})
+    with pytest.raises(FileNotFoundError, match="no sampler state"):
+        sampler.loads(tmp_path)
+    good.dumps(tmp_path)
+    file = next(tmp_path.iterdir())
+    for content in (file.read_bytes()[:-9], b"\xff" * 64, b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="no whole safetensors file"):
+            sampler.loads(tmp_path)
+    after = sampler.state_dict()
+    assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
+
+
+# ------------------------------------------------------------------------------------------------------- twins
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, list[tuple[str, Any]]]:
+    capacity = draw(st.integers(1, 12))
+    cell, value = st.integers(0, capacity - 1), st.floats(0, 100)
+    step = st.one_of(
+        st.tuples(st.just("mark"), st.lists(cell, min_size=1, max_size=6)),
+        st.tuples(st.just("update"), st.lists(st.tuples(st.integers(-1, capacity - 1), value), min_size=1, max_size=6)),
+        st.tuples(st.just("late"), st.lists(st.tuples(cell, value), min_size=1, max_size=6)),
+        st.tuples(st.just("alpha"), st.sampled_from([0.0, 0.5, 1.0])),
+        st.tuples(st.just("clear"), st.none()),
+    )
+    return capacity, draw(st.lists(step, max_size=12))
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@settings(max_examples=60, deadline=None)
+@given(history=histories())
+def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[str, Any]]]) -> None:
+    capacity, steps = history
+    table = Priorities(capacity, 1.0, 0.1, keep_lowest=True, keep_highest=True, backend=backend)
+    known: dict[int, float] = {}
+    drawn = table.generations.clone()  # what a batch drawn at the last "late" step would carry
+    written: set[int] = set()
+    for kind, argument in steps:
+        if kind == "mark":
+            table.mark(torch.tensor(argument), 2.0)
+            known.update(dict.fromkeys(argument, 2.0))
+            written |= set(argument)
+        elif kind == "clear":
+            table.clear()
+            known.clear()
+        elif kind == "alpha":
+            table.change_alpha(argument)
+        else:
+            index = torch.tensor([cell for cell, _ in argument])
+            values = torch.tensor([value for _, value in argument], dtype=torch.float64)
+            late = kind == "late"
+            table.update(index, values, drawn[index] if late else None)
+            known.update({c: v for c, v in argument if c in known and not (late and c in written)})
+            if late:
+                drawn, written = table.generations.clone(), set()
+    expected = torch.full((capacity,), -1.0, dtype=torch.float64)
+    for cell, value in known.items():
+        expected[cell] = value
+    assert table.priorities.tolist() == expected.tolist()
+    assert table.count == len(known)
+    leaves = torch.where(expected >= 0, (expected.clamp(min=0) + 0.1) ** table.alpha, 0.0)
+    torch.testing.assert_close(table.tree.leaves, leaves, rtol=1e-14, atol=0)
+    assert table.total == pytest.approx(float(leaves.sum()))
+    assert table.maximum == max(known.values(), default=0.0)
+    assert table.lowest is not None
+    assert float(table.lowest.summary()) == min(known.values(), default=math.inf)
+    if known:
+        cells, found = table.draw(32, generator(0), stratified=True)
+        assert set(cells.tolist()) <= set(known)
+        assert torch.equal(found, table.tree.leaves[cells])

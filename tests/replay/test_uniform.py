@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.uniform import UniformSampler
+
+
+def rows(count: int, start: int = 0) -> TensorDict:
+    return TensorDict({"a": torch.arange(start, start + count)}, [count])
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def uneven(sampler: UniformSampler, fills: tuple[int, ...] = (7, 0, 2, 4), length: int = 5) -> ExperienceBuffer:
+    """One ring per environment, the e-th one written ``fills[e]`` times with ``100 e + position``."""
+    envs = len(fills)
+    buffer = ExperienceBuffer(storage=RingStorage(length * envs), num_envs=envs, sampler=sampler, generator=generator())
+    for position in range(max(fills)):
+        ids = torch.tensor([env for env in range(envs) if fills[env] > position])
+        buffer.extend(TensorDict({"a": 100 * ids + position}, [len(ids)]), env_ids=ids)
+    return buffer
+
+
+STORED = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]  # what uneven() holds
+
+
+def chi_square(values: Tensor, expected: dict[int, float]) -> float:
+    counts = {value: int((values == value).sum()) for value in expected}
+    assert sum(counts.values()) == len(values), "drew something that is not stored"
+    scale = len(values) / sum(expected.values())
+    return sum((counts[value] - share * scale) ** 2 / (share * scale) for value, share in expected.items())
+
+
+def draw(buffer: Any, batches: int, size: int) -> Tensor:
+    return torch.cat([buffer.sample(size)["a"] for _ in range(batches)])
+
+
+BUFFERS = {
+    "torchrl": lambda sampler: TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_plain": lambda sampler: ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
+    "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("with_replacement", [True, False])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_uniform_over_what_is_stored(kind: str, with_replacement: bool, stratified: bool) -> None:
+    sampler = UniformSampler(with_replacement, stratified=stratified, generator=generator(1))
+    buffer = BUFFERS[kind](sampler)
+    buffer.extend(rows(13))
+    values = draw(buffer, 1000, 6)
+    # Without replacement or stratified, counts vary less than the statistic allows for.
+    assert chi_square(values, dict.fromkeys(range(13), 1.0)) < 32.9  # 12 degrees of freedom, p = 0.001
+    buffer.extend(rows(15, start=13))
+    assert set(draw(buffer, 50, 6).tolist()) <= set(range(8, 28))
+
+
+@pytest.mark.parametrize("with_replacement", [True, False])
+def test_uniform_over_uneven_rings(with_replacement: bool) -> None:
+    values = draw(uneven(UniformSampler(with_replacement)), 1500, 4)
+    assert chi_square(values, dict.fromkeys(STORED, 1.0)) < 29.6  # 10 degrees of freedom, p = 0.001
+
+
+def test_stratified_gives_every_environment_the_same_share() -> None:
+    buffer = uneven(UniformSampler(stratified=True))
+    values = draw(buffer, 1500, 4)
+    expected = {value: 1.0 / {0: 5, 2: 2, 3: 4}[value // 100] for value in STORED}
+    assert chi_square(values, expected) < 29.6
+    for _ in range(20):
+        counts = torch.bincount(buffer.sample(7)["a"] // 100, minlength=4)
+        assert counts[1] == 0
+        assert sorted(counts[[0, 2, 3]].tolist()) == [2, 2, 3]
+
+
+def test_stratified_spreads_over_the_steps() -> None:
+    sampler = UniformSampler(stratified=True, generator=generator(3))
+    buffer = BUFFERS["torchrl"](sampler)
+    buffer.extend(rows(20))
+    for _ in range(20):
+        values = buffer.sample(10)["a"].sort().values
+        gaps = (torch.cat([values, values[:1] + 20])).diff()
+        assert gaps.min() >= 1
+        assert gaps.max() <= 3
+
+
+def test_stratified_without_replacement_passes_on_what_an_environment_lacks() -> None:
+    buffer = uneven(UniformSampler(False, stratified=True))
+    for size in (3, 8, 11):
+        values = buffer.sample(size)["a"].tolist()
+        assert len(set(values)) == size
+    assert sorted(values) == STORED
+
+
+@pytest.mark.parametrize("size", [1, 5, 11])
+def test_without_replacement_no_cell_comes_twice(size: int) -> None:
+    buffer = uneven(UniformSampler(False))
+    for _ in range(50):
+        assert len(set(buffer.sample(size)["a"].tolist())) == size
+
+
+def test_order_without_replacement_is_random() -> None:
+    buffer = BUFFERS["torchrl"](UniformSampler(False, generator=generator(5)))
+    buffer.extend(rows(20))
+    first = torch.stack([buffer.sample(3)["a"] for _ in range(2000)])[:, 0]
+    assert chi_square(first, dict.fromkeys(range(20), 1.0)) < 43.8  # 19 degrees of freedom, p = 0.001
+
+
+def test_errors_give_both_numbers() -> None:
+    buffer = BUFFERS["ours"](UniformSampler(False))
+    with pytest.raises(RuntimeError, match=r"Cannot sample 4 cells: 0 are stored"):
+        buffer.sample(4)
+    buffer.extend(rows(3))
+    with pytest.raises(ValueError, match=r"Cannot sample 4 different cells: 3 are stored"):
+        buffer.sample(4)
+    buffer.empty()
+    with pytest.raises(RuntimeError, match=r"Cannot sample 1 cells: 0 are stored"):
+        buffer.sample(1)
+
+
+def test_several_dimensions() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=UniformSampler(generator=generator()),
+        batch_size=500,
+        dim_extend=0,
+    )
+    buffer.extend(TensorDict({"a": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert set(buffer.sample()["a"].tolist()) == set(range(6))
+
+
+def test_same_seed_same_batches_and_no_global_randomness() -> None:
+    draws = []
+    for _ in range(2):
+        buffer = ExperienceBuffer(storage=RingStorage(20), sampler=UniformSampler(), generator=generator(9))
+        buffer.extend(rows(20))
+        state = torch.get_rng_state()
+        draws.append([buffer.sample(5)["a"].tolist() for _ in range(3)])
+        assert torch.equal(state, torch.get_rng_state())
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize("way", ["state_dict", "dumps", "pickle", "deepcopy"])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_restored_sampler_continues(tmp_path: Path, way: str, stratified: bool) -> None:
+    sampler = UniformSampler(False, stratified=stratified, generator=generator(2))
+    storage = LazyTensorStorage(20)
+    storage.set(range(20), rows(20))
+    sampler.sample(storage, 5)
+    other = UniformSampler()
+    if way == "state_dict":
+        torch.save(sampler.state_dict(), tmp_path / "sampler.pt")
+        other.load_state_dict(torch.load(tmp_path / "sampler.pt", weights_only=True))
+    elif way == "dumps":
+        sampler.dumps(tmp_path / "sampler")
+        other.loads(tmp_path / "sampler")
+    else:
+        other = pickle.loads(pickle.dumps(sampler)) if way == "pickle" else copy.deepcopy(sampler)
+    assert repr(other) == repr(sampler)
+    for _ in range(3):
+        assert other.sample(storage, 5)[0].tolist() == sampler.sample(storage, 5)[0].tolist()
+
+
+def test_bad_states_change_nothing(tmp_path: Path) -> None:
+    sampler = UniformSampler(generator=generator(4))
+    before = sampler.generator.get_state()
+    state = UniformSampler(False).state_dict()
+    for change, message in (
+        ({"schema_version": 99}, "version 99"),
+        ({"generator": torch.zeros(3)}, "generator in the state"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampler.load_state_dict({**state, **change})
+    state.pop("stratified")
+    with pytest.raises(ValueError, match=r"lacks \['stratified'\]"):
+        sampler.load_state_dict(state)
+    with pytest.raises(FileNotFoundError, match="no sampler state"):
+        sampler.loads(tmp_path)
+    sampler.dumps(tmp_path)
+    file = next(tmp_path.iterdir())
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        sampler.loads(tmp_path)
+    assert sampler.with_replacement
+    assert torch.equal(sampler.generator.get_state(), before)
