@@ -36,7 +36,7 @@ class EpisodeIndex:
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer = ExperienceBuffer(storage=RingStorage(8))
         >>> done = torch.tensor([0, 0, 1, 0, 0], dtype=torch.bool).unsqueeze(-1)
         >>> _ = buffer.extend(TensorDict({"next": {"done": done}}, [5]))

@@ -42,7 +42,7 @@ class RingWriter(WriterBase, Rings):
 
     Example:
         >>> from tensordict import TensorDict
-        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer = ExperienceBuffer(storage=RingStorage(8), num_envs=2)
         >>> buffer.extend(TensorDict({"a": torch.arange(2)}, [2])).tolist()
         [0, 1]

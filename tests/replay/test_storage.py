@@ -1,0 +1,146 @@
+"""The flat storage: what it takes, what it gives, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
+
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memory
+
+
+def rows(count: int, start: int = 0) -> TensorDict:
+    column = torch.arange(start, start + count)
+    flag = column.unsqueeze(-1) % 2 == 0
+    return TensorDict({"a": column.float(), "next": {"done": flag, "deep": {"x": column.half()}}}, [count])
+
+
+def buffer(size: int = 8, **kwargs: object) -> ExperienceBuffer:
+    return ExperienceBuffer(storage=RingStorage(size, **kwargs), batch_size=4)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_nested_leaves_come_back(on_disk: bool, tmp_path: Path) -> None:
+    ours = buffer(scratch_dir=tmp_path / "ring" if on_disk else None)
+    ours.extend(rows(11))
+    batch = ours.sample()
+    assert batch["next", "deep", "x"].dtype == torch.half
+    assert torch.equal(batch["next", "deep", "x"].float(), batch["a"])
+    assert torch.equal(batch["next", "done"], batch["a"].unsqueeze(-1) % 2 == 0)
+    assert sorted(ours[:]["a"].tolist()) == list(range(3, 11))
+
+
+def test_reading_in_every_way() -> None:
+    ours = buffer()
+    ours.extend(rows(5))
+    storage = ours.storage
+    assert storage.get(2)["a"].item() == 2
+    assert storage.get([1, 3])["a"].tolist() == [1, 3]
+    assert storage.get(slice(1, 3))["a"].tolist() == [1, 2]
+    assert storage.get(torch.tensor([True, False, True, False, False]))["a"].tolist() == [0, 2]
+    sequences = storage.get(torch.tensor([[0, 1, 2], [2, 3, 4]]))
+    assert sequences.names == [None, "time"]
+    assert sequences["next", "deep", "x"].shape == (2, 3)
+    with pytest.raises(IndexError, match="Cell 5 holds nothing; 5 of 8"):
+        storage.get(torch.tensor([4, 5]))
+    with pytest.raises(IndexError):
+        storage.get(torch.tensor([-1]))
+
+
+def test_batches_are_copies() -> None:
+    ours = buffer()
+    ours.extend(rows(8))
+    ours.sample()["a"].fill_(99)
+    assert ours[:]["a"].max() == 7
+
+
+def test_gradients_and_inference_mode_stay_outside() -> None:
+    ours = buffer()
+    weight = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        ours.extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    ours.extend(TensorDict({"a": weight * 2}, [3]))
+    batch = ours.sample()
+    assert not batch["a"].requires_grad
+    assert not ours.storage.data["a"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.exclude("a"), "'a' is missing"),
+        (lambda data: data.set("b", torch.zeros(3)), "'b' is new"),
+        (lambda data: data.set("a", torch.zeros(3, 2)), r"'a' is \[2\] torch.float32"),
+        (lambda data: data.set("a", torch.zeros(3).double()), "torch.float64"),
+        (lambda data: data.set(("next", "deep", "x"), torch.zeros(3)), r"\('next', 'deep', 'x'\)"),
+        (lambda data: data.set("next", torch.zeros(3)), "'next' is new"),
+        (lambda data: data.set("a", "text"), "stores tensors only"),
+    ],
+)
+def test_another_schema_changes_nothing(change: object, says: str) -> None:
+    ours = buffer()
+    ours.extend(rows(3))
+    before = ours.state_dict()
+    with pytest.raises((ValueError, TypeError), match=says):
+        ours.extend(change(rows(3, 10)))
+    after = ours.state_dict()
+    assert torch.equal(after["writer"]["positions"], before["writer"]["positions"])
+    assert torch.equal(after["storage"]["data"]["a"], before["storage"]["data"]["a"])
+    assert len(ours) == 3
+
+
+def test_another_device_is_refused() -> None:
+    ours = buffer()
+    with pytest.raises(ValueError, match="meta"):
+        ours.extend(TensorDict({"a": torch.zeros(3, device="meta")}, [3]))
+    ours.extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    with pytest.raises(ValueError, match="on meta"):
+        ours.extend(TensorDict({"a": torch.zeros(3, device="meta")}, [3]))
+
+
+def test_size_is_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours = buffer(10**12)
+    with pytest.raises(ValueError, match=r"RingStorage\(1000000000000\) needs .*scratch_dir"):
+        ours.extend(rows(3))
+    assert not ours.storage.initialized
+    monkeypatch.setattr(memory, "free_bytes", lambda device, folder=None: 10)
+    with pytest.raises(ValueError, match="10 bytes are free on the disk"):
+        buffer(scratch_dir=tmp_path / "full").extend(rows(3))
+    assert not (tmp_path / "full").exists()
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_bad_sizes(size: object) -> None:
+    with pytest.raises(ValueError, match="max_size"):
+        RingStorage(size)
+
+
+def test_nothing_stored() -> None:
+    ours = buffer()
+    with pytest.raises(RuntimeError, match="empty"):
+        ours.sample()
+    with pytest.raises(RuntimeError, match="empty"):
+        ours.storage.get(torch.tensor([0]))
+    with pytest.raises(ValueError, match="without entries"):
+        ours.extend(TensorDict({}, [3]))
+
+
+def test_torchrl_sets_cells() -> None:
+    ours = ReplayBuffer(storage=RingStorage(8), batch_size=4)
+    ours.extend(rows(3))
+    ours[1] = rows(1, 50)[0]
+    ours.storage.set(torch.tensor([0, 2]), rows(2, 60), set_cursor=False)
+    assert ours[:]["a"].tolist() == [60, 50, 61]
+    with pytest.raises(IndexError, match="8 cells"):
+        ours.storage.set(torch.tensor([8]), rows(1))
+
+
+def test_files_of_another_ring_are_not_overwritten(tmp_path: Path) -> None:
+    first = buffer(scratch_dir=tmp_path)
+    first.extend(rows(3))
+    with pytest.raises(FileExistsError, match="already holds a ring"):
+        buffer(scratch_dir=tmp_path).extend(rows(3, 50))
+    assert first[:]["a"].tolist() == [0, 1, 2]

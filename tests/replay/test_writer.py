@@ -1,0 +1,111 @@
+"""Where steps go: against lists, one for each environment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage
+
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+
+
+def rows(values: list[int]) -> TensorDict:
+    column = torch.tensor(values)
+    return TensorDict({"a": column, "next": {"b": column.unsqueeze(-1).expand(-1, 3).float()}}, [len(values)])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, list[tuple[list[int] | None, int]]]:
+    num_envs = draw(st.integers(1, 4))
+    ids = st.none() | st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True)
+    pieces = draw(st.lists(st.tuples(ids, st.integers(1, 9)), min_size=1, max_size=10))
+    return num_envs, draw(st.integers(1, 5)), pieces
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans(), on_disk=st.booleans())
+def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    num_envs, length, pieces = plan
+    scratch = tmp_path_factory.mktemp("ring") if on_disk else None
+    buffer = ExperienceBuffer(storage=RingStorage(num_envs * length, scratch_dir=scratch), num_envs=num_envs)
+    writer, stored = buffer.writer, [[] for _ in range(num_envs)]
+    number = 0
+    for env_ids, many in pieces:
+        who = list(range(num_envs)) if env_ids is None else env_ids
+        values = list(range(number, number + many * len(who)))
+        number += len(values)
+        index = writer.extend(rows(values), None if env_ids is None else torch.tensor(env_ids))
+        for i, value in enumerate(values):
+            stored[who[i % len(who)]].append(value)
+        kept = values[-length * len(who) :]
+        assert buffer.storage.get(index[-len(kept) :])["a"].tolist() == kept
+        assert writer.env_of(index).tolist() == who * many
+
+        assert writer.positions.tolist() == [len(steps) for steps in stored]
+        assert writer.filled.tolist() == [min(len(steps), length) for steps in stored]
+        assert len(buffer) == sum(writer.filled.tolist())
+        cells = writer.filled_cells()
+        assert len(cells) == len(buffer)
+        assert writer.is_even == (cells.tolist() == list(range(len(cells))))
+        env, position = writer.env_of(cells), writer.position_of(cells)
+        assert torch.equal(writer.cell(env, position), cells)
+        found = buffer.storage.get(cells)
+        expected = [stored[e][p] for e, p in zip(env.tolist(), position.tolist(), strict=True)]
+        assert found["a"].tolist() == expected
+        assert found["next", "b"].tolist() == [[value] * 3 for value in expected]
+        empty = torch.tensor([cell for cell in range(num_envs * length) if cell not in cells.tolist()])
+        if len(empty):
+            assert (writer.position_of(empty) < writer.oldest[writer.env_of(empty)]).all()
+            with pytest.raises(IndexError, match="holds nothing"):
+                buffer.storage.get(empty)
+
+
+def test_empty_starts_again() -> None:
+    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
+    buffer.extend(rows([1, 2]))
+    buffer.extend(rows([3]), env_ids=torch.tensor([1]))
+    buffer.empty()
+    assert len(buffer) == 0
+    assert buffer.write_count == 0
+    assert buffer.writer.is_even
+    assert buffer.extend(rows([5, 6])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [2], [-1], []])
+def test_bad_environments_are_refused(ids: list[int]) -> None:
+    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
+    buffer.extend(rows([1, 2]))
+    with pytest.raises(ValueError, match="env_ids"):
+        buffer.writer.extend(rows([3] * len(ids) or [3]), env_ids=torch.tensor(ids))
+    assert buffer.writer.positions.tolist() == [1, 1]
+
+
+def test_rows_that_do_not_fit_the_environments_are_refused() -> None:
+    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
+    with pytest.raises(ValueError, match=r"\[3\] for 2 environments"):
+        buffer.writer.extend(rows([1, 2, 3]))
+    with pytest.raises(ValueError, match="2 environments"):
+        buffer.add(rows([1])[0])
+
+
+def test_sizes_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_size=8 or 12"):
+        ExperienceBuffer(storage=RingStorage(10), num_envs=4)
+    with pytest.raises(ValueError, match="num_envs"):
+        RingWriter(0)
+    with pytest.raises(ValueError, match="one-dimensional"):
+        ExperienceBuffer(storage=LazyTensorStorage(8, ndim=2), num_envs=2)
+    with pytest.raises(ValueError, match="num_envs=3"):
+        ExperienceBuffer(storage=RingStorage(10), writer=RingWriter(2), num_envs=3)
+
+
+def test_uneven_rings_need_our_storage() -> None:
+    buffer = ExperienceBuffer(storage=LazyTensorStorage(8), num_envs=2)
+    buffer.extend(rows([1, 2]))
+    with pytest.raises(ValueError, match="RingStorage"):
+        buffer.extend(rows([3]), env_ids=torch.tensor([0]))
+    assert len(buffer) == 2
+    assert buffer.writer.positions.tolist() == [1, 1]
