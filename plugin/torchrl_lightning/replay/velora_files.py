@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from torchrl_lightning.replay.memory import check_room
+
 NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")
 DIMS = ("capacity", "state_dim", "action_dim", "hidden_dim")
 COUNTERS = ("position", "size")
@@ -144,6 +146,8 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
     """
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
+    # The buffer, and as much again while the file is read. Its own size bounds what the metadata can ask for.
+    check_room(2 * path.stat().st_size, torch.device(checked["device"] or "cpu"), None, str(path))
 
     def opened() -> Any:
         return safe_open(path, framework="pt", device="cpu")
@@ -152,7 +156,7 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
         with opened() as file:
             found = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             header = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}. Save the buffer again.") from error
     expected = {name: ("F32", list(shape)) for name, shape in shapes_of(checked).items()}
     if found != expected:
@@ -160,12 +164,6 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
         said = "; ".join(f"{name!r} is {found.get(name)}, expected {expected.get(name)}" for name in differ)
         raise ValueError(f"{path} does not fit its metadata: {said}.")
     checked = _same_save(checked, header, path)
-    needed, free = 2 * path.stat().st_size, available_memory()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"{path} needs about {needed / 2**20:.0f} MiB of memory, {free / 2**20:.0f} MiB are free; load it "
-            "on a larger machine, or read it by rows with safetensors.safe_open."
-        )
     return checked, opened
 
 
@@ -191,9 +189,11 @@ def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"The metadata has {name}={value!r}; expected a whole number of at least {least}.")
     checked = {name: metadata[name] for name in names}
     try:
-        torch.device(checked["device"] or "cpu")
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"The metadata has device={checked['device']!r}, which torch does not know.") from error
+        torch.empty(0, device=checked["device"] or "cpu")
+    except Exception as error:  # every backend has its own way to be missing
+        raise ValueError(
+            f"The metadata has device={checked['device']!r}, which this machine does not have; set it to 'cpu'."
+        ) from error
     _check_counters(checked)
     return checked
 
@@ -219,12 +219,3 @@ def _same_save(metadata: dict[str, Any], header: Mapping[str, str], path: Path) 
         _logger.warning("%s was saved later than its metadata file; position and size are its own: %s.", path, own)
         return merged
     return metadata
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that can still be had; ``None`` where the platform does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return None

@@ -11,9 +11,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns
+from torchrl_lightning.replay.rows import flag, vector
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
 from torchrl_lightning.rollout.values import join, path, value_keys
-from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED, check_finite
+from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 
 TRUNCATED = ("next", "truncated")
 FINISHED = "finished"
@@ -102,7 +103,7 @@ def step_row(
     """
     missing = [name for name in ("obs", "act", "rew") if name not in step]
     if missing:
-        raise KeyError(f"The step lacks {missing}; store takes obs, act, rew and, optionally, done, truncated, next_obs.")
+        raise KeyError(f"The step lacks {missing}; store takes obs, act, rew, and done, truncated, next_obs.")
     act = step["act"]
     lacking = [name for name in ("action", "value", "logp") if getattr(act, name, None) is None]
     if lacking:
@@ -128,28 +129,3 @@ def step_row(
     for key, value in entries.items():
         row.set(key, value)
     return row
-
-
-def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
-    """Read numbers of any shape as one float32 row ``[1, width]``, detached.
-
-    Raises:
-        ValueError: there are more or fewer numbers, or they are not finite.
-    """
-    row = torch.as_tensor(value).detach().to(device, torch.float32).reshape(1, -1)
-    if width is not None and row.shape[1] != width:
-        raise ValueError(f"{name} has {row.shape[1]} numbers, expected {width}; nothing was stored.")
-    check_finite(row, name)
-    return row
-
-
-def flag(value: Any, name: str, device: torch.device) -> Tensor:
-    """Read a flag as ``[1, 1]`` bool.
-
-    Raises:
-        ValueError: there are several values, or one that is neither true nor false.
-    """
-    given = torch.as_tensor(value)
-    if given.numel() != 1 or float(given) not in (0.0, 1.0):
-        raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")
-    return given.bool().reshape(1, 1).to(device)

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns, gae
+from torchrl_lightning.replay.rows import vector
 from torchrl_lightning.replay.schema import Configurable
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
@@ -25,7 +26,6 @@ from torchrl_lightning.rollout.paths import (
     PathAdvantages,
     population_standardize,
     step_row,
-    vector,
 )
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
@@ -121,7 +121,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             **options: constructor options.
         """
 
-        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Self:
+        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
             return cls(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
 
         return create

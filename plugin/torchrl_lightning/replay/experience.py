@@ -1,0 +1,113 @@
+"""Transitions under Velora's names, and how they stand for our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorClass, TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.replay.velora_files import NAMES
+
+HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
+COLUMNS: dict[str, NestedKey] = dict(
+    zip(
+        NAMES,
+        ("observation", "action", ("next", "reward"), ("next", "observation"), ("next", "terminated"), HIDDEN),
+        strict=True,
+    )
+)
+"""The documented names, and the keys they stand for."""
+
+
+class BatchExperience(TensorClass):
+    """A batch of transitions with Velora's names; all float32, ``[B, features]``.
+
+    Attributes:
+        states: observations.
+        actions: actions taken in them.
+        rewards: what they earned, ``[B, 1]``.
+        next_states: the true successors.
+        dones: 1 where the successor is terminal, ``[B, 1]``.
+        hiddens: the recurrent state *after* acting, which belongs to ``next_states``.
+        previous_hiddens: the recurrent state before acting, which belongs to ``states``; ``None`` if it was not stored.
+
+    Example:
+        >>> import torch
+        >>> one = torch.zeros(5, 1)
+        >>> batch = BatchExperience(one, one, one, one, one, one, batch_size=[5])
+        >>> batch[:2].states.shape, batch.previous_hiddens
+        (torch.Size([2, 1]), None)
+    """
+
+    states: Tensor
+    actions: Tensor
+    rewards: Tensor
+    next_states: Tensor
+    dones: Tensor
+    hiddens: Tensor
+    previous_hiddens: Tensor | None = None
+
+
+def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
+    """Transitions ``[n]`` with our keys from columns ``[n, features]``, of which ``dones`` means terminated.
+
+    Args:
+    columns: the documented columns, ``truncated``, and optionally ``previous_hiddens``.
+
+    Raises:
+    ValueError: a flag is neither 0 nor 1.
+    """
+    terminated, truncated = (_flags(columns[name], name) for name in ("dones", "truncated"))
+    size = [len(terminated)]
+    following = {
+        "observation": columns["next_states"],
+        "reward": columns["rewards"],
+        "done": terminated | truncated,
+        "terminated": terminated,
+        "truncated": truncated,
+        "recurrent_state": columns["hiddens"],
+    }
+    data = {"observation": columns["states"], "action": columns["actions"], "next": TensorDict(following, size)}
+    if "previous_hiddens" in columns:
+        data[PREVIOUS] = columns["previous_hiddens"]
+    return TensorDict(data, size)
+
+
+def experience_of(data: TensorDictBase) -> BatchExperience:
+    """Transitions ``[B]`` with our keys under the documented names; float32, recurrent states flat.
+
+    Raises:
+        KeyError: the transitions lack one of the documented columns.
+    """
+    columns = {name: _flat(data.get(key, None), key) for name, key in COLUMNS.items()}
+    previous = data.get(PREVIOUS, None)
+    if previous is not None:
+        columns["previous_hiddens"] = _flat(previous, PREVIOUS)
+    return BatchExperience(**columns, batch_size=data.batch_size)
+
+
+def width_of(data: TensorDictBase, key: NestedKey) -> int | None:
+    """How many numbers an entry has for each row, over all its leaves; ``None`` where there is no such entry."""
+    entry = data.get(key, None)
+    if entry is None:
+        return None
+    leaves = entry.values(True, True) if isinstance(entry, TensorDictBase) else [entry]
+    return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves)
+
+
+def _flags(column: Tensor, name: str) -> Tensor:
+    flags = column != 0
+    if not torch.equal(flags.to(column.dtype), column):
+        raise ValueError(f"{name} holds values other than 0 and 1; nothing was written.")
+    return flags
+
+
+def _flat(entry: Tensor | TensorDictBase | None, key: NestedKey) -> Tensor:
+    if entry is None:
+        raise KeyError(f"The stored transitions have no entry {key!r}; use sample_tensordict to get what they have.")
+    leaves = list(entry.values(True, True)) if isinstance(entry, TensorDictBase) else [entry]
+    flat = [leaf.reshape(leaf.shape[0], -1).float() for leaf in leaves]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, -1)

@@ -1,0 +1,53 @@
+"""Numbers and flags of one step, as the rows that a buffer stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
+    """Read numbers of any shape as one float32 row ``[1, width]``, detached.
+
+    Args:
+        value: a number, array or tensor.
+        name: what the error calls it.
+        width: how many numbers there must be; any number if ``None``.
+        device: where the row lies.
+
+    Raises:
+        ValueError: there are more or fewer numbers, or they are NaN or infinite.
+
+    Example:
+        >>> vector([1, 2], "obs", 2, torch.device("cpu"))
+        tensor([[1., 2.]])
+    """
+    row = torch.as_tensor(value).detach().to(device, torch.float32).reshape(1, -1)
+    if width is not None and row.shape[1] != width:
+        raise ValueError(f"{name} has {row.shape[1]} numbers, expected {width}; nothing was stored.")
+    if not bool(torch.isfinite(row).all()):
+        raise ValueError(f"{name} holds values that are NaN or infinite; nothing was stored.")
+    return row
+
+
+def flag(value: Any, name: str, device: torch.device) -> Tensor:
+    """Read a flag as ``[1, 1]`` bool.
+
+    Args:
+        value: a bool, or a number that is 0 or 1.
+        name: what the error calls it.
+        device: where the row lies.
+
+    Raises:
+        ValueError: there are several values, or one that is neither true nor false.
+
+    Example:
+        >>> flag(1.0, "done", torch.device("cpu"))
+        tensor([[True]])
+    """
+    given = torch.as_tensor(value)
+    if given.numel() != 1 or float(given) not in (0.0, 1.0):
+        raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")
+    return given.bool().reshape(1, 1).to(device)

@@ -1,0 +1,188 @@
+"""l2r-lab's simple replay buffer: steps go in one by one, batches come out at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from omegaconf import MISSING
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.rows import flag, vector
+from torchrl_lightning.replay.schema import Configurable
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.uniform import UniformSampler
+
+BATCH: dict[str, NestedKey] = {
+    "obs": "observation",
+    "obs2": ("next", "observation"),
+    "act": "action",
+    "rew": ("next", "reward"),
+    "done": ("next", "terminated"),
+}
+"""The documented names of a batch, and the keys they stand for."""
+SCALARS = ("rew", "done")
+
+
+@dataclass
+class SimpleReplayBufferSchema:
+    """Documented parameters of :class:`SimpleReplayBuffer`."""
+
+    obs_dim: int = MISSING
+    act_dim: int = MISSING
+    size: int = MISSING
+    batch_size: int = MISSING
+
+
+class SimpleReplayBuffer(Configurable, ExperienceBuffer):
+    """FIFO replay buffer, as l2r-lab's; a batch holds no step twice.
+
+    Steps are stored under our keys, so that ``extend``, ``sample`` and every other TorchRL verb work beside ``store``
+    and ``sample_batch``.
+
+    Args:
+        obs_dim: length of an observation; ``None`` takes what the first step has.
+        act_dim: length of an action; ``None`` takes what the first step has.
+        size: steps kept; later ones replace the oldest.
+        batch_size: steps in a batch.
+        device: where steps lie and batches come out.
+        scratch_dir: folder for memory-mapped files; ``None`` keeps the steps in memory.
+        **kwargs: ``sampler``, ``num_envs``, ``transform``, ``generator``, ... of :class:`ExperienceBuffer`.
+
+    Raises:
+        ValueError: a number is not a positive integer.
+
+    Source:
+        https://github.com/learn-to-race/l2r-lab
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> buffer = SimpleReplayBuffer(obs_dim=2, act_dim=1, size=100, batch_size=1)
+        >>> act = SimpleNamespace(action=[0.5])
+        >>> buffer.store({"obs": [0.0, 0.0], "next_obs": [1.0, 1.0], "act": act, "rew": 1.0, "done": False})
+        >>> batch = buffer.sample_batch()
+        >>> batch["obs2"], batch["done"]
+        (tensor([[1., 1.]]), tensor([0.]))
+    """
+
+    schema: ClassVar[type] = SimpleReplayBufferSchema
+
+    def __init__(
+        self,
+        obs_dim: int | None,
+        act_dim: int | None,
+        size: int,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        scratch_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
+            unset = number is None and name.endswith("dim")
+            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        kwargs.setdefault("sampler", UniformSampler(with_replacement=False))
+        super().__init__(
+            storage=RingStorage(size, device=device, scratch_dir=scratch_dir), batch_size=batch_size, **kwargs
+        )
+        self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
+        self.weights: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Steps stored."""
+        return len(self)
+
+    @property
+    def ptr(self) -> int:
+        """Cell of the next step."""
+        return int(self.writer.positions[0]) % self.writer.length * self.writer.num_envs
+
+    def store(self, buffer_dict: Mapping[str, Any] | SimpleReplayBuffer) -> None:
+        """Store one step, or all steps of another buffer, oldest first.
+
+        Args:
+            buffer_dict: ``obs``, ``next_obs``, ``act`` (an object with ``action``, or the action itself), ``rew`` and
+                ``done``, that ``next_obs`` is terminal; optionally ``truncated``, that the episode was cut there.
+
+        Raises:
+            KeyError: an entry is missing.
+            ValueError: a size differs from what was declared, or a number is not finite; nothing is stored.
+        """
+        if isinstance(buffer_dict, SimpleReplayBuffer):
+            writer = buffer_dict.writer
+            steps = torch.arange(int(writer.oldest.min()), int(writer.positions.max()))
+            cells = writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten()
+            self.extend(buffer_dict.storage.get(cells[writer.is_filled(cells)]))
+            return
+        missing = [name for name in ("obs", "next_obs", "act", "rew", "done") if name not in buffer_dict]
+        if missing:
+            raise KeyError(f"The step lacks {missing}; store takes obs, next_obs, act, rew, done.")
+        device = self.storage.device
+        act = buffer_dict["act"]
+        done = flag(buffer_dict["done"], "done", device)
+        truncated = flag(buffer_dict.get("truncated", False), "truncated", device)
+        following = {
+            "observation": vector(buffer_dict["next_obs"], "next_obs", self.obs_dim, device),
+            "reward": vector(buffer_dict["rew"], "rew", 1, device),
+            "done": done | truncated,
+            "terminated": done,
+            "truncated": truncated,
+        }
+        step = {
+            "observation": vector(buffer_dict["obs"], "obs", self.obs_dim, device),
+            "action": vector(getattr(act, "action", act), "act", self.act_dim, device),
+            "next": TensorDict(following, [1]),
+        }
+        self.extend(TensorDict(step, [1]))
+
+    def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
+        """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
+
+        Raises:
+            ValueError: an observation or action has another size than declared.
+        """
+        widths = {"obs_dim": "observation", "act_dim": "action"}
+        found = {}
+        for name, key in widths.items():
+            entry, expected = data.get(key, None), getattr(self, name)
+            found[name] = None if not isinstance(entry, Tensor) else int(entry.shape[data.ndim :].numel())
+            if found[name] is not None and expected not in (None, found[name]):
+                raise ValueError(f"{key!r} has {found[name]} numbers, expected {name}={expected}; nothing was written.")
+        index: Tensor = super().extend(data, *args, **kwargs)
+        self.obs_dim, self.act_dim = self.obs_dim or found["obs_dim"], self.act_dim or found["act_dim"]
+        return index
+
+    def finish_path(self, action_obj: Any = None) -> None:
+        """Do nothing: paths mean nothing to this buffer; here so that a runner may treat all buffers alike.
+
+        Args:
+            action_obj: not used.
+        """
+
+    def sample_batch(self) -> dict[str, Tensor]:
+        """Draw ``batch_size`` different steps; sets ``weights``, 1 unless the sampler gives importance weights.
+
+        Returns:
+            Float32: ``obs``, ``obs2`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, ``rew``, ``done`` ``[B]``.
+
+        Raises:
+            ValueError: fewer steps are stored; names both numbers.
+        """
+        if self.batch_size > len(self):
+            raise ValueError(
+                f"Cannot draw {self.batch_size} different steps from {len(self)} stored ones; store more first, or "
+                "lower batch_size."
+            )
+        data = self.sample()
+        weight = data.get("priority_weight", None)
+        self.weights = torch.ones(len(data), device=data.device) if weight is None else weight
+        batch = {name: data.get(key).reshape(len(data), -1).float() for name, key in BATCH.items()}
+        return {name: value.squeeze(1) if name in SCALARS else value for name, value in batch.items()}

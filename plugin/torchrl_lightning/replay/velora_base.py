@@ -1,0 +1,309 @@
+"""What Velora's buffers have in common: six documented columns over one ring, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.velora_files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
+
+WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
+
+
+class BufferBase(ExperienceBuffer):
+    """Base of Velora's buffers: a subclass says how to ``sample``.
+
+    The columns are stored under our keys, so that every TorchRL verb, transform and sampler works beside the documented
+    verbs. ``extend`` takes TensorDicts whose entries have the declared sizes, in any shape.
+
+    Args:
+        capacity: transitions kept; later ones replace the oldest.
+        state_dim: length of an observation; ``None`` takes what the first transition has, here as in the next two.
+        action_dim: length of an action.
+        hidden_dim: length of a recurrent state.
+        device: where transitions lie; ``None`` means torch's default device.
+        scratch_dir: folder for memory-mapped files; ``None`` keeps the transitions in memory.
+        **kwargs: ``sampler``, ``num_envs``, ``transform``, ``batch_size``, ``generator``, ... of
+            :class:`ExperienceBuffer`.
+
+    Raises:
+        TypeError: the class has no ``sample`` of its own.
+        ValueError: a size is not a positive integer.
+
+    Example:
+        >>> class Newest(BufferBase):
+        ...     def sample(self, batch_size=None):
+        ...         return self.experience(self.storage.get(slice(len(self) - batch_size, None)))
+        >>> buffer = Newest(9, state_dim=1, action_dim=1, hidden_dim=1)
+        >>> for t in range(3):
+        ...     buffer.add([t], [0.0], 1.0, [t + 1], False, [0.0])
+        >>> buffer.sample(2).states.flatten().tolist()
+        [1.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        state_dim: int | None,
+        action_dim: int | None,
+        hidden_dim: int | None,
+        *,
+        device: torch.device | str | None = None,
+        scratch_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if type(self).sample is BufferBase.sample:
+            raise TypeError(f"{type(self).__name__} does not say how to sample; use RecurrentReplayBuffer.")
+        for name, number in zip(DIMS, (capacity, state_dim, action_dim, hidden_dim), strict=True):
+            unset = number is None and name != "capacity"
+            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        self.capacity, self.state_dim, self.action_dim, self.hidden_dim = capacity, state_dim, action_dim, hidden_dim
+        self.device = None if device is None else torch.device(device)
+        place = torch.get_default_device() if self.device is None else self.device
+        super().__init__(storage=RingStorage(capacity, device=place, scratch_dir=scratch_dir), **kwargs)
+
+    # ------------------------------------------------------------------ writing
+
+    def add(
+        self,
+        state: Any,
+        action: Any = None,
+        reward: Any = None,
+        next_state: Any = None,
+        done: Any = None,
+        hidden: Any = None,
+        *,
+        truncated: Any = False,
+        previous_hidden: Any = None,
+    ) -> Any:
+        """Add one transition.
+
+        Args:
+            state: observation ``[state_dim]``; or a TensorDict with our keys, and nothing else (TorchRL's verb).
+            action: action ``[action_dim]``.
+            reward: a number.
+            next_state: the true successor ``[state_dim]``.
+            done: whether the successor is terminal.
+            hidden: recurrent state after acting, ``[hidden_dim]``.
+            truncated: whether the episode was cut here without being terminal.
+            previous_hidden: recurrent state before acting; always or never.
+
+        Raises:
+            ValueError: something is missing or has another size.
+        """
+        if isinstance(state, TensorDictBase):
+            return super().add(state)
+        rows = [_row(value) for value in (state, action, reward, next_state, done, hidden)]
+        self.add_multi(*rows, truncated=_row(truncated), previous_hiddens=_row(previous_hidden))
+        return None
+
+    def add_multi(
+        self,
+        states: Any,
+        actions: Any,
+        rewards: Any,
+        next_states: Any,
+        dones: Any,
+        hiddens: Any,
+        *,
+        truncated: Any = None,
+        previous_hiddens: Any = None,
+    ) -> None:
+        """Add transitions, oldest first; of more than ``capacity`` the last ones stay.
+
+        With rings of several environments, every step of all of them: ``n`` is a multiple of their number.
+
+        Args:
+            states: ``[n, state_dim]``.
+            actions: ``[n, action_dim]``, or ``[n]``.
+            rewards: ``[n]`` or ``[n, 1]``.
+            next_states: ``[n, state_dim]``.
+            dones: ``[n]`` or ``[n, 1]``, whether the successors are terminal.
+            hiddens: ``[n, hidden_dim]``, after acting.
+            truncated: like ``dones``: cut without being terminal; nowhere by default.
+            previous_hiddens: like ``hiddens``, before acting; always or never.
+
+        Raises:
+            ValueError: something is missing or has another size; nothing is written.
+        """
+        given = (states, actions, rewards, next_states, dones, hiddens)
+        columns = {name: self._column(value, name) for name, value in zip(NAMES, given, strict=True)}
+        rows = len(columns["states"])
+        if truncated is None:
+            truncated = torch.zeros(rows, 1)
+        columns["truncated"] = self._column(truncated, "truncated")
+        if previous_hiddens is not None:
+            columns["previous_hiddens"] = self._column(previous_hiddens, "previous_hiddens")
+        if columns["rewards"].shape[1] != 1:
+            raise ValueError(f"rewards have {columns['rewards'].shape[1]} numbers each, expected one.")
+        uneven = {name: len(column) for name, column in columns.items() if len(column) != rows}
+        if uneven:
+            raise ValueError(
+                f"There are {rows} states, but {uneven}; every argument needs one row for each transition."
+            )
+        data, envs = transitions(columns), self.writer.num_envs
+        if envs > 1 and rows % envs == 0:
+            self.extend(data.view(-1, envs), time_dim=0)
+        else:
+            self.extend(data)
+
+    def _column(self, value: Any, name: str) -> Tensor:
+        if value is None:
+            raise ValueError(f"{name} is None; every transition needs it.")
+        column = torch.as_tensor(value).detach().to(self.storage.device, torch.float32)
+        return column.unsqueeze(-1) if column.ndim == 1 else column.flatten(1) if column.ndim else column.reshape(1, 1)
+
+    def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
+        """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
+
+        Raises:
+            ValueError: an observation, action or recurrent state has another size than declared.
+        """
+        found = {name: width_of(data, key) for name, key in WIDTHS.items()}
+        expected = {name: found[name] if getattr(self, name) is None else getattr(self, name) for name in WIDTHS}
+        successor = width_of(data, COLUMNS["next_states"])
+        wrong = [
+            f"{key!r} has {width} numbers, expected {name}={expected[name]}"
+            for name, key, width in (
+                *((name, key, found[name]) for name, key in WIDTHS.items()),
+                ("state_dim", COLUMNS["next_states"], successor),
+            )
+            if width is not None and width != expected[name]
+        ]
+        if wrong:
+            raise ValueError(f"The data does not fit the buffer: {'; '.join(wrong)}. Nothing was written.")
+        index: Tensor = super().extend(data, *args, **kwargs)
+        self.state_dim, self.action_dim, self.hidden_dim = (expected[name] for name in WIDTHS)
+        return index
+
+    # ------------------------------------------------------------------ reading
+
+    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Sample a batch; a subclass says how."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to sample.")
+
+    def sample_tensordict(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Sample as TorchRL does: a TensorDict with our keys, and the ``index`` that priorities go back to."""
+        batch: TensorDictBase = super().sample(batch_size, *args, **kwargs)
+        return batch
+
+    def experience(self, data: TensorDictBase) -> BatchExperience:
+        """Rename the entries of ``[B]`` transitions; float32, recurrent states flat.
+
+        Raises:
+            KeyError: the transitions lack one of the documented columns.
+        """
+        return experience_of(data)
+
+    @property
+    def size(self) -> int:
+        """Transitions stored."""
+        return len(self)
+
+    @property
+    def position(self) -> int:
+        """Row of the next transition.
+
+        Raises:
+            RuntimeError: the rings of several environments are unevenly filled.
+        """
+        if not self.writer.is_even or len(set(self.writer.positions.tolist())) > 1:
+            raise RuntimeError(
+                f"There is no one position in uneven rings, {self.writer.positions.tolist()}; use dumps."
+            )
+        return int(self.writer.positions[0]) % self.writer.length * self.writer.num_envs
+
+    # ------------------------------------------------------------------ state and files
+
+    def metadata(self) -> dict[str, Any]:
+        """Velora's seven entries: ``capacity``, the three sizes, ``position``, ``size``, ``device``."""
+        return {
+            **{name: getattr(self, name) for name in DIMS},
+            "position": self.position,
+            "size": len(self),
+            "device": None if self.device is None else str(self.device),
+        }
+
+    def _stored(self) -> dict[str, Tensor]:
+        if not len(self):
+            return {name: torch.zeros(0, width or 0) for name, (_, width) in shapes_of(self.metadata()).items()}
+        experience = self.experience(self.storage.get(slice(None)))
+        return {name: getattr(experience, name) for name in NAMES}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy of Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes."""
+        state: dict[str, Any] = super().state_dict()
+        if self.writer.is_even:
+            state |= {name: column.clone() for name, column in self._stored().items()}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state; the buffer then gives the same next sample.
+
+        Raises:
+            ValueError: another capacity, schema or number of environments; names both.
+        """
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in NAMES})
+
+    def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
+        """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors``, which Velora reads.
+
+        They hold the six tensors at full capacity; ``dumps`` keeps everything. An error leaves older files whole.
+
+        Args:
+            dirpath: the folder; made where it is missing.
+            prefix: what both names begin with.
+
+        Raises:
+            OSError: the disk is full or cannot be written.
+            ValueError: nothing was stored yet and a size is not known.
+        """
+        metadata = self.metadata()
+        unknown = [name for name in DIMS if metadata[name] is None]
+        if unknown:
+            raise ValueError(f"{unknown} of this buffer are not known before the first transition; nothing was saved.")
+        save_files(dirpath, prefix, self._stored(), metadata)
+
+    @classmethod
+    def load(cls, state_path: str | Path, metadata: Mapping[str, Any]) -> Self:
+        """Build a buffer from files that this class or Velora wrote.
+
+        Args:
+            state_path: the safetensors file; the suffix may be left out.
+            metadata: the content of the JSON file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: an entry of the metadata is missing or impossible, the file is truncated, corrupted or foreign,
+                the two contradict each other, or memory would not do; nothing is allocated before.
+        """
+        checked, opened = load_files(state_path, metadata)
+        capacity, size, position = checked["capacity"], checked["size"], checked["position"]
+        buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
+        with opened() as file:
+            columns = {name: file.get_slice(name) for name in NAMES}
+
+            def write(start: int, stop: int) -> None:
+                for first in range(start, stop, CHUNK):
+                    rows = slice(first, min(first + CHUNK, stop))
+                    buffer.add_multi(*(columns[name][rows] for name in NAMES))
+
+            write(0, size)
+            if size == capacity:
+                # Once more round the ring to where the oldest row is: every row keeps its place.
+                write(0, position)
+        return buffer
+
+
+def _row(value: Any) -> Tensor | None:
+    return None if value is None else torch.as_tensor(value).reshape(1, -1)

@@ -1,0 +1,91 @@
+"""Typed configs: both YAML forms, what is coerced, and errors that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchrl_lightning.replay.simple import SimpleReplayBuffer
+
+GOOD: dict[str, Any] = {"obs_dim": 32, "act_dim": 2, "size": 200, "batch_size": 16}
+YAML = "obs_dim: 32\nact_dim: 2\nsize: 200_000\nbatch_size: 16\n"
+
+
+def test_the_schema_lists_the_documented_parameters() -> None:
+    config = OmegaConf.structured(SimpleReplayBuffer.schema)
+    assert OmegaConf.missing_keys(config) == {"obs_dim", "act_dim", "size", "batch_size"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [YAML, "name: SimpleReplayBuffer\nconfig:\n" + "".join(f"  {line}\n" for line in YAML.splitlines())],
+    ids=["bare", "wrapped"],
+)
+def test_both_forms_of_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.yaml").write_text(text)
+    for path in (tmp_path / "b.yaml", str(tmp_path / "b.yaml")):
+        buffer = SimpleReplayBuffer.instantiate_from_config(path)
+        assert (buffer.obs_dim, buffer.act_dim, buffer.max_size, buffer.batch_size) == (32, 2, 200_000, 16)
+
+
+def test_dicts_and_dict_configs() -> None:
+    for config in (
+        GOOD,
+        OmegaConf.create(GOOD),
+        {**GOOD, "size": "2_00"},
+        {"name": "SimpleReplayBuffer", "config": GOOD},
+    ):
+        assert SimpleReplayBuffer.instantiate_from_config_dict(config).max_size == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"size": None}, "size"),
+        ({"size": 2.5}, "size"),
+        ({"size": True}, "size"),
+        ({"size": "many"}, "size"),
+        ({"size": [1]}, "size"),
+        ({"size": "${nowhere}"}, "size"),
+        ({"size": 0}, "size"),
+        ({"obs_dim": -1}, "obs_dim"),
+        ({"batchsize": 3}, "batchsize"),
+        ({"name": "SimpleReplayBuffer"}, "name"),
+        ({7: 3}, "7"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[Any, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        SimpleReplayBuffer.instantiate_from_config_dict({**GOOD, **change})
+
+
+@pytest.mark.parametrize("field", sorted(GOOD))
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=f"'{field}' of SimpleReplayBuffer is missing"):
+        SimpleReplayBuffer.instantiate_from_config_dict({k: v for k, v in GOOD.items() if k != field})
+
+
+def test_the_wrapper_must_name_this_class() -> None:
+    with pytest.raises(ValueError, match="'PPOBuffer', expected 'SimpleReplayBuffer'"):
+        SimpleReplayBuffer.instantiate_from_config_dict({"name": "PPOBuffer", "config": GOOD})
+
+
+@pytest.mark.parametrize("text", ["", "5", "- 1", "size: [", YAML + "size: 3\n", "!!python/object/apply:os.abort []"])
+def test_files_that_are_no_such_mapping(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"b\.yaml"):
+        SimpleReplayBuffer.instantiate_from_config(tmp_path / "b.yaml")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        SimpleReplayBuffer.instantiate_from_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("config", [None, 5, "size: 3", [GOOD]])
+def test_something_else_than_a_mapping(config: Any) -> None:
+    with pytest.raises(ValueError, match="expected a mapping"):
+        SimpleReplayBuffer.instantiate_from_config_dict(config)

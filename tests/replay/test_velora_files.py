@@ -1,0 +1,283 @@
+"""Velora's files: the ones it wrote are read, the ones we write it reads, and bad ones are refused before anything."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from torchrl_lightning.replay import velora_files
+from torchrl_lightning.replay.recurrent import RecurrentReplayBuffer
+from torchrl_lightning.replay.velora_files import NAMES
+
+DATA = Path(__file__).parents[1] / "data"
+VELORA = DATA / "velora"  # both written by Velora 0.2.0; "run" was saved with the prefix "run.1_"
+
+
+def golden(name: str) -> torch.Tensor:
+    with np.load(DATA / "velora_wraparound.npz") as file:
+        return torch.as_tensor(file[name])
+
+
+def metadata(name: str = "buffer_metadata", folder: Path = VELORA) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return content
+
+
+def load(**changes: Any) -> RecurrentReplayBuffer:
+    return RecurrentReplayBuffer.load(VELORA / "buffer_state.safetensors", {**metadata(), **changes})
+
+
+def tensors(buffer: RecurrentReplayBuffer) -> dict[str, torch.Tensor]:
+    state = buffer.state_dict()
+    return {name: state[name] for name in NAMES}
+
+
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+def test_a_full_buffer_that_velora_wrote(suffix: str) -> None:
+    buffer = RecurrentReplayBuffer.load(f"{VELORA}/buffer_state{suffix}", metadata())
+    assert (len(buffer), buffer.position) == (7, 3)
+    for name in NAMES:
+        assert tensors(buffer)[name].equal(golden(f"final_{name}")), name
+    buffer.add(torch.ones(3), torch.ones(2), 1.0, torch.ones(3), False, torch.ones(4))
+    after = tensors(buffer)["states"]
+    assert after[3].tolist() == [1.0, 1.0, 1.0]
+    assert after[4].equal(golden("final_states")[4])
+
+
+@pytest.mark.parametrize("name", ["run", "run.safetensors", "run.1_state"])
+def test_a_partly_filled_buffer_whose_name_velora_cut_at_the_dot(name: str) -> None:
+    buffer = RecurrentReplayBuffer.load(VELORA / name, metadata("run"))
+    assert (len(buffer), buffer.position, str(buffer.device)) == (3, 3, "cpu")
+    assert tensors(buffer)["hiddens"].equal(golden("in_hiddens")[:3])
+
+
+def test_what_we_write_is_what_velora_reads(tmp_path: Path) -> None:
+    load().save(tmp_path)
+    found, expected = load_file(tmp_path / "buffer_state.safetensors"), load_file(VELORA / "buffer_state.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+    assert {**metadata(folder=tmp_path), "device": None} == metadata()
+    with safe_open(tmp_path / "buffer_state.safetensors", "pt") as file:
+        assert file.metadata() == {"position": "3", "size": "7"}
+
+
+def test_only_the_header_differs_from_velora_s_bytes(tmp_path: Path) -> None:
+    def body(path: Path) -> bytes:
+        content = path.read_bytes()
+        return content[8 + struct.unpack("<Q", content[:8])[0] :]
+
+    for name, state in (("buffer_metadata", "buffer_state"), ("run", "run")):
+        RecurrentReplayBuffer.load(VELORA / state, metadata(name)).save(tmp_path)
+        assert body(tmp_path / "buffer_state.safetensors") == body(VELORA / f"{state}.safetensors")
+
+
+def test_large_buffers_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(velora_files, "CHUNK", 2)
+    load().save(tmp_path)
+    expected = load_file(VELORA / "buffer_state.safetensors")
+    assert all(value.equal(expected[name]) for name, value in load_file(tmp_path / "buffer_state.safetensors").items())
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"capacity": 2**60, "position": 7}, "does not fit its metadata"),
+        ({"hidden_dim": 2**40}, "does not fit its metadata"),
+        ({"state_dim": 4}, r"'next_states' is .*\[7, 3\].*\[7, 4\]"),
+        ({"capacity": -7}, "capacity=-7"),
+        ({"capacity": 7.0}, "capacity=7.0"),
+        ({"capacity": "7"}, "capacity='7'"),
+        ({"capacity": True}, "capacity=True"),
+        ({"size": 8}, "size=8"),
+        ({"position": 7}, "position=7"),
+        ({"size": 5}, "position=3 and size=5"),
+        ({"position": -1}, "position=-1"),
+        ({"device": "warp"}, "device='warp'"),
+        ({"device": 3.5}, "device=3.5"),
+        ({"device": "hpu:3"}, "set it to 'cpu'"),
+    ],
+)
+def test_impossible_metadata_is_refused_without_allocating(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(**changes)
+
+
+@pytest.mark.parametrize("name", ["capacity", "state_dim", "position", "size", "device"])
+def test_missing_metadata_is_named(name: str) -> None:
+    content = metadata()
+    del content[name]
+    with pytest.raises(ValueError, match=f"lacks \\['{name}'\\]"):
+        RecurrentReplayBuffer.load(VELORA / "buffer_state", content)
+
+
+def test_something_else_than_metadata() -> None:
+    with pytest.raises(ValueError, match="list"):
+        RecurrentReplayBuffer.load(VELORA / "buffer_state", [])  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="tried"):
+        RecurrentReplayBuffer.load(tmp_path / "buffer_state.safetensors", metadata())
+
+
+def _damaged(content: bytes) -> dict[str, bytes]:
+    size = struct.unpack("<Q", content[:8])[0]
+    huge = json.dumps({"states": {"dtype": "F32", "shape": [2**40, 3], "data_offsets": [0, 12 * 2**40]}}).encode()
+    return {
+        "empty": b"",
+        "cut in the length": content[:5],
+        "cut in the header": content[:60],
+        "cut in the data": content[:-1],
+        "longer": content + b"\0",
+        "no json": content[:8] + b"x" * size + content[8 + size :],
+        "huge header": struct.pack("<Q", 2**62) + content[8:],
+        "huge tensor": struct.pack("<Q", len(huge)) + huge,
+        "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(_damaged((VELORA / "run.safetensors").read_bytes())))
+def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "buffer_state.safetensors"
+    path.write_bytes(_damaged((VELORA / "buffer_state.safetensors").read_bytes())[kind])
+    with pytest.raises(ValueError, match=r"buffer_state\.safetensors"):
+        RecurrentReplayBuffer.load(path, metadata())
+
+
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    good = load_file(VELORA / "buffer_state.safetensors")
+    path = tmp_path / "buffer_state.safetensors"
+    for foreign, match in (
+        ({"weight": torch.zeros(3)}, "'weight' is"),
+        ({**good, "extra": torch.zeros(1)}, "'extra' is"),
+        ({name: value for name, value in good.items() if name != "dones"}, "'dones' is None"),
+        ({**good, "states": good["states"].half()}, "F16"),
+        ({**good, "dones": good["dones"] + 0.25}, "0 and 1"),
+    ):
+        save_file(foreign, path)
+        with pytest.raises(ValueError, match=match):
+            RecurrentReplayBuffer.load(path, metadata())
+
+
+def test_a_sparse_file_larger_than_memory_is_refused_before_allocating(tmp_path: Path) -> None:
+    capacity = 2**38
+    header, start = {}, 0
+    for name in sorted(NAMES):
+        header[name] = {"dtype": "F32", "shape": [capacity, 1], "data_offsets": [start, start + 4 * capacity]}
+        start += 4 * capacity
+    text = json.dumps(header).encode()
+    path = tmp_path / "buffer_state.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    try:
+        os.truncate(path, 8 + len(text) + start)
+    except OSError:
+        pytest.skip("this file system has no files of that size")
+    content = dict.fromkeys(("state_dim", "action_dim", "hidden_dim"), 1) | {"capacity": capacity, "device": None}
+    with pytest.raises(ValueError, match=r"needs .* free"):
+        RecurrentReplayBuffer.load(path, {**content, "position": 0, "size": capacity})
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_files_whole(tmp_path: Path) -> None:
+    buffer = load()
+    buffer.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    larger = RecurrentReplayBuffer(4000, 3, 2, 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # Python ignores SIGXFSZ, so that writing fails
+    try:
+        with pytest.raises(OSError, match="large"):
+            larger.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = load()
+    buffer.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    buffer.add(torch.ones(3), torch.ones(2), 1.0, torch.ones(3), False, torch.ones(4))
+
+    def full(*args: object, **kwargs: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(velora_files.json, "dumps", full)
+    with pytest.raises(OSError, match="No space"):
+        buffer.save(tmp_path)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_tensors_newer_than_their_metadata_file_know_their_position(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = load()
+    buffer.save(tmp_path)
+    old = (tmp_path / "buffer_metadata.json").read_bytes()
+    buffer.add(torch.ones(3), torch.ones(2), 1.0, torch.ones(3), False, torch.ones(4))
+    buffer.save(tmp_path)
+    (tmp_path / "buffer_metadata.json").write_bytes(old)
+    with caplog.at_level(logging.WARNING):
+        restored = RecurrentReplayBuffer.load(tmp_path / "buffer_state", metadata(folder=tmp_path))
+    assert restored.position == buffer.position == 4
+    assert "saved later" in caplog.text
+
+
+_SAVE_FOREVER = """
+import sys, torch
+from torchrl_lightning.replay.recurrent import RecurrentReplayBuffer
+buffer = RecurrentReplayBuffer(20000, 3, 2, 4)
+for number in range(1, 10**9):
+    one = torch.full((2000,), float(number))
+    wide = one.unsqueeze(1)
+    buffer.add_multi(wide.expand(-1, 3), wide.expand(-1, 2), one, wide.expand(-1, 3), one * 0, wide.expand(-1, 4))
+    buffer.save(sys.argv[1])
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_a_whole_buffer_not_older_than_its_last_save(tmp_path: Path) -> None:
+    for attempt in range(2):
+        folder = tmp_path / str(attempt)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SAVE_FOREVER, str(folder)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.004 + 0.02 * attempt)
+        process.send_signal(signal.SIGKILL)
+        printed = process.stdout.read().split()
+        process.wait()
+        process.stdout.close()
+        last = int(printed[-1]) if printed else 1
+        restored = RecurrentReplayBuffer.load(folder / "buffer_state", metadata(folder=folder))
+        states = tensors(restored)["states"]
+        newest = int(states.max())
+        assert newest >= last
+        assert restored.position == 2000 * newest % 20000
+        assert sorted({int(value) for value in states[:, 0].tolist()}) == list(range(max(1, newest - 9), newest + 1))
+        shutil.rmtree(folder)
