@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 
-__all__ = ["BufferBase", "SamplerBase", "StorageBase", "WriterBase", "entries_of", "new_tensordict"]
+__all__ = ["BufferBase", "SamplerBase", "StorageBase", "WriterBase", "entries_of", "last_written", "new_tensordict"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,20 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
         ['a']
     """
     return data._tensordict if type(data) is TensorDict else dict(data.items())
+
+
+def last_written(storage: Storage) -> int | None:
+    """The cell of a one-dimensional storage that was written last, if the storage knows it.
+
+    Args:
+        storage: any TorchRL storage; one that was restored has forgotten it.
+
+    Example:
+        >>> last_written(LazyTensorStorage(4)) is None
+        True
+    """
+    cursor = getattr(storage, "_last_cursor_index", None)
+    return None if cursor is None else int(torch.as_tensor(cursor).reshape(-1)[-1])
 
 
 class StorageBase(LazyTensorStorage):

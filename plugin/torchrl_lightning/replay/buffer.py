@@ -14,6 +14,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl_lightning._compat import BufferBase, new_tensordict
 from torchrl_lightning.replay.buffer_state import find_cells, gather_state, place_of, restore_state
 from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.replay.sequence_reading import read_windows
+from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -142,6 +144,10 @@ class ExperienceBuffer(BufferBase):
         storage = self.parts[0]
         if not storage.is_prefix and type(self.sampler).__module__.startswith("torchrl."):
             storage.check_even(type(self.sampler).__name__)
+        if isinstance(self.sampler, SequenceSampler):
+            return read_windows(storage, index, info)
+        if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
+            (index,) = index
         if not isinstance(index, Tensor) or index.ndim != 1 or not storage.is_prefix:
             batch = storage.get(index)
             batch.set("index", torch.as_tensor(index))
@@ -202,10 +208,7 @@ class ExperienceBuffer(BufferBase):
         """
         storage, folder = self.parts[0], Path(path).absolute()
         state = read_state(folder)
-        try:
-            cells = find_cells(storage, folder, state, copy) if isinstance(storage, RingStorage) else None
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"The saved state in {folder} is foreign: {error}.") from error
+        cells = find_cells(storage, folder, state, copy) if isinstance(storage, RingStorage) else None
         restore_state(self, state, cells=cells)
 
     # ------------------------------------------------------------------ priorities

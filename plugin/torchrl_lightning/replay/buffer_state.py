@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.replay.checks import STATE_VERSION, check_version
+from torchrl_lightning.replay.checks import STATE_VERSION, check_version, require
 from torchrl_lightning.replay.memmap import map_files
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, tree_of
@@ -40,7 +40,6 @@ def gather_state(buffer: ExperienceBuffer, *, copy: bool = True, in_place: str |
             "sampler_kind": type(sampler).__name__,
             "sampler": dict(sampler.state_dict()),
             "transform": dict(buffer.transform.state_dict()),
-            "batch_size": buffer.batch_size,
             "generator": {"device": str(generator.device), "state": generator.get_state()},
             "prefetched": [_pack(batch, info) for batch, info in prefetched],
         }
@@ -59,6 +58,8 @@ def restore_state(buffer: ExperienceBuffer, state: Mapping[str, Any], *, cells: 
     """
     storage, sampler, writer = buffer.parts
     check_version(state, "buffer")
+    require(state, "storage writer sampler_kind sampler transform generator prefetched", "buffer")
+    require(state["generator"], "device state", "generator")
     if state["sampler_kind"] != type(sampler).__name__:
         raise ValueError(
             f"The state is of a {state['sampler_kind']}, this buffer has a {type(sampler).__name__}; "
@@ -110,6 +111,7 @@ def find_cells(storage: RingStorage, folder: Path, state: dict[str, Any], copy: 
     Raises:
         ValueError: the cells are missing or damaged, do not fit the storage, or ``copy=False`` cannot be done.
     """
+    require(state.get("storage"), "files count cells data", "storage")
     files = state["storage"]["files"]
     if files is None:
         if copy is False and state["storage"]["data"] is not None:

@@ -24,6 +24,17 @@ def check_version(state_dict: Mapping[str, Any], owner: str) -> None:
         raise ValueError(f"The {owner} state has schema version {version!r}, this release reads {STATE_VERSION}.")
 
 
+def require(state_dict: Any, keys: str, owner: str) -> None:
+    """Refuse a state that lacks entries.
+
+    Raises:
+        ValueError: names them.
+    """
+    missing = set(keys.split()) - set(state_dict) if isinstance(state_dict, Mapping) else {"everything"}
+    if missing:
+        raise ValueError(f"The {owner} state is foreign: it lacks {', '.join(sorted(missing))}.")
+
+
 def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) -> None:
     """Refuse a storage's state that does not fit.
 
@@ -36,6 +47,7 @@ def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) 
         ValueError: another version, capacity, or other keys, shapes or dtypes.
     """
     check_version(state_dict, "storage")
+    require(state_dict, "max_size count cells cursor files data", "storage")
     if state_dict["max_size"] != max_size:
         raise ValueError(
             f"The state has max_size={state_dict['max_size']}, this storage has max_size={max_size}; "
@@ -65,6 +77,7 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
         ValueError: another version, number of environments or length of the rings.
     """
     check_version(state_dict, "writer")
+    require(state_dict, "num_envs length positions floor base write_count index", "writer")
     for name, here in (("num_envs", num_envs), ("length", length)):
         there = state_dict[name]
         if here != there:
@@ -80,5 +93,7 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
     if int(filled.min()) < 0:
         raise ValueError("The state's rings begin after they end.")
     index = state_dict["index"]
+    if index is not None:
+        require(index, "column done begin open headless_end", "episode index")
     if index is not None and (len(index["column"]) != int(filled.sum()) or len(index["done"]) != int(filled.sum())):
         raise ValueError(f"The state's episode index does not describe its {int(filled.sum())} steps.")

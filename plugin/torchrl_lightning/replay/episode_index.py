@@ -55,12 +55,19 @@ class EpisodeIndex:
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
-        self._rows = self._column.reshape(length, self.num_envs)
-        self._done_rows = self._done.reshape(length, self.num_envs)
+        self._share()
         self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running (or, if not open, the last) episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
         self._all_open = False
+
+    def _share(self) -> None:
+        self._rows = self._column.reshape(self.length, self.num_envs)
+        self._done_rows = self._done.reshape(self.length, self.num_envs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()  # views do not survive pickling
 
     # ------------------------------------------------------------------ writing
 
@@ -187,6 +194,12 @@ class EpisodeIndex:
         if clip:
             begin = np.maximum(begin, self._oldest(env))
         return torch.from_numpy(begin), torch.from_numpy(end)
+
+    def covers(self, cells: Ints, positions: Ints) -> Flags:
+        """Whether the episode of what is in ``cells`` already ran at earlier stored ``positions``; one look-up each."""
+        # A first step notes its own position or a later one.
+        noted: Flags = self._column.take(cells) <= positions
+        return noted
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
         """First position of the episodes of stored steps; with ``clip=False`` it may lie before the oldest step.

@@ -197,6 +197,8 @@ class RingStorage(StorageBase):
         """
         if self.cells is None:
             raise RuntimeError("The storage is empty: write something first (extend).")
+        if isinstance(index, tuple) and len(index) == 1:  # coordinates, as TorchRL's slice samplers give them
+            index = index[0]
         if isinstance(index, list | range):
             index = torch.as_tensor(index)
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:

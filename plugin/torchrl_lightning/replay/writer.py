@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.memmap import WriteMarks
 from torchrl_lightning.replay.rings import Ints, Rings
 from torchrl_lightning.replay.storage import RingStorage
+
+_WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
+
+
+def writer_of(storage: Storage) -> RingWriter | None:
+    """The :class:`RingWriter` that fills a storage, one of TorchRL's too, if there is one.
+
+    Example:
+        >>> writer_of(RingStorage(4)) is None
+        True
+    """
+    reference = _WRITERS.get(storage)
+    return None if reference is None else reference()
 
 
 class RingWriter(WriterBase, Rings):
@@ -86,6 +100,10 @@ class RingWriter(WriterBase, Rings):
             )
         super().register_storage(storage)
         self.length = storage.max_size // self.num_envs
+        self._sign(storage)
+
+    def _sign(self, storage: Storage) -> None:
+        _WRITERS[storage] = weakref.ref(self)
         if isinstance(storage, RingStorage):
             storage.set_writer(self)
 
@@ -329,8 +347,8 @@ class RingWriter(WriterBase, Rings):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if isinstance(self.storage, RingStorage):
-            self.storage.set_writer(self)
+        if self.storage is not None:
+            self._sign(self.storage)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={self._positions})"

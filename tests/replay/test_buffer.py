@@ -1,0 +1,269 @@
+"""The buffer over rings: what it takes, and everything TorchRL's buffer does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import RandomSampler, SamplerWithoutReplacement, Sequence, SliceSampler, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import RewardScaling, Transform, UnsqueezeTransform
+
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+
+def rows(count: int, start: int = 0) -> TensorDict:
+    value = torch.arange(start, start + count).float()
+    following = {"reward": value.unsqueeze(-1), "done": (value % 5 == 4).unsqueeze(-1)}
+    return TensorDict({"a": value, "next": following}, [count])
+
+
+def buffer(size: int = 20, **kwargs: object) -> ExperienceBuffer:
+    return ExperienceBuffer(storage=RingStorage(size), **{"batch_size": 6, **kwargs})
+
+
+class Noting(RandomSampler):
+    """Knows priorities, and notes those that it gets."""
+
+    def __init__(self) -> None:
+        self.noted: dict[int, float] = {}
+        self.marked = 0
+
+    def update_priority(self, index: torch.Tensor, priority: torch.Tensor, *, storage: object = None) -> None:
+        self.noted.update(zip(index.tolist(), priority.tolist(), strict=True))
+
+    def mark_update(self, index: torch.Tensor, *, storage: object = None) -> None:
+        self.marked += len(index)
+
+
+class Biased(Sampler):
+    """Gives the first cells, with a weight and a nested note."""
+
+    def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
+        index = torch.arange(batch_size)
+        return index, {"priority_weight": index / 2, ("note", "x"): index * 2}
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None: ...
+    def _empty(self) -> None: ...
+    def dumps(self, path: object) -> None: ...
+    def loads(self, path: object) -> None: ...
+
+
+def rollout(envs: int, steps: int) -> TensorDict:
+    """Value ``100 * env + step``, ``[N, T]``."""
+    value = torch.arange(envs).unsqueeze(1) * 100 + torch.arange(steps)
+    return TensorDict({"a": value.float()}, [envs, steps], names=[None, "time"])
+
+
+def test_index_points_to_what_was_sampled() -> None:
+    ours = buffer()
+    ours.extend(rows(33))
+    batch = ours.sample()
+    assert batch.batch_size == (6,)
+    assert batch["index"].dtype == torch.int64
+    assert torch.equal(ours.storage.get(batch["index"])["a"], batch["a"])
+    assert ours.sample()["a"].tolist() != batch["a"].tolist()
+
+
+@pytest.mark.parametrize("form", ["named", "time_dim", "time_major", "step by step"])
+def test_rollouts_in_every_form(form: str) -> None:
+    ours, data = buffer(num_envs=2), rollout(2, 3)
+    if form == "named":
+        index = ours.extend(data)
+    elif form == "time_dim":
+        index = ours.extend(TensorDict({"a": data["a"]}, [2, 3]), time_dim=1)
+    elif form == "time_major":
+        index = ours.extend(TensorDict({"a": data["a"].T}, [3, 2]), time_dim=0)
+    else:
+        index = torch.cat([ours.extend(step) for step in data.unbind(1)])
+    assert index.tolist() == list(range(6))
+    assert ours[:]["a"].tolist() == [0, 100, 1, 101, 2, 102]
+    assert ours.writer.positions.tolist() == [3, 3]
+
+
+def test_rollout_of_some_environments() -> None:
+    ours = buffer(num_envs=4)
+    ours.extend(rollout(2, 3), env_ids=torch.tensor([3, 1]))
+    cells = ours.writer.cell(torch.tensor([1, 1, 3]), torch.tensor([0, 2, 1]))
+    assert ours.storage.get(cells)["a"].tolist() == [100, 102, 1]
+
+
+def test_ambiguous_data_are_refused() -> None:
+    ours = buffer(num_envs=2)
+    with pytest.raises(ValueError, match="time"):
+        ours.extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3]))
+    with pytest.raises(ValueError, match="6 rows for 2 environments"):
+        ours.extend(rows(6))
+    with pytest.raises(ValueError, match="3 environments, the writer has 2"):
+        ours.extend(rollout(3, 2))
+    with pytest.raises(TypeError, match="dict"):
+        ours.extend({"a": torch.zeros(2)})
+    assert len(ours) == 0
+
+
+def test_add() -> None:
+    ours = buffer()
+    assert [ours.add(row) for row in rows(3).unbind(0)] == [0, 1, 2]
+    several = buffer(21, num_envs=3)
+    assert several.add(rows(3)).tolist() == [0, 1, 2]
+
+
+def test_the_data_stay_as_they_were() -> None:
+    ours, data = buffer(), rows(4)
+    before = data.clone()
+    ours.extend(data.lock_())
+    assert set(data.keys(True)) == set(before.keys(True))
+    assert (data == before).all()
+
+
+def test_short_and_long_path_give_the_same() -> None:
+    short, long = (buffer(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    for ours in (short, long):
+        ours.extend(rows(12))
+    for _ in range(3):
+        one, (other, info) = short.sample(), long.sample(return_info=True)
+        assert set(one.keys(True)) == set(other.keys(True))
+        assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
+        assert one.device == other.device
+        assert torch.equal(info["index"], one["index"])
+
+
+def test_entries_from_the_sampler() -> None:
+    for kwargs in ({}, {"prefetch": 2}):
+        ours = buffer(sampler=Biased(), **kwargs)
+        ours.extend(rows(10))
+        batch = ours.sample()
+        assert batch["priority_weight"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+        assert batch["note", "x"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_transforms_on_both_ways() -> None:
+    ours = buffer(transform=UnsqueezeTransform(-1, in_keys=["a"], in_keys_inv=[]))
+    ours.append_transform(RewardScaling(loc=0.0, scale=2.0, in_keys=[("next", "reward")]))
+    ours.extend(rows(10))
+    batch = ours.sample()
+    assert batch["a"].shape == (6, 1)
+    assert torch.equal(batch["next", "reward"], batch["a"] * 2)
+
+
+def test_a_transform_that_keeps_data_back() -> None:
+    class Keep(Transform):
+        def _inv_call(self, data: TensorDict) -> None:
+            return None
+
+    ours = buffer(transform=Keep())
+    assert ours.extend(rows(3)).shape == (0,)
+    assert len(ours) == 0
+
+
+def test_prefetched_batches_do_not_outlive_empty() -> None:
+    ours = buffer(prefetch=3)
+    ours.extend(rows(10))
+    ours.sample()
+    ours.empty()
+    ours.extend(rows(10, 50))
+    assert all(ours.sample()["a"].min() >= 50 for _ in range(5))
+
+
+def test_batch_sizes() -> None:
+    ours = ExperienceBuffer(storage=RingStorage(10))
+    ours.extend(rows(10))
+    with pytest.raises(RuntimeError, match="batch_size"):
+        ours.sample()
+    assert ours.sample(3).shape == (3,)
+    ours = buffer()
+    ours.extend(rows(10))
+    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
+        assert ours.sample(3).shape == (3,)
+    assert ours.sample(4).shape == (4,)
+
+
+def test_iteration_without_replacement_sees_everything_once() -> None:
+    ours = buffer(sampler=SamplerWithoutReplacement(), batch_size=5)
+    ours.extend(rows(20))
+    assert sorted(torch.cat([batch["a"] for batch in ours]).tolist()) == list(range(20))
+
+
+def test_sequence_unit_of_torchrl() -> None:
+    ours = buffer(sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
+    ours.extend(rows(12))
+    batch = ours.sample()
+    assert batch["a"].numel() == 12
+    several = buffer(num_envs=2, sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
+    for step in range(5):
+        several.extend(rows(2, step))
+    with pytest.raises(RuntimeError, match="interleaved"):
+        several.sample()
+
+
+def test_slices_of_torchrl() -> None:
+    ours = buffer(sampler=SliceSampler(slice_len=3, traj_key="episode"))
+    data = rows(33).set("episode", torch.arange(33) // 5)
+    ours.extend(data)
+    batch = ours.sample()["a"].reshape(2, 3)
+    assert torch.equal(batch - batch[:, :1], torch.arange(3.0).expand(2, 3))
+    assert torch.equal(batch[:, 0] // 5, batch[:, 2] // 5)
+    several = buffer(num_envs=2, sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=4)
+    several.extend(data[:2])
+    with pytest.raises(RuntimeError, match="interleaved"):
+        several.sample()
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None:
+    ours = buffer(num_envs=2, sampler=sampler(), batch_size=2)
+    ours.extend(rows(2))
+    ours.sample()
+    ours.extend(rows(1), env_ids=torch.tensor([1]))
+    with pytest.raises(RuntimeError, match=r"unevenly filled rings \(\[1, 2\]"):
+        ours.sample()
+    for _ in range(9):
+        ours.extend(rows(2))
+    assert ours.sample()["index"].shape == (2,)  # full again, so that all cells hold something
+
+
+def test_priorities_reach_the_sampler() -> None:
+    ours = buffer(sampler=Noting())
+    ours.extend(rows(6).set("td_error", torch.arange(6.0)))
+    assert ours.sampler.noted == {i: float(i) for i in range(6)}
+    batch = ours.sample()
+    batch["td_error"] = torch.full((6, 1), 9.0)
+    ours.update_tensordict_priority(batch)
+    assert {ours.sampler.noted[i] for i in batch["index"].tolist()} == {9.0}
+    with pytest.raises(KeyError, match="td_error"):
+        ours.update_tensordict_priority(batch.exclude("td_error"))
+    assert ours.sampler.marked == 6
+    plain = buffer()
+    plain.extend(rows(6))
+    plain.update_tensordict_priority(plain.sample())  # nothing to do, and no warning
+
+
+def test_one_generator() -> None:
+    torch.manual_seed(0)
+    one = buffer()
+    torch.manual_seed(0)
+    other = buffer()
+    for ours in (one, other):
+        ours.extend(rows(20))
+    torch.manual_seed(1)
+    assert torch.equal(one.sample()["index"], other.sample()["index"])
+    sampler = RandomSampler()
+    one.set_sampler(sampler)
+    assert torch.equal(one.sample()["index"], other.sample()["index"])
+
+
+def test_delayed_construction() -> None:
+    ours = ExperienceBuffer(storage=lambda: RingStorage(10), delayed_init=True, batch_size=3)
+    ours.extend(rows(10))
+    assert ours.sample().shape == (3,)
+
+
+def test_consumed_samples() -> None:
+    with pytest.raises(TypeError, match="write_at"):  # rings have no free cells to put new data into
+        buffer(consume_after_n_samples=1)
+    ours = buffer(consume_after_n_samples=1, writer=TensorDictRoundRobinWriter())
+    ours.extend(rows(12))
+    assert sorted(torch.cat([ours.sample()["a"], ours.sample()["a"]]).tolist()) == list(range(12))

@@ -1,0 +1,68 @@
+"""Storages, writers, samplers and buffers of both houses, in every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+
+STORAGES: dict[str, Callable[..., Storage]] = {
+    "ring": RingStorage,
+    "mapped ring": lambda size, folder: RingStorage(size, scratch_dir=folder / "ring"),
+    "tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+    "list": ListStorage,
+}
+WRITERS: dict[str, Callable[[], Writer]] = {"ring": RingWriter, "round robin": TensorDictRoundRobinWriter}
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "random": RandomSampler,
+    "without": SamplerWithoutReplacement,
+    "slices": lambda: SliceSampler(slice_len=2, traj_key="episode"),
+}
+BUFFERS = {"ours": ExperienceBuffer, "tensordict": TensorDictReplayBuffer, "plain": ReplayBuffer}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_combination(storage: str, writer: str, sampler: str, buffer: str, tmp_path: object) -> None:
+    if sampler == "slices" and storage == "list":
+        pytest.skip("TorchRL's slices need a tensor storage")
+    make = STORAGES[storage]
+    cells = make(10, tmp_path) if storage == "mapped ring" else make(10)
+    ours = BUFFERS[buffer](storage=cells, writer=WRITERS[writer](), sampler=SAMPLERS[sampler](), batch_size=4)
+    for start in range(0, 15, 3):
+        step = torch.arange(start, start + 3)
+        ours.extend(TensorDict({"a": step.float(), "episode": step // 5, "next": {"b": step}}, [3]))
+    assert len(ours) == 10
+    if buffer == "plain":
+        batch, info = ours.sample(return_info=True)
+        index = info["index"][0] if sampler == "slices" else info["index"]
+    else:
+        batch = ours.sample()
+        index = batch["index"]
+    assert batch.shape == (4,)
+    assert torch.equal(batch["next", "b"].float(), batch["a"])
+    assert batch["a"].min() >= 5
+    assert torch.equal(batch["a"].long() % 10, index.reshape(-1))
+    if sampler == "slices":
+        assert torch.equal(batch["a"][1::2], batch["a"][::2] + 1)
