@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["OPERATIONS", "assign", "assign_torch", "descend", "descend_torch", "last_of_each", "reduce_pairs"]
+from torchrl_lightning.scan import compiled
+
+__all__ = ["OPERATIONS", "assign", "assign_torch", "descend", "descend_torch", "jitted", "last_of_each", "reduce_pairs"]
 
 SUM, MIN, MAX = 0, 1, 2
 OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)}
@@ -44,11 +48,23 @@ def assign(
         change += int(value != 0.0) - int(nodes[leaf] != 0.0)
         nodes[leaf] = value
         parent = leaf >> 1
-        # Neighbours share their ancestors: a run of indices thins out on the way up.
         if size == 0 or pending[size - 1] != parent:
             pending[size] = parent
             size += 1
-    while pending[0] > 0:
+    climb(nodes, code, pending, size)
+    return -1, change
+
+
+def climb(nodes: Any, code: int, pending: Any, size: int) -> None:
+    """Recompute inner nodes of one level, and all their ancestors (numba); uses ``pending`` up.
+
+    Args:
+        nodes: of the tree.
+        code: of the operation.
+        pending: nodes of one level, in any order; zeros if there are no inner nodes.
+        size: how many of them.
+    """
+    while size > 0 and pending[0] > 0:
         kept = 0
         for i in range(size):
             node = pending[i]
@@ -60,11 +76,11 @@ def assign(
             else:
                 nodes[node] = max(left, right)
             parent = node >> 1
+            # Neighbours share their ancestors: a run of indices thins out on the way up.
             if kept == 0 or pending[kept - 1] != parent:
                 pending[kept] = parent
                 kept += 1
         size = kept
-    return -1, change
 
 
 def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
@@ -84,6 +100,18 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
         level *= 2
     for i in range(count):
         found[i] -= width
+
+
+_CALLEES = {"climb": climb, "descend": descend}
+
+
+@functools.cache
+def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel that may call :func:`climb` and :func:`descend`, without importing numba before it is needed."""
+    # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
+    for name, callee in _CALLEES.items():
+        globals()[name] = compiled(callee)
+    return compiled(_CALLEES.get(function.__name__, function))
 
 
 def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:

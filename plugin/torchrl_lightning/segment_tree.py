@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchrl_lightning.scan import compiled, runs_on_numba
-from torchrl_lightning.segment_kernels import OPERATIONS, assign, assign_torch, descend, descend_torch, reduce_pairs
+from torchrl_lightning import segment_kernels
+from torchrl_lightning.scan import runs_on_numba
+from torchrl_lightning.segment_kernels import OPERATIONS, assign_torch, descend_torch, jitted, reduce_pairs
 
 __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
 
@@ -96,6 +97,15 @@ class SegmentTree:
         return self._nodes.device
 
     @property
+    def nodes(self) -> Tensor:
+        """All nodes, for kernels of other modules; who writes leaves there reports to :meth:`count`."""
+        return self._nodes
+
+    def count(self, change: int) -> None:
+        """Take note that so many more leaves are not zero now."""
+        self._nonzero = self._nonzero + change
+
+    @property
     def leaves(self) -> Tensor:
         """All leaves in order, ``[capacity]``: a view, to be read only."""
         return self._nodes[self._width : self._width + self.capacity]
@@ -165,7 +175,7 @@ class SegmentTree:
         if not index.numel():
             return
         if self._compiled:
-            place, change = compiled(assign)(
+            place, change = jitted(segment_kernels.assign)(
                 self._nodes.numpy(),
                 self._width,
                 self.capacity,
@@ -339,7 +349,7 @@ class SumSegmentTree(SegmentTree):
         if not self._compiled:
             return descend_torch(self._nodes, self._width, thresholds)
         found = torch.empty(thresholds.shape, dtype=torch.int64)
-        compiled(descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
+        jitted(segment_kernels.descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
         return found
 
 

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.scan import compiled
-from torchrl_lightning.segment_kernels import last_of_each
+from torchrl_lightning.replay import priority_kernels
+from torchrl_lightning.segment_kernels import jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 
 ABSENT = -1.0  # the priority of a cell that holds nothing
@@ -65,7 +64,7 @@ class Priorities:
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
         self.highest = MaxSegmentTree(capacity, initial=0.0, **kwargs) if keep_highest else None
         self._compiled = backend != "torch" and self.priorities.device.type == "cpu"
-        self._strata = torch.empty(0, dtype=dtype, device=device)
+        self._limit = torch.finfo(dtype).max / capacity
 
     @property
     def capacity(self) -> int:
@@ -107,7 +106,8 @@ class Priorities:
         value = torch.full((1,), priority, dtype=self.priorities.dtype, device=self.priorities.device)
         self.tree.assign(index, self.power(value))
         if self._compiled:
-            self.count += compiled(_mark)(self.priorities.numpy(), self.generations.numpy(), index.numpy(), priority)
+            table = (self.priorities.numpy(), self.generations.numpy())
+            self.count += jitted(priority_kernels.mark)(*table, index.numpy(), priority)
         else:
             cells = index[last_of_each(index)]
             self.count += int((self.priorities[cells] < 0).sum())
@@ -121,7 +121,7 @@ class Priorities:
 
         Args:
             index: ``[n]`` int64; -1 stands for nothing.
-            priority: ``[n]``, in the dtype of this table.
+            priority: ``[n]``, float32 or float64.
             generation: ``[n]``, the generations of the cells when they were drawn; None updates whatever they hold now.
 
         Raises:
@@ -130,68 +130,88 @@ class Priorities:
         """
         if not index.numel():
             return
-        leaves = self.power(priority)
-        limit = torch.finfo(leaves.dtype).max / self.capacity
-        if self._compiled:
-            kept, accepted = torch.empty_like(index), torch.empty_like(leaves)
-            given = np.empty(0, np.int32) if generation is None else generation.numpy()
-            table = (self.priorities.numpy(), self.generations.numpy())
-            data = (index.numpy(), priority.numpy(), leaves.numpy(), given)
-            place, size, largest = compiled(_accept)(*table, *data, limit, kept.numpy(), accepted.numpy())
+        if not self._compiled:
+            self._update_torch(index, priority.to(self.priorities.dtype), generation)
+        else:
+            place, change, largest = jitted(priority_kernels.update)(
+                self.tree.nodes.numpy(),
+                self.priorities.numpy(),
+                self.generations.numpy(),
+                index.numpy(),
+                priority.numpy(),
+                priority_kernels.NOTHING if generation is None else generation.numpy(),
+                self.eps,
+                self.alpha,
+                self._limit,
+            )
             if place >= 0:
                 raise self._error(index, priority, place)
-            cells, accepted = kept[:size], accepted[:size]
-        else:
-            bad = (index < -1) | (index >= self.capacity) | ~((priority >= 0) & (leaves <= limit) & priority.isfinite())
-            if bad.any():
-                raise self._error(index, priority, int(bad.nonzero()[0]))
-            safe = index.clamp(min=0)
-            valid = (index >= 0) & (self.priorities[safe] >= 0)
-            if generation is not None:
-                valid &= self.generations[safe] == generation
-            cells, changed, accepted = index[valid], priority[valid], leaves[valid]
-            if not cells.numel():
-                return
-            last = last_of_each(cells)
-            cells, accepted = cells[last], accepted[last]
-            self.priorities[cells] = changed[last]
-            largest = float(changed.max())
-        if cells.numel():
+            self.tree.count(change)
             self.largest = max(self.largest, largest)
-            self.tree.assign(cells, accepted)
-            if self.lowest is not None or self.highest is not None:
-                self._follow(cells, self.priorities[cells])
+        if self.lowest is not None or self.highest is not None:
+            cells = index[index >= 0]
+            values = self.priorities[cells]
+            self._follow(cells[values >= 0], values[values >= 0])
 
-    def draw(self, count: int, generator: torch.Generator, stratified: bool) -> tuple[Tensor, Tensor]:
+    def _update_torch(self, index: Tensor, priority: Tensor, generation: Tensor | None) -> None:
+        leaves = self.power(priority)
+        sound = (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
+        bad = (index < -1) | (index >= self.capacity) | ~sound
+        if bad.any():
+            raise self._error(index, priority, int(bad.nonzero()[0]))
+        safe = index.clamp(min=0)
+        valid = (index >= 0) & (self.priorities[safe] >= 0)
+        if generation is not None:
+            valid &= self.generations[safe] == generation
+        cells, priority, leaves = index[valid], priority[valid], leaves[valid]
+        if cells.numel():
+            last = last_of_each(cells)
+            self.priorities[cells[last]] = priority[last]
+            self.largest = max(self.largest, float(priority.max()))
+            self.tree.assign(cells[last], leaves[last])
+
+    def draw(
+        self, count: int, generator: torch.Generator, stratified: bool, beta: float = 0.0, base: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw cells in proportion to ``(p + eps) ** alpha``.
 
         Args:
             count: how many.
             generator: where the randomness comes from.
             stratified: one draw from each of ``count`` equal shares of the total, in order.
+            beta: exponent of the weights ``((p + eps) ** alpha / base) ** -beta``.
+            base: what they are normalised by; zero takes the smallest of the batch.
 
         Returns:
-            Cells ``[count]`` int64, and their ``(p + eps) ** alpha``.
+            Cells ``[count]`` int64, their weights (float32) and generations (int32).
 
         Raises:
             RuntimeError: every priority is zero.
         """
-        total = self.total
+        device = self.priorities.device
+        mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
+        if not self._compiled:
+            return self._draw_torch(mass.to(device), stratified, beta, base)
+        mass = mass.to(device)
+        cells = torch.empty(count, dtype=torch.int64)
+        weights, stamps = torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int32)
+        nodes, table, results = self.tree.nodes.numpy(), self.generations.numpy(), (cells, weights, stamps)
+        if not jitted(priority_kernels.draw)(
+            nodes, table, mass.numpy(), stratified, beta, base, *(result.numpy() for result in results)
+        ):
+            raise self._all_zero()
+        return results
+
+    def _draw_torch(self, mass: Tensor, stratified: bool, beta: float, base: float) -> tuple[Tensor, Tensor, Tensor]:
+        total, count = self.total, len(mass)
         if total <= 0:
-            raise RuntimeError(
-                f"All {self.count} stored priorities are zero, so that nothing can be drawn; "
-                "give a positive priority, or eps > 0."
-            )
-        mass = torch.rand(count, dtype=self.tree.dtype, generator=generator, device=generator.device)
-        mass = mass.to(self.tree.device)
+            raise self._all_zero()
         if stratified:
-            if len(self._strata) != count:
-                self._strata = torch.arange(count, dtype=mass.dtype, device=mass.device)
-            mass.add_(self._strata).mul_(total / count)
-        else:
-            mass.mul_(total)
-        cells = self.tree.descend(mass)
-        return cells, self.tree.leaves.index_select(0, cells)
+            mass = (mass + torch.arange(count, dtype=mass.dtype, device=mass.device)) / count
+        cells = self.tree.descend(mass * total)
+        leaves = self.tree.leaves.index_select(0, cells)
+        weights = (leaves / (base if base > 0 else leaves.amin())).pow_(-beta).to(torch.float32)
+        return cells, weights, self.generations.index_select(0, cells)
 
     def change_alpha(self, alpha: float) -> None:
         """Raise the priorities to another power: ``O(capacity)``."""
@@ -266,46 +286,15 @@ class Priorities:
             if tree is not None:
                 tree.assign(index, priority)
 
+    def _all_zero(self) -> RuntimeError:
+        return RuntimeError(
+            f"All {self.count} stored priorities are zero, so that nothing can be drawn; "
+            "give a positive priority, or eps > 0."
+        )
+
     def _error(self, index: Tensor, priority: Tensor, place: int) -> Exception:
         cell = int(index[place])
         if not -1 <= cell < self.capacity:
             return IndexError(f"index {cell} is out of range; there are priorities for {self.capacity} cells.")
         value = float(priority[place])
         return ValueError(f"A priority must be finite and not negative, got {value} for cell {cell}.")
-
-
-def _mark(priorities: Any, generations: Any, index: Any, priority: float) -> int:
-    fresh = 0
-    for i in range(len(index)):
-        cell = index[i]
-        fresh += int(priorities[cell] < 0)
-        priorities[cell] = priority
-        generations[cell] += 1
-    return fresh
-
-
-def _accept(
-    priorities: Any,
-    generations: Any,
-    index: Any,
-    priority: Any,
-    leaves: Any,
-    given: Any,
-    limit: float,
-    kept: Any,
-    accepted: Any,
-) -> tuple[int, int, float]:
-    for i in range(len(index)):
-        sound = 0.0 <= priority[i] < np.inf and leaves[i] <= limit
-        if index[i] < -1 or index[i] >= len(priorities) or not sound:
-            return i, 0, 0.0
-    size, largest = 0, 0.0
-    for i in range(len(index)):
-        cell = index[i]
-        if cell < 0 or priorities[cell] < 0 or (len(given) and given[i] != generations[cell]):
-            continue
-        priorities[cell] = priority[i]
-        kept[size], accepted[size] = cell, leaves[i]
-        largest = max(largest, priority[i])
-        size += 1
-    return -1, size, largest

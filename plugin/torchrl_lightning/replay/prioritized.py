@@ -24,6 +24,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "mean": torch.mean,
     "median": lambda x, dim: x.median(dim).values,
 }
+FLOATS = (torch.float32, torch.float64)
 FILE = "priorities.safetensors"
 
 
@@ -171,26 +172,17 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         table = self.table
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
-        index, leaves = table.draw(batch_size, self.generator, self.stratified)
-        info = {
-            "priority_weight": self._weights(leaves),
-            "write_generation": table.generations.index_select(0, index),
-        }
+        index, weight, generation = table.draw(batch_size, self.generator, self.stratified, self._beta, self._base())
+        info = {"priority_weight": weight, "write_generation": generation}
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
-    def _weights(self, leaves: Tensor) -> Tensor:
-        if self._beta == 0:
-            return torch.ones(leaves.shape, device=leaves.device)
+    def _base(self) -> float:
+        """What the leaves are divided by in the weights; zero stands for the smallest of the batch."""
         table = self.table
-        if self.weight_norm == "batch":
-            base: float | Tensor = leaves.amin()
-        elif table.lowest is not None:
-            # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
-            lowest = float(table.power(table.lowest.summary()))
-            base = lowest if lowest > 0 else leaves.amin()
-        else:
-            base = table.total / table.count
-        return (leaves / base).pow_(-self._beta).to(torch.float32)
+        if self.weight_norm is None:
+            return table.total / table.count
+        # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
+        return 0.0 if table.lowest is None else float(table.power(table.lowest.summary()))
 
     @torch.no_grad()
     def update_priority(
@@ -217,6 +209,27 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         """
         if storage is not None:
             self._adopt(storage)
+        if (
+            isinstance(index, Tensor)
+            and isinstance(priority, Tensor)
+            and index.ndim == 1
+            and index.shape == priority.shape
+            and index.dtype == torch.int64
+            and priority.dtype in FLOATS
+            and index.device == priority.device == self.device
+        ):
+            cells, value = index.contiguous(), priority.detach().contiguous()
+        else:
+            cells, value = self._flat(index, priority, storage)
+        if generation is not None:
+            generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1).contiguous()
+            if len(generation) != len(cells):
+                raise ValueError(
+                    f"Got {len(generation)} generations for {len(cells)} cells; hand back the batch's own."
+                )
+        self.table.update(cells, value, generation)
+
+    def _flat(self, index: Any, priority: float | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor]:
         cells = self._cells(index, storage)
         value = torch.as_tensor(priority, device=self.device).detach()
         count = cells.numel()
@@ -228,12 +241,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
                     f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}]."
                 )
             value = REDUCTIONS[self.reduction](value.reshape(count, -1), 1)
-        value = value.to(self.dtype).reshape(-1).contiguous()
-        if generation is not None:
-            generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1).contiguous()
-            if len(generation) != count:
-                raise ValueError(f"Got {len(generation)} generations for {count} cells; hand back the batch's own.")
-        self.table.update(cells, value, generation)
+        return cells, value.to(self.dtype).reshape(-1).contiguous()
 
     @torch.no_grad()
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:

@@ -1,0 +1,115 @@
+"""The compiled walks over priorities: one call for a whole draw, one for a whole update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchrl_lightning import segment_kernels
+
+NOTHING = np.empty(0, np.int32)
+
+
+def mark(priorities: Any, generations: Any, index: Any, priority: float) -> int:
+    """Note that cells were written (numba); how many of them held nothing before."""
+    fresh = 0
+    for i in range(len(index)):
+        cell = index[i]
+        fresh += int(priorities[cell] < 0)
+        priorities[cell] = priority
+        generations[cell] += 1
+    return fresh
+
+
+def update(
+    nodes: Any,
+    priorities: Any,
+    generations: Any,
+    index: Any,
+    priority: Any,
+    given: Any,
+    eps: float,
+    alpha: float,
+    limit: float,
+) -> tuple[int, int, float]:
+    """Set priorities and the sum tree over their powers (numba), after checking everything.
+
+    Returns:
+        Place of the first bad index or priority, or -1; by how much the number of leaves that are not zero has
+        changed; the largest new priority.
+    """
+    count, width = len(index), len(nodes) // 2
+    leaves = np.empty(count, nodes.dtype)
+    for i in range(count):
+        value = priority[i]
+        leaf = value + eps
+        if alpha != 1.0:
+            leaf = leaf**alpha
+        leaves[i] = leaf
+        sound = 0.0 <= value < np.inf and leaf <= limit
+        if index[i] < -1 or index[i] >= len(priorities) or not sound:
+            return i, 0, 0.0
+    pending = np.empty(count, np.int64)
+    size, change, largest = 0, 0, 0.0
+    for i in range(count):
+        cell = index[i]
+        if cell < 0 or priorities[cell] < 0 or (len(given) and given[i] != generations[cell]):
+            continue
+        priorities[cell] = priority[i]
+        largest = max(largest, priority[i])
+        change += int(leaves[i] != 0.0) - int(nodes[width + cell] != 0.0)
+        nodes[width + cell] = leaves[i]
+        parent = (width + cell) >> 1
+        if size == 0 or pending[size - 1] != parent:
+            pending[size] = parent
+            size += 1
+    segment_kernels.climb(nodes, segment_kernels.SUM, pending, size)
+    return -1, change, largest
+
+
+def draw(
+    nodes: Any,
+    generations: Any,
+    mass: Any,
+    stratified: bool,
+    beta: float,
+    base: float,
+    cells: Any,
+    weights: Any,
+    stamps: Any,
+) -> bool:
+    """Draw cells, and give each its importance weight and its generation (numba); uses ``mass`` up.
+
+    Args:
+        nodes: of the sum tree.
+        generations: of all cells.
+        mass: uniform numbers in [0, 1).
+        stratified: each number falls into a share of its own.
+        beta: the weights are ``(leaf / base) ** -beta``.
+        base: what leaves are divided by; zero takes the smallest of the batch.
+        cells: is filled.
+        weights: is filled.
+        stamps: is filled, with generations.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    count, width, total = len(mass), len(nodes) // 2, nodes[1]
+    if not total > 0.0:
+        return False
+    scale = total / count if stratified else total
+    for i in range(count):
+        mass[i] = (mass[i] + i if stratified else mass[i]) * scale
+    segment_kernels.descend(nodes, width, mass, cells)
+    lowest = np.inf
+    for i in range(count):
+        leaf = nodes[width + cells[i]]
+        mass[i] = leaf
+        lowest = min(lowest, leaf)
+        stamps[i] = generations[cells[i]]
+    if base > 0.0:
+        lowest = base
+    for i in range(count):
+        weights[i] = np.float32(mass[i] / lowest) ** np.float32(-beta)
+    return True
