@@ -159,10 +159,10 @@ def test_leading_dimensions_of_one_do_not_matter() -> None:
     ("change", "match"),
     [
         ({"hiddens": None}, "hiddens is None"),
-        ({"states": torch.zeros(2, 5)}, "state_dim=3"),
-        ({"next_states": torch.zeros(2, 5)}, "state_dim=3"),
-        ({"actions": torch.zeros(2)}, "action_dim=2"),
-        ({"hiddens": torch.zeros(2, 1)}, "hidden_dim=4"),
+        ({"states": torch.zeros(2, 5)}, "observation"),
+        ({"next_states": torch.zeros(2, 5)}, "observation"),
+        ({"actions": torch.zeros(2)}, "action"),
+        ({"hiddens": torch.zeros(2, 1)}, "recurrent_state"),
         ({"rewards": torch.zeros(3)}, "one row for each"),
         ({"rewards": torch.zeros(2, 2)}, "reward"),
         ({"dones": torch.tensor([0.5, 0.0])}, "0 and 1"),
@@ -178,11 +178,24 @@ def test_wrong_transitions_are_refused_and_change_nothing(change: dict[str, Any]
     assert buffer.position == 3
 
 
-def test_the_first_transition_is_checked_like_the_others() -> None:
+def test_the_first_transition_is_checked_against_the_declared_sizes() -> None:
     buffer = build()
-    with pytest.raises(ValueError, match="reward"):
-        buffer.add_multi(**{**rows(0, 2), "rewards": torch.zeros(2, 2)})
+    for name, width, match in (
+        ("states", 5, "state_dim=3"),
+        ("next_states", 5, "state_dim=3"),
+        ("actions", 1, "action_dim=2"),
+        ("hiddens", 1, "hidden_dim=4"),
+        ("rewards", 2, "reward"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            buffer.add_multi(**{**rows(0, 2), name: torch.zeros(2, width)})
+    assert len(buffer) == 0
     buffer.add_multi(**rows(0, 2))
+    with pytest.raises(ValueError, match="state_dim=3, this buffer has state_dim=9"):
+        RecurrentReplayBuffer(7, 9, 2, 4).load_state_dict(buffer.state_dict())
+    open_sizes = RecurrentReplayBuffer(7, None, None, None)
+    open_sizes.load_state_dict(buffer.state_dict())
+    assert open_sizes.hidden_dim == 4
 
 
 def test_too_few_transitions_give_both_numbers() -> None:
@@ -283,7 +296,7 @@ def test_rollouts_with_layered_states_serve_both_paths() -> None:
     assert experience.hiddens.shape == (4, 4)
     assert experience.previous_hiddens is not None
     assert experience.previous_hiddens.equal(experience.hiddens - 1)
-    with pytest.raises(ValueError, match="state_dim=3"):
+    with pytest.raises(ValueError, match="observation"):
         buffer.extend(rollout(2, 3, observation=torch.zeros(2, 3, 5)))
 
 

@@ -9,6 +9,7 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.replay.velora_files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
@@ -55,13 +56,13 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
     """Transitions ``[n]`` with our keys from columns ``[n, features]``, of which ``dones`` means terminated.
 
     Args:
-    columns: the documented columns, ``truncated``, and optionally ``previous_hiddens``.
+        columns: the documented columns, ``truncated``, and optionally ``previous_hiddens``.
 
     Raises:
-    ValueError: a flag is neither 0 nor 1.
+        ValueError: a flag is neither 0 nor 1.
     """
     terminated, truncated = (_flags(columns[name], name) for name in ("dones", "truncated"))
-    size = [len(terminated)]
+    size = terminated.shape[:1]
     following = {
         "observation": columns["next_states"],
         "reward": columns["rewards"],
@@ -70,10 +71,10 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
         "truncated": truncated,
         "recurrent_state": columns["hiddens"],
     }
-    data = {"observation": columns["states"], "action": columns["actions"], "next": TensorDict(following, size)}
+    data = {"observation": columns["states"], "action": columns["actions"], "next": new_tensordict(following, size)}
     if "previous_hiddens" in columns:
         data[PREVIOUS] = columns["previous_hiddens"]
-    return TensorDict(data, size)
+    return new_tensordict(data, size)
 
 
 def experience_of(data: TensorDictBase) -> BatchExperience:
@@ -86,7 +87,8 @@ def experience_of(data: TensorDictBase) -> BatchExperience:
     previous = data.get(PREVIOUS, None)
     if previous is not None:
         columns["previous_hiddens"] = _flat(previous, PREVIOUS)
-    return BatchExperience(**columns, batch_size=data.batch_size)
+    batch: BatchExperience = BatchExperience.from_tensordict(new_tensordict(columns, data.batch_size))
+    return batch
 
 
 def width_of(data: TensorDictBase, key: NestedKey) -> int | None:

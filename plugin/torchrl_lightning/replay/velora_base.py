@@ -169,6 +169,9 @@ class BufferBase(ExperienceBuffer):
         Raises:
             ValueError: an observation, action or recurrent state has another size than declared.
         """
+        if self.storage.tree and None not in (self.state_dim, self.action_dim, self.hidden_dim):
+            same: Tensor = super().extend(data, *args, **kwargs)  # which refuses another schema
+            return same
         found = {name: width_of(data, key) for name, key in WIDTHS.items()}
         expected = {name: found[name] if getattr(self, name) is None else getattr(self, name) for name in WIDTHS}
         successor = width_of(data, COLUMNS["next_states"])
@@ -253,7 +256,16 @@ class BufferBase(ExperienceBuffer):
         Raises:
             ValueError: another capacity, schema or number of environments; names both.
         """
+        found = {
+            name: state_dict.get(column) for name, column in zip(WIDTHS, ("states", "actions", "hiddens"), strict=True)
+        }
+        widths = {name: column.shape[1] for name, column in found.items() if column is not None and len(column)}
+        for name, width in widths.items():
+            if getattr(self, name) not in (None, width):
+                raise ValueError(f"The state has {name}={width}, this buffer has {name}={getattr(self, name)}.")
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in NAMES})
+        for name, width in widths.items():
+            setattr(self, name, width)
 
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
         """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors``, which Velora reads.
