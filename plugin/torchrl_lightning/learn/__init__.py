@@ -1,16 +1,24 @@
-"""LightningModules around TorchRL's on-policy losses, and the builders of actors and critics."""
+"""LightningModules around TorchRL's losses, and the builders of actors and critics."""
 
 from torchrl_lightning.learn.a2c import A2CModule
 from torchrl_lightning.learn.actors import Actor, build_actor
 from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
+from torchrl_lightning.learn.dqn import DQNModule
+from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.losses import DirectA2CLoss, DirectClipPPOLoss, DirectReinforceLoss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
+from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.ppo import PPOModule
+from torchrl_lightning.learn.q_networks import build_action_critic, build_q_network
 from torchrl_lightning.learn.reinforce import ReinforceModule
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
+from torchrl_lightning.learn.sac import SACModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, CosineSchedule, LinearSchedule
+from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
+from torchrl_lightning.learn.td3 import TD3Module
+from torchrl_lightning.learn.td_losses import DirectDQNLoss, DirectSACLoss, DirectTD3Loss
 from torchrl_lightning.learn.vtrace import VTraceModule
 
 __all__ = [
@@ -22,18 +30,33 @@ __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
     "Critic",
+    "DQNModule",
     "DirectA2CLoss",
     "DirectClipPPOLoss",
+    "DirectDQNLoss",
     "DirectReinforceLoss",
+    "DirectSACLoss",
+    "DirectTD3Loss",
+    "EpsilonGreedyPolicy",
+    "ExploringPolicy",
     "LinearSchedule",
     "MLPNetwork",
     "MultiCategorical",
     "Network",
+    "NoisyPolicy",
+    "OffPolicyModule",
     "PPOModule",
     "RandomNetworkDistillation",
     "RecurrentNetwork",
     "ReinforceModule",
+    "SACModule",
+    "StochasticPolicy",
+    "TD3Module",
     "VTraceModule",
+    "build_action_critic",
     "build_actor",
     "build_critic",
+    "build_deterministic_actor",
+    "build_q_network",
+    "build_squashed_actor",
 ]

@@ -1,0 +1,85 @@
+"""Deep Q-learning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
+from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.off_policy import OffPolicyModule
+from torchrl_lightning.learn.q_networks import build_q_network
+from torchrl_lightning.learn.td_losses import DirectDQNLoss
+from torchrl_lightning.learn.trunks import RecurrentTrunk
+
+
+class DQNModule(OffPolicyModule):
+    """DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016), over TorchRL's `DQNLoss`.
+
+    With a `RecurrentNetwork` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
+    burn-in by mask.
+
+    Args:
+        network: What comes before the heads; two layers of 64 rectified units when not given.
+        double: Whether the online network chooses the successor's action.
+        dueling: Whether state values and advantages have heads of their own.
+        loss_function: `"smooth_l1"`, `"l2"` or `"l1"`.
+        epsilon_start: First probability of a random action.
+        epsilon_end: Last one.
+        epsilon_frames: Frames from the first to the last.
+        kwargs: As for `OffPolicyModule`.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Categorical, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> module = DQNModule(dueling=True).build(specs)
+        >>> module.policy(TensorDict(observation=torch.zeros(3, 4), batch_size=3))["action"].shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        double: bool = True,
+        dueling: bool = False,
+        loss_function: str = "smooth_l1",
+        epsilon_start: float = 1.0,
+        epsilon_end: float = 0.05,
+        epsilon_frames: int = 10_000,
+        learning_rate: float = 1e-3,
+        max_grad_norm: float | None = 10.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(network, learning_rate=learning_rate, max_grad_norm=max_grad_norm, **kwargs)
+        self.is_double, self.dueling, self.loss_function = double, dueling, loss_function
+        if max(epsilon_start, epsilon_end) > 1.0:
+            raise ValueError(f"epsilon is a probability, got epsilon_start={epsilon_start}, epsilon_end={epsilon_end}")
+        self.epsilon = FramesDecay(epsilon_start, epsilon_end, epsilon_frames)
+
+    @classmethod
+    def default_network(cls) -> Network:
+        """Two layers of 64 rectified units."""
+        return MLPNetwork([64, 64], "relu")
+
+    def build_loss(
+        self, specs: Any, network: Network, memory: RecurrentTrunk | None
+    ) -> tuple[DirectDQNLoss, EpsilonGreedyPolicy]:
+        """Return the loss and the epsilon-greedy policy."""
+        q_network = build_q_network(specs, network, dueling=self.dueling)
+        loss = DirectDQNLoss(
+            q_network, memory, gamma=self.gamma, double=self.is_double, loss_function=self.loss_function
+        )
+        return loss, EpsilonGreedyPolicy(q_network, memory)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return everything as `critic`."""
+        return {"critic": list(self.loss.parameters())}
+
+    def exploration(self, frames: int) -> float:
+        """Return epsilon."""
+        return self.epsilon(frames)

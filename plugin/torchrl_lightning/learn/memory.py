@@ -1,0 +1,116 @@
+"""A recurrent memory before an off-policy loss: from stored sequences to features of both ends of each transition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.modules import set_recurrent_mode
+
+from torchrl_lightning.learn.transitions import Entries, Transitions
+from torchrl_lightning.learn.trunks import RecurrentTrunk
+
+
+def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay a window's steps and its last successors out as one sequence that a memory can run over.
+
+    The successor of a step is the step that follows, except before a boundary (and at the end), where it is not part of
+    the window: there it is put in between. An episode begins anew behind it, so that it disturbs nothing.
+
+    Args:
+        boundary: `[B, T]`, whether the step that follows belongs to something else; the last column is ignored.
+
+    Returns:
+        Positions of the steps `[B, T]`, of their successors `[B, T]`, and what lies at each position `[B, L]`: `t` for
+        step t, `T + t` for its successor.
+
+    Example:
+        >>> steps, successors, source = successor_layout(torch.tensor([[False, True, False]]))
+        >>> source, steps, successors
+        (tensor([[0, 1, 4, 2, 5]]), tensor([[0, 1, 3]]), tensor([[1, 2, 4]]))
+    """
+    batch, length = boundary.shape
+    ends = boundary.clone()
+    ends[:, -1] = True
+    time = torch.arange(length, device=boundary.device).expand(batch, length)
+    steps = time + ends.cumsum(1) - ends.long()
+    successors = steps + 1
+    source = torch.zeros(batch, int(successors.max()) + 1, dtype=torch.long, device=boundary.device)
+    source.scatter_(1, steps, time)
+    rows, columns = ends.nonzero(as_tuple=True)
+    source[rows, successors[rows, columns]] = columns + length
+    return steps, successors, source
+
+
+def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk) -> Transitions:
+    """Replace the observations of sequences `[B, T]` by a memory's features.
+
+    The memory starts from the state that was stored before the first step (Kapturowski et al., 2019), and anew wherever
+    an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end.
+
+    Args:
+        batch: Sequences with `is_init`, `done` and stored states.
+        online: Its features of the steps keep their gradient.
+        target: Gives the features that the target networks see.
+
+    Raises:
+        ValueError: The batch is not one of sequences.
+    """
+    if batch.reward.ndim != 2:
+        raise ValueError(
+            f"a recurrent network learns from sequences [B, T], but the batch is {list(batch.reward.shape)}; "
+            "draw it with a SequenceSampler"
+        )
+    assert batch.is_init is not None
+    assert batch.done is not None
+    assert batch.states is not None
+    length = batch.reward.shape[1]
+    boundary = batch.done.clone()
+    boundary[:, :-1] |= batch.is_init[:, 1:]
+    if batch.mask is not None:
+        boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
+    inner = boundary[:, :-1].any()
+    if inner:
+        steps, successors, source = successor_layout(boundary)
+        entries = [_gather(torch.cat([a, b], 1), source) for a, b in zip(batch.now, batch.after, strict=True)]
+        is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init)], 1).gather(1, source)
+    else:
+        entries = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(batch.now, batch.after, strict=True)]
+        is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init[:, -1:])], 1)
+    sequence = _sequence(online, entries, is_init, batch.states)
+    with set_recurrent_mode(True):
+        features = online.read(sequence)
+        with torch.no_grad():
+            target_features = target.read(sequence)
+    if inner:
+        now, after, after_target = (
+            _gather(features, steps),
+            _gather(features.detach(), successors),
+            _gather(target_features, successors),
+        )
+    else:
+        now, after, after_target = features[:, :length], features[:, 1:].detach(), target_features[:, 1:]
+    return replace(batch, now=[now], after=[after], after_target=[after_target])
+
+
+def _sequence(trunk: RecurrentTrunk, entries: Entries, is_init: Tensor, states: Entries) -> TensorDict:
+    shape = is_init.shape
+    sequence = TensorDict({}, shape)
+    for key, entry in zip(trunk.observation_keys, entries, strict=True):
+        sequence.set(key, entry)
+    fresh = is_init[:, 0].reshape(-1, 1, 1)
+    for key, state in zip(trunk.state_keys, states, strict=True):
+        first = state[:, 0].masked_fill(fresh, 0.0)
+        sequence.set(key, first.unsqueeze(1).expand(*shape, *first.shape[1:]))
+    # The first step's own start is dealt with; a memory that sees no other runs in one piece.
+    rest = is_init.clone()
+    rest[:, 0] = False
+    return sequence.set("is_init", rest.unsqueeze(-1))
+
+
+def _gather(values: Tensor, index: Tensor) -> Tensor:
+    batch, length = values.shape[:2]
+    flat = index + torch.arange(batch, device=index.device).unsqueeze(1) * length
+    return values.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape)

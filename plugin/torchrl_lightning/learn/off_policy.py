@@ -1,0 +1,266 @@
+"""The LightningModule around an off-policy loss: networks from specs, updates, target networks, exploration."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.data import Composite, Unbounded
+
+from torchrl_lightning.learn.actors import observation_entries
+from torchrl_lightning.learn.exploration import ExploringPolicy
+from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
+from torchrl_lightning.learn.q_networks import write_error
+from torchrl_lightning.learn.reports import ReportingModule
+from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.learn.target_networks import build_updater
+from torchrl_lightning.learn.transitions import Transitions, read_transitions
+from torchrl_lightning.learn.trunks import FEATURES, RecurrentTrunk
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+STATE = "off_policy"
+
+
+class OffPolicyModule(ReportingModule):
+    """An agent that learns from the batches of a replay buffer.
+
+    The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
+    and live in `loss` alone. Each batch gets its absolute TD errors under `td_error`; its `priority_weight`, `mask`,
+    `gamma` and `steps_to_next_obs` are honoured. With a `RecurrentNetwork` batches are sequences `[B, T]` with stored
+    recurrent states. Subclasses say which networks and which loss.
+
+    Args:
+        network: What comes before the heads; the subclass's `default_network()` when not given.
+        gamma: Discount of one step.
+        learning_rate: For the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
+        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        tau: Share of the online parameters that the target networks take over at each of their updates.
+        target_interval: Updates between two updates of the target networks.
+        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
+            several small updates.
+
+    Raises:
+        ValueError: An interval or number is below 1, or `tau` is not in (0, 1].
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        gamma: float = 0.99,
+        learning_rate: float = 3e-4,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        target_interval: int = 1,
+        updates_per_step: int = 1,
+    ) -> None:
+        super().__init__()
+        if target_interval < 1 or updates_per_step < 1:
+            raise ValueError(
+                f"target_interval={target_interval} and updates_per_step={updates_per_step} must be at least 1"
+            )
+        if not 0.0 < tau <= 1.0:
+            raise ValueError(f"tau={tau} must be in (0, 1]")
+        self.automatic_optimization = False
+        self.network: Network = network or self.default_network()
+        self.gamma, self.learning_rate, self.max_grad_norm = gamma, learning_rate, max_grad_norm
+        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
+        self.schedule = as_schedule(schedule)
+        self.tau, self.target_interval, self.updates_per_step = tau, target_interval, updates_per_step
+        self.updates = 0
+        self.loss: Any = None
+        self.updater: Any = None
+        self._keys: list[NestedKey] = []
+        self._state_keys: list[NestedKey] = []
+        self._groups: list[list[nn.Parameter]] = []
+        self._restored: dict[str, Any] | None = None
+
+    @classmethod
+    def default_network(cls) -> Network:
+        """What comes before the heads if nothing else is asked for."""
+        return MLPNetwork([256, 256], "relu")
+
+    @abstractmethod
+    def build_loss(self, specs: Any, network: Network, memory: RecurrentTrunk | None) -> tuple[Any, ExploringPolicy]:
+        """Return the loss and the policy that explores with its networks."""
+
+    @abstractmethod
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters of `actor` (if any), `critic` and whatever else is learnt."""
+
+    def exploration(self, frames: int) -> float:
+        """Return the policy's amount of exploration after so many frames."""
+        return 0.0
+
+    # -- networks ---------------------------------------------------------------------------------------------------
+
+    def build(self, specs: Any) -> Self:
+        """Build networks, loss and target networks for an environment's specs, once; return the module.
+
+        Raises:
+            TypeError: The algorithm has no use for such actions.
+        """
+        if self.loss is None:
+            self._keys, network, memory = list(observation_entries(specs)[0]), self.network, None
+            if isinstance(network, RecurrentNetwork):
+                memory = network.trunk(*observation_entries(specs))
+                self._state_keys = list(memory.state_keys)
+                # Behind the memory everything is as for an environment that shows its features.
+                features = Composite({FEATURES: Unbounded(memory.features)})
+                specs = SimpleNamespace(observation=features, action=specs.action)
+                network = MLPNetwork(list(network.head_sizes), network.activation)
+            loss, policy = self.build_loss(specs, network, memory)
+            # Not registered: a state dict holds the networks once, in the loss.
+            self.__dict__["_policy"] = policy
+            self.updater = build_updater(loss, self.tau)
+            self.loss = loss
+            policy.amount.fill_(self.exploration(0))
+            if self._restored is not None:
+                self._restore(self._restored)
+        return self
+
+    def configure_model(self) -> None:
+        """Lightning's hook: build from the DataModule's specs.
+
+        Raises:
+            ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
+            RuntimeError: The DataModule has no specs.
+        """
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
+                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
+            )
+        if self.loss is None:
+            if not hasattr(self._data, "specs"):
+                raise RuntimeError(
+                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
+                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                )
+            self.build(self._data.specs)
+
+    @property
+    def policy(self) -> ExploringPolicy:
+        """The policy: exploring, or exploiting under `ExplorationType.DETERMINISTIC`."""
+        if self.loss is None:
+            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+        return self.__dict__["_policy"]
+
+    # -- optimizers and schedules -----------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Lightning's hook: one optimizer, one more for the critics' parameters where asked for."""
+        groups = self.parameter_groups()
+        critic = groups.pop("critic")
+        others = [parameter for group in groups.values() for parameter in group]
+        main = self.optimizer or self._default_optimizer
+        if self.critic_optimizer is None:
+            self._groups = [others + critic]
+            return [main(self._groups[0])]
+        self._groups = [others, critic] if others else [critic]
+        factories = [main, self.critic_optimizer] if others else [self.critic_optimizer]
+        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
+
+    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=self.learning_rate, fused=True)
+
+    def _optimizers(self) -> list[Any]:
+        optimizers = self.optimizers()
+        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+
+    def on_fit_start(self) -> None:
+        """Lightning's hook: the unregistered policy follows to the device."""
+        self.policy.to(self.device)
+
+    def on_train_epoch_start(self) -> None:
+        """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""
+        factor = self.schedule(self.progress)
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        self.explore()
+
+    def explore(self) -> None:
+        """Set the policy's amount of exploration from the frames collected so far."""
+        self.policy.amount.fill_(self.exploration(self.frames))
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Lightning's hook: `updates_per_step` updates, and the TD errors written into the batch."""
+        parts = read_transitions(batch, self._keys, self.gamma, self._state_keys).chunk(self.updates_per_step)
+        errors = []
+        for part in parts:
+            terms, error = self.terms(part)
+            losses = [value for name, value in terms.items() if name.startswith("loss_")]
+            norms = self.update(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+            self.updates += 1
+            if self.updates % self.target_interval == 0:
+                self.updater.step()
+            self.accumulate({**terms, **norms})
+            errors.append(error)
+        write_error(batch, errors[0] if len(errors) == 1 else torch.cat(errors))
+        self.explore()
+
+    def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Return the parts of the loss (`loss_...`) and diagnostics, and the TD errors `[*B]`."""
+        terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch)
+        return terms
+
+    def update(self, loss: Tensor) -> dict[str, Tensor]:
+        """Step all optimizers along the loss; return the gradient norms before clipping."""
+        norms: dict[str, Tensor] = {}
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+        self.manual_backward(loss)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
+            if self.max_grad_norm is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer.optimizer)
+                norms["critic_grad_norm" if i else "grad_norm"] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
+            optimizer.step()
+        return norms
+
+    def report(self) -> dict[str, float]:
+        """Return learning rate and exploration."""
+        rate = float(self._optimizers()[0].param_groups[0]["lr"])
+        return {"learning_rate": rate, "exploration": float(self.policy.amount), "updates": float(self.updates)}
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: add the count of updates, on which delays and target networks depend."""
+        checkpoint[STATE] = {"updates": self.updates, "updater": self.updater.state_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: take them back.
+
+        Raises:
+            KeyError: The checkpoint is not one of an off-policy module.
+        """
+        if STATE not in checkpoint:
+            raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
+        self._restored = checkpoint[STATE]
+        if self.loss is not None:
+            self._restore(self._restored)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.updates = int(state["updates"])
+        self.updater.load_state_dict(state["updater"])
+        self._restored = None

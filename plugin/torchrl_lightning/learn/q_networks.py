@@ -1,0 +1,222 @@
+"""Action values: one for each discrete action (DQN), or of an observation and a continuous action (SAC, TD3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictParams, TensorDictSequential
+from torch import Tensor, nn
+from torch.func import functional_call
+from torchrl.data import Categorical, OneHot
+from torchrl.modules import QValueActor, ValueOperator
+
+from torchrl_lightning.learn.actors import observation_entries, private_layers
+from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.squashed import action_range
+from torchrl_lightning.learn.trunks import FEATURES
+
+Entries = list[Tensor]
+
+
+class DuelingHead(nn.Module):
+    r"""\(Q(s, a) = V(s) + A(s, a) - \mathrm{mean}_b A(s, b)\) (Wang et al., 2016).
+
+    Args:
+        features: Width of the input.
+        actions: Number of actions.
+        network: Says which hidden layers each of the two streams has for itself.
+
+    Example:
+        >>> DuelingHead(8, 3, MLPNetwork())(torch.zeros(2, 8)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, features: int, actions: int, network: Network) -> None:
+        super().__init__()
+        self.value, self.advantage = _linear(features, 1, network), _linear(features, actions, network)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features `[*B, H]` to action values `[*B, A]`."""
+        advantage = self.advantage(features)
+        return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
+
+
+class QNetwork(QValueActor):
+    """A trunk and a head as TorchRL's `QValueActor`; `values` runs them without a TensorDict.
+
+    Args:
+        trunk: From observations to features.
+        head: From features to action values.
+        spec: The unbatched action spec, `Categorical` or `OneHot`.
+    """
+
+    def __init__(self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot) -> None:
+        values = TensorDictModule(head, in_keys=[FEATURES], out_keys=["action_value"])
+        space = "one_hot" if isinstance(spec, OneHot) else "categorical"
+        super().__init__(TensorDictSequential(trunk, values), action_space=space)
+        self.action_dtype = spec.dtype
+        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+
+    def values(self, entries: Entries) -> Tensor:
+        """Return the action values `[*B, A]` of observation entries."""
+        return self.head(self.trunk.encoder(*entries))
+
+
+def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool = False) -> QNetwork:
+    """Build the network of DQN.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: What comes before the head; `MLPNetwork()` when not given.
+        dueling: Whether state values and advantages have heads of their own.
+
+    Raises:
+        TypeError: The action is not one choice among several.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> build_q_network(specs, dueling=True).values([torch.zeros(3, 4)]).shape
+        torch.Size([3, 2])
+    """
+    spec = specs.action
+    if not (isinstance(spec, OneHot) or (isinstance(spec, Categorical) and not spec.shape)):
+        raise TypeError(
+            f"DQN needs one choice among several actions (Categorical or OneHot), got {spec}; use SAC or TD3 for "
+            "continuous actions"
+        )
+    network = network or MLPNetwork()
+    keys, entries = observation_entries(specs)
+    trunk, actions = network.trunk(keys, entries), int(spec.space.n)
+    head = DuelingHead(trunk.features, actions, network) if dueling else _linear(trunk.features, actions, network)
+    return QNetwork(trunk, head, spec)
+
+
+def _linear(features: int, out: int, network: Network) -> nn.Module:
+    hidden, features = private_layers(network, features)
+    last = orthogonal(nn.Linear(features, out), 1.0)
+    return last if hidden is None else nn.Sequential(hidden, last)
+
+
+class ActionValue(nn.Module):
+    """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: Says which encoder.
+    """
+
+    center: Tensor
+    half_range: Tensor
+
+    def __init__(self, specs: Any, network: Network) -> None:
+        super().__init__()
+        _, entries = observation_entries(specs)
+        center, half_range = action_range(specs.action)
+        self.encoder = network.encoder([*entries, specs.action])
+        self.last = _linear(self.encoder.features, 1, network)  # type: ignore[arg-type]
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+
+    def inputs(self, entries: Entries, action: Tensor) -> Entries:
+        """Return what the encoder reads."""
+        return [*entries, (action - self.center) / self.half_range]
+
+    def forward(self, *entries: Tensor) -> Tensor:
+        """Map observation entries and action `[*B, *F_i]` to the value `[*B, 1]`."""
+        return self.last(self.encoder(*self.inputs(list(entries[:-1]), entries[-1])))
+
+
+def build_action_critic(specs: Any, network: Network | None = None) -> ValueOperator:
+    """Build one critic of SAC or TD3: it writes `state_action_value`.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: What comes before the last layer; two layers of 256 rectified units when not given.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Bounded, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (1,)))
+        >>> build_action_critic(specs).in_keys
+        ['observation', 'action']
+    """
+    keys, _ = observation_entries(specs)
+    module = ActionValue(specs, network or MLPNetwork([256, 256], "relu"))
+    return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
+
+
+class CriticEnsemble:
+    """Several critics of one kind, on stacked parameters as TorchRL's losses keep them.
+
+    Perceptrons run as batched matrix products, other encoders one after the other.
+
+    Args:
+        critic: One of them; says what is computed.
+        parameters: The stacked parameters, `[N, ...]` each.
+    """
+
+    def __init__(self, critic: ValueOperator, parameters: TensorDictParams) -> None:
+        # Not registered: the parameters belong to a loss, and stay the same objects when it moves.
+        self.module: ActionValue = critic.module
+        self.parameters: dict[str, Tensor] = {
+            key.removeprefix("module."): value for key, value in parameters.flatten_keys(".").items()
+        }
+        self.size = int(parameters.shape[0]) if parameters.shape else len(next(iter(self.parameters.values())))
+        self.layers = self._layers()
+
+    def __call__(self, entries: Entries, action: Tensor, *, detached: bool = False) -> Tensor:
+        """Return the values `[N, *B]`; detached, gradients flow to entries and action only."""
+        if self.layers is not None:
+            return self._perceptron(entries, action, detached)
+        parts = {key: (value.detach() if detached else value).unbind(0) for key, value in self.parameters.items()}
+        return torch.stack(
+            [
+                functional_call(self.module, {key: value[i] for key, value in parts.items()}, (*entries, action))
+                for i in range(self.size)
+            ]
+        ).squeeze(-1)
+
+    def _perceptron(self, entries: Entries, action: Tensor, detached: bool) -> Tensor:
+        center, half_range = self.parameters["center"][0], self.parameters["half_range"][0]
+        encoder: Any = self.module.encoder
+        x = encoder.flat(*entries, (action - center) / half_range)
+        shape = x.shape[:-1]
+        x = x.reshape(1, -1, x.shape[-1]).expand(self.size, -1, -1)
+        for layer in self.layers or ():
+            if isinstance(layer, tuple):
+                weight, bias = (tensor.detach() for tensor in layer) if detached else layer
+                x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+            else:
+                x = layer(x)
+        return x.reshape(self.size, *shape)
+
+    def _layers(self) -> list[Any] | None:
+        encoder = self.module.encoder
+        if not isinstance(encoder, MLPEncoder):
+            return None
+        layers: list[Any] = []
+        for prefix, root in (("encoder.layers", encoder.layers), ("last", self.module.last)):
+            for name, layer in root.named_modules(prefix=prefix):
+                if isinstance(layer, nn.Linear):
+                    layers.append((self.parameters[f"{name}.weight"], self.parameters[f"{name}.bias"]))
+                elif not isinstance(layer, nn.Sequential):
+                    layers.append(layer)
+        return layers
+
+
+def write_error(batch: TensorDictBase, error: Tensor) -> None:
+    """Write the absolute TD error `[*B]`, from which a prioritized buffer takes new priorities.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict(batch_size=2)
+        >>> write_error(batch, torch.tensor([1.0, -2.0]))
+        >>> batch["td_error"]
+        tensor([1., 2.])
+    """
+    batch.set("td_error", error.detach().abs())

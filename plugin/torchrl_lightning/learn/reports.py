@@ -1,0 +1,85 @@
+"""How a LightningModule reports: means over an epoch, and evaluation episodes, over environment frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning.learn.metrics import MetricSums
+
+
+class ReportingModule(L.LightningModule):
+    """Accumulates metrics and writes them to the loggers when an epoch ends; judges evaluation episodes.
+
+    Example:
+        >>> module = ReportingModule()
+        >>> module.accumulate({"loss": 2.0})
+        >>> module.metric_sums.flush()
+        {'loss': 2.0}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric_sums = MetricSums()
+        self.epoch_metrics: dict[str, float] = {}
+
+    @property
+    def frames(self) -> int:
+        """Environment frames collected so far; 0 where the DataModule does not say."""
+        return int(getattr(self._data, "frames", 0))
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's frames already collected; 0 where the DataModule does not say."""
+        total = getattr(self._data, "total_frames", None) or 0
+        return self.frames / total if total > 0 else 0.0
+
+    @property
+    def _data(self) -> Any:
+        return None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+
+    def accumulate(self, metrics: Mapping[str, Tensor | float]) -> None:
+        """Add scalars to this epoch's means, logged as `train/...` when it ends."""
+        self.metric_sums.add(metrics)
+
+    def report(self) -> dict[str, float]:
+        """Return further figures of the epoch that ends."""
+        return {}
+
+    def on_train_epoch_end(self) -> None:
+        """Lightning's hook: write the epoch's means to the loggers, over the frames collected so far.
+
+        Not by `self.log`, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
+        """
+        metrics = {f"train/{name}": value for name, value in {**self.metric_sums.flush(), **self.report()}.items()}
+        self.epoch_metrics = metrics
+        step = getattr(self._data, "frames", self.global_step)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Lightning's hook: log the returns and lengths `[E]` of finished evaluation episodes."""
+        returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
+        metrics: dict[str, Any] = {
+            "eval/return": returns.mean(),
+            "eval/return_std": returns.std(correction=0),
+            "eval/length": lengths.mean(),
+        }
+        if hasattr(self._data, "frames"):
+            # Lightning's loggers take an entry called "step" for their x axis.
+            metrics["step"] = float(self.frames)
+        self.log_dict(
+            metrics,
+            batch_size=returns.numel(),
+            sync_dist=self.trainer.world_size > 1,
+            on_step=False,
+            on_epoch=True,
+        )
+
+    def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Lightning's hook: as :meth:`validation_step`."""
+        self.validation_step(batch, batch_idx)

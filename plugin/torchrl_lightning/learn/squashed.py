@@ -1,0 +1,201 @@
+"""Actors within finite bounds: a state-dependent Normal behind a tanh (SAC), and a deterministic one (TD3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.data import Bounded, TensorSpec
+from torchrl.modules import TanhNormal
+
+from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters
+from torchrl_lightning.learn.actors import Actor, observation_entries, private_layers
+from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.trunks import FEATURES
+
+LOG_STD_RANGE = (-20.0, 2.0)
+_CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
+
+
+def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Return middle and half of a bounded action range, `[A]` each.
+
+    Raises:
+        TypeError: The actions are not one vector of floating-point numbers within finite bounds.
+
+    Example:
+        >>> action_range(Bounded(-2.0, 2.0, (1,)))
+        (tensor([0.]), tensor([2.]))
+    """
+    fits = isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1
+    if fits:
+        low, high = spec.space.low.to(torch.float32), spec.space.high.to(torch.float32)
+        huge = torch.finfo(torch.float32).max
+        if bool((low > -huge).all() & (high < huge).all()):
+            return (high + low) / 2, (high - low) / 2
+    raise TypeError(
+        f"SAC and TD3 need one vector of floating-point actions within finite bounds, got {spec}; use DQN for discrete "
+        "actions, and gymnasium.wrappers.RescaleAction or ClipAction to bound others"
+    )
+
+
+class _MeanAndLogStd(nn.Module):
+    def __init__(self, features: int, size: int) -> None:
+        super().__init__()
+        self.linear = orthogonal(nn.Linear(features, 2 * size), POLICY_GAIN)
+
+    def forward(self, features: Tensor) -> Parameters:
+        loc, log_std = self.linear(features).chunk(2, -1)
+        return loc, log_std.clamp(*LOG_STD_RANGE).exp()
+
+
+class SquashedHead(ActionHead):
+    r"""The Normal of mean and deviation \(\mu(s), \sigma(s)\) behind a tanh, \(a = c + h \tanh u\).
+
+    \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
+    Samples and log-probabilities are those of TorchRL's `TanhNormal`, without its objects.
+
+    Args:
+        features: Width of the input.
+        spec: The unbatched action spec.
+        hidden: Layers before the last one.
+    """
+
+    center: Tensor
+    half_range: Tensor
+    log_range: Tensor
+
+    def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
+        center, half_range = action_range(spec)
+        last = _MeanAndLogStd(features, center.numel())
+        bounds = {"low": center - half_range, "high": center + half_range, "event_dims": 1}
+        super().__init__(last if hidden is None else nn.Sequential(hidden, last), ["loc", "scale"], TanhNormal, bounds)
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+        self.register_buffer("log_range", half_range.log().sum(), persistent=False)
+
+    def act(self, parameters: Parameters, deterministic: bool) -> Tensor:
+        """Return actions `[*B, A]`."""
+        loc, std = parameters
+        preimage = loc if deterministic else torch.addcmul(loc, std, torch.randn_like(loc))
+        return torch.addcmul(self.center, self._tanh(preimage), self.half_range)
+
+    def rsample(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
+        """Return actions `[*B, A]` and their log-probabilities `[*B]`, both differentiable."""
+        loc, std = parameters
+        noise = torch.randn_like(loc)
+        preimage = torch.addcmul(loc, std, noise)
+        action = torch.addcmul(self.center, self._tanh(preimage), self.half_range)
+        # log(1 - tanh^2 u) = 2 (log 2 - u - softplus(-2 u))
+        terms = 2.0 * (preimage + nn.functional.softplus(-2.0 * preimage)) - std.log() - 0.5 * noise.square()
+        return action, terms.sum(-1) - (_CONSTANT * loc.shape[-1] + self.log_range)
+
+    def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Return actions `[*B, A]` and log-probabilities `[*B]`."""
+        return super().sample(parameters, deterministic) if deterministic else self.rsample(parameters)
+
+    @staticmethod
+    def _tanh(preimage: Tensor) -> Tensor:
+        limit = 1.0 - torch.finfo(preimage.dtype).resolution  # as TorchRL's: the action stays invertible
+        return preimage.tanh().clamp(-limit, limit)
+
+
+class DeterministicHead(nn.Module):
+    """One linear layer and a tanh, scaled to the action range.
+
+    Args:
+        features: Width of the input.
+        spec: The unbatched action spec.
+        hidden: Layers before the last one.
+    """
+
+    center: Tensor
+    half_range: Tensor
+
+    def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
+        super().__init__()
+        center, half_range = action_range(spec)
+        last = orthogonal(nn.Linear(features, center.numel()), POLICY_GAIN)
+        self.layers = last if hidden is None else nn.Sequential(hidden, last)
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+
+    def squashed(self, features: Tensor) -> Tensor:
+        """Return actions `[*B, A]` in [-1, 1]."""
+        return self.layers(features).tanh()
+
+    def scale(self, squashed: Tensor) -> Tensor:
+        """Return actions in the environment's units."""
+        return torch.addcmul(self.center, squashed, self.half_range)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return actions `[*B, A]` in the environment's units."""
+        return self.scale(self.squashed(features))
+
+
+class DeterministicActor(TensorDictSequential):
+    """A trunk and a deterministic head; writes `action`.
+
+    Args:
+        trunk: From observations to features.
+        head: From features to actions.
+    """
+
+    def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
+        super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))
+        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+
+
+def _trunk_and_layers(specs: Any, network: Network | None) -> tuple[Any, int, nn.Module | None]:
+    network = network or MLPNetwork([256, 256], "relu")
+    keys, entries = observation_entries(specs)
+    trunk = network.trunk(keys, entries)
+    hidden, features = private_layers(network, trunk.features)
+    return trunk, features, hidden
+
+
+def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
+    """Build the actor of SAC: mean and deviation both depend on the observation.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: What comes before the head; two layers of 256 rectified units when not given.
+
+    Raises:
+        TypeError: The actions are not bounded floating-point vectors.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (2,)))
+        >>> build_squashed_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
+        torch.Size([5, 2])
+    """
+    trunk, features, hidden = _trunk_and_layers(specs, network)
+    return Actor(trunk, SquashedHead(features, specs.action, hidden), specs.action)
+
+
+def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
+    """Build the actor of TD3.
+
+    Args:
+        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
+        network: What comes before the head; two layers of 256 rectified units when not given.
+
+    Raises:
+        TypeError: The actions are not bounded floating-point vectors.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (2,)))
+        >>> build_deterministic_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
+        torch.Size([5, 2])
+    """
+    trunk, features, hidden = _trunk_and_layers(specs, network)
+    return DeterministicActor(trunk, DeterministicHead(features, specs.action, hidden))

@@ -1,0 +1,182 @@
+"""What an off-policy loss reads from a batch, as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+Entries = list[Tensor]
+
+
+@dataclass(slots=True)
+class Transitions:
+    """The tensors of a batch of transitions `[*B]`; flags and rewards without their trailing dimension.
+
+    Attributes:
+        now: Observation entries `[*B, *F]`.
+        after: Entries of the true successor, as the online networks see them.
+        after_target: The same, as the target networks see them.
+        action: Action `[*B, *A]`.
+        reward: Reward, summed over the steps between `now` and `after`.
+        terminated: Whether `after` is the end, so that nothing is to be expected behind it.
+        done: Whether the episode ends there for any reason.
+        discount: Factor of the value behind `after`: a number, or a tensor where the steps between differ.
+        weight: Importance weights, if the batch brings any.
+        mask: Which steps count; all if None.
+        is_init: Whether an episode begins at `now`, for recurrent networks.
+        states: Recurrent states before `now`, for recurrent networks.
+    """
+
+    now: Entries
+    after: Entries
+    after_target: Entries
+    action: Tensor
+    reward: Tensor
+    terminated: Tensor
+    done: Tensor | None
+    discount: float | Tensor
+    weight: Tensor | None = None
+    mask: Tensor | None = None
+    is_init: Tensor | None = None
+    states: Entries | None = None
+
+    def chunk(self, count: int) -> list[Transitions]:
+        """Cut along the first dimension into equal parts.
+
+        Raises:
+            ValueError: The batch does not divide so.
+        """
+        if count == 1:
+            return [self]
+        size = self.reward.shape[0]
+        if size % count:
+            raise ValueError(
+                f"updates_per_step={count} does not divide the batch of {size}; serve batches of a multiple of {count}"
+            )
+        return [self._slice(slice(start, start + size // count)) for start in range(0, size, size // count)]
+
+    def _slice(self, rows: slice) -> Transitions:
+        def cut(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[rows]
+
+        now, after = [entry[rows] for entry in self.now], [entry[rows] for entry in self.after]
+        return replace(
+            self,
+            now=now,
+            after=after,
+            after_target=after,
+            action=self.action[rows],
+            reward=self.reward[rows],
+            terminated=self.terminated[rows],
+            done=cut(self.done),
+            discount=self.discount[rows] if isinstance(self.discount, Tensor) else self.discount,
+            weight=cut(self.weight),
+            mask=cut(self.mask),
+            is_init=cut(self.is_init),
+            states=None if self.states is None else [state[rows] for state in self.states],
+        )
+
+    def target(self, value: Tensor) -> Tensor:
+        r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), `[*B]`."""
+        return torch.addcmul(self.reward, self.discount * value, (~self.terminated).to(value.dtype))
+
+    def mean(self, loss: Tensor) -> Tensor:
+        r"""Return the mean over the steps that count, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
+        if self.mask is None and self.weight is None:
+            return loss.mean()
+        if self.mask is not None:
+            # Selected, not multiplied: what does not count may be anything, and nan * 0 is nan.
+            loss = torch.where(self.mask, loss, 0.0)
+        weight = loss.new_ones(()).expand_as(loss) if self.weight is None else self.weight
+        if self.mask is not None:
+            weight = weight * self.mask
+        return (loss * weight).sum() / weight.sum().clamp_min(torch.finfo(loss.dtype).tiny)
+
+
+def read_transitions(
+    batch: TensorDictBase,
+    keys: Sequence[NestedKey],
+    gamma: float,
+    state_keys: Sequence[NestedKey] = (),
+) -> Transitions:
+    """Read what a loss needs.
+
+    The discount is the batch's own `gamma` if it has one, else `gamma` to the power of its `steps_to_next_obs` (both
+    are written by TorchRL's `MultiStepTransform`), else `gamma`.
+
+    Args:
+        batch: Transitions `[B]`, or sequences `[B, T]`; `mask` says which steps count, `priority_weight` how much.
+        keys: The observation entries.
+        gamma: Discount of one step.
+        state_keys: Where the recurrent states are.
+
+    Raises:
+        KeyError: Something is missing; the message says what.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> zeros, flag = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool)
+        >>> after = TensorDict(observation=zeros, reward=zeros + 1, terminated=flag, done=flag, batch_size=2)
+        >>> batch = TensorDict(observation=zeros, action=zeros, next=after, batch_size=2)
+        >>> read_transitions(batch, ["observation"], 0.5).target(torch.ones(2))
+        tensor([1.5000, 1.5000])
+    """
+    following = batch.get("next", None)
+    if following is None:
+        raise KeyError(f"the batch has no 'next', only {_present(batch)}; off-policy losses learn from transitions")
+    shape = batch.shape
+    reward, terminated = _column(following, "reward", shape), _column(following, "terminated", shape)
+    discount: float | Tensor = gamma
+    given, steps = batch.get("gamma", None), batch.get("steps_to_next_obs", None)
+    if given is not None:
+        discount = given.reshape(shape).to(reward.dtype)
+    elif steps is not None:
+        discount = gamma ** steps.reshape(shape).to(reward.dtype)
+    weight = batch.get("priority_weight", None)
+    if weight is not None:
+        weight = weight.to(reward.dtype)
+        # One weight for each row, or one for each sequence.
+        weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
+    mask = batch.get("mask", None)
+    after = [_entry(following, key) for key in keys]
+    done = is_init = states = None
+    if state_keys:
+        done, is_init = _column(following, "done", shape), _column(batch, "is_init", shape)
+        states = [_entry(batch, key) for key in state_keys]
+    return Transitions(
+        now=[_entry(batch, key) for key in keys],
+        after=after,
+        after_target=after,
+        action=_entry(batch, "action"),
+        reward=reward,
+        terminated=terminated,
+        done=done,
+        discount=discount,
+        weight=weight,
+        mask=None if mask is None else mask.reshape(shape),
+        is_init=is_init,
+        states=states,
+    )
+
+
+def _entry(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    value = batch.get(key, None)
+    if value is None:
+        raise KeyError(
+            f"the batch has no {key!r}, only {_present(batch)}; the buffer must hold what the policy read and wrote"
+        )
+    return value
+
+
+def _column(batch: TensorDictBase, key: str, shape: torch.Size) -> Tensor:
+    value = _entry(batch, key)
+    return value if value.shape == shape else value.reshape(shape)
+
+
+def _present(batch: TensorDictBase) -> list[str]:
+    return sorted(map(str, batch.keys(True, True)))

@@ -1,0 +1,104 @@
+"""Batches and a DataModule as a replay buffer would give them, without environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
+
+from learn.fakes import Loader
+
+OBSERVATION = Composite(observation=Unbounded(4))
+DISCRETE = SimpleNamespace(observation=OBSERVATION, action=Categorical(3), num_envs=2)
+ONE_HOT = SimpleNamespace(observation=OBSERVATION, action=OneHot(3), num_envs=2)
+BOX = SimpleNamespace(
+    observation=OBSERVATION, action=Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])), num_envs=2
+)
+
+
+def transitions(specs: Any, *shape: int, generator: torch.Generator | None = None) -> TensorDict:
+    """Return random transitions; a fifth ends an episode, half of those by truncation."""
+
+    def flags(share: float) -> torch.Tensor:
+        return torch.rand(*shape, 1, generator=generator) < share
+
+    observation = torch.randn(*shape, 2, 4, generator=generator)
+    terminated, truncated = flags(0.1), flags(0.1)
+    if isinstance(specs.action, Bounded):
+        low, high = specs.action.space.low, specs.action.space.high
+        action = low + (high - low) * torch.rand(*shape, len(low), generator=generator)
+    else:
+        action = torch.randint(3, shape, generator=generator)
+        if isinstance(specs.action, OneHot):
+            action = torch.nn.functional.one_hot(action, 3).bool()
+    after = {
+        "observation": observation[..., 1, :],
+        "reward": torch.randn(*shape, 1, generator=generator),
+        "terminated": terminated,
+        "truncated": truncated & ~terminated,
+        "done": terminated | truncated,
+    }
+    return TensorDict(
+        {"observation": observation[..., 0, :], "action": action, "is_init": flags(0.0), "next": after}, shape
+    )
+
+
+def sequences(specs: Any, module: Any, rows: int, steps: int, generator: torch.Generator | None = None) -> TensorDict:
+    """Return sequences `[rows, steps]` with episode ends inside, and stored states for a recurrent module."""
+    batch = transitions(specs, rows, steps, generator=generator)
+    batch.names = [None, "time"]
+    done = batch["next", "done"]
+    batch["is_init"][:, 1:] = done[:, :-1]
+    observation, after = batch["observation"], batch["next", "observation"]
+    # Inside an episode the successor is the step that follows.
+    after[:, :-1] = torch.where(done[:, :-1], after[:, :-1], observation[:, 1:])
+    network = module.network
+    shape = (rows, steps, network.num_layers, network.hidden_size)
+    if network.cell == "gru":
+        batch["recurrent_state"] = torch.randn(shape, generator=generator)
+    else:
+        state = {name: torch.randn(shape, generator=generator) for name in "hc"}
+        batch["recurrent_state"] = TensorDict(state, [rows, steps])
+    return batch
+
+
+class FakeReplay(L.LightningDataModule):
+    """Random batches, the same for the same number of frames; keeps what the module wrote into them."""
+
+    def __init__(
+        self, specs: Any, make: Callable[[torch.Generator], TensorDict], batches: int = 3, total_frames: int = 400
+    ) -> None:
+        super().__init__()
+        self.specs, self.make, self.batches, self.total_frames, self.frames = specs, make, batches, total_frames, 0
+        self.served: list[TensorDict] = []
+        self.exploration: list[float] = []
+
+    def train_dataloader(self) -> Loader:
+        return Loader(self.batches, self.epoch)
+
+    def val_dataloader(self) -> Loader:
+        episodes = TensorDict(
+            {"episode_return": torch.tensor([1.0, 3.0]), "episode_length": torch.tensor([10, 20])}, batch_size=[2]
+        )
+        return Loader(1, lambda: iter([episodes]))
+
+    def epoch(self) -> Iterator[TensorDict]:
+        generator = torch.Generator().manual_seed(self.frames)
+        torch.manual_seed(self.frames)
+        for _ in range(self.batches):
+            self.exploration.append(float(self.trainer.lightning_module.policy.amount))
+            self.frames += 10
+            batch = self.make(generator)
+            self.served.append(batch)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frames": self.frames}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.frames = state["frames"]

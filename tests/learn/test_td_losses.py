@@ -1,0 +1,179 @@
+"""The direct off-policy forwards give TorchRL's losses and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.envs import MultiStepTransform
+from torchrl.modules import TanhNormal
+
+from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, transitions
+from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
+from torchrl_lightning.learn.squashed import SquashedHead
+from torchrl_lightning.learn.transitions import read_transitions
+
+EXTRAS = ["plain", "weights", "mask", "weights and mask", "n-step"]
+CASES = {
+    "dqn": (DQNModule, DISCRETE, {"double": False}),
+    "double dqn": (DQNModule, DISCRETE, {}),
+    "dueling dqn": (DQNModule, DISCRETE, {"dueling": True, "loss_function": "l2"}),
+    "one-hot dqn": (DQNModule, ONE_HOT, {}),
+    "sac": (SACModule, BOX, {}),
+    "sac, three critics": (SACModule, BOX, {"num_critics": 3, "loss_function": "smooth_l1", "alpha": 0.3}),
+    "sac, fixed alpha": (SACModule, BOX, {"learn_alpha": False, "alpha": 0.2}),
+    "td3": (TD3Module, BOX, {}),
+    "td3, one critic": (TD3Module, BOX, {"num_critics": 1, "loss_function": "l1", "policy_noise": 1.0}),
+}
+
+
+def make(case: str) -> tuple[OffPolicyModule, Any]:
+    torch.manual_seed(0)
+    cls, specs, kwargs = CASES[case]
+    module = cls(MLPNetwork([32, 32], "relu"), **kwargs).build(specs)
+    for name, buffer in module.loss.named_buffers():
+        if "target_" in name and "network" in name and "weight" in name:
+            buffer += 0.1 * torch.randn_like(buffer)
+    return module, specs
+
+
+def with_extras(batch: TensorDict, extras: str) -> TensorDict:
+    size = batch.shape[0]
+    if "weights" in extras:
+        batch["priority_weight"] = torch.rand(size) + 0.1
+    if "mask" in extras:
+        batch["mask"] = torch.rand(size) < 0.7
+    if extras == "n-step":
+        batch["steps_to_next_obs"] = torch.randint(1, 4, (size,))
+    return batch
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
+    module, specs = make(case)
+    loss = module.loss
+    parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    batch = with_extras(transitions(specs, 64), extras)
+    torch.manual_seed(3)
+    mine, error = loss.terms(read_transitions(batch, ["observation"], module.gamma))
+    torch.manual_seed(3)
+    theirs = loss(batch)
+    mine = {name: value for name, value in mine.items() if name.startswith("loss_")}
+    names = {"loss": "loss_value"}
+    theirs = {names.get(name, name): value for name, value in theirs.items() if name.startswith("loss")}
+    if getattr(loss, "fixed_alpha", False):
+        theirs.pop("loss_alpha")  # nothing learns from it
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(sum(terms.values()), parameters) for terms in (mine, theirs)]
+    for ours, torchrls in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, torchrls, rtol=1e-5, atol=1e-6)
+    # Ours is the absolute error; TorchRL's DQN and TD3 write its square.
+    written = batch["td_error"].reshape(-1)
+    expected = written if case.startswith("sac") else written.sqrt()
+    counted = batch.get("mask", torch.ones(64, dtype=torch.bool))
+    torch.testing.assert_close(error[counted], expected[counted], rtol=1e-5, atol=1e-6)
+    assert (error[~counted] == 0).all()
+
+
+@pytest.mark.parametrize("case", ["dqn", "sac", "td3"])
+def test_what_the_mask_hides_may_be_anything(case: str) -> None:
+    module, specs = make(case)
+    batch = with_extras(transitions(specs, 64), "mask")
+    results = []
+    for filler in (0.0, torch.nan):
+        batch["next", "reward"][~batch["mask"]] = filler
+        torch.manual_seed(3)
+        terms, error = module.loss.terms(read_transitions(batch, ["observation"], 0.9))
+        total = sum(value for name, value in terms.items() if name.startswith("loss_"))
+        parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
+        results.append([total, error, *torch.autograd.grad(total, parameters)])
+    for clean, hidden in zip(*results, strict=True):
+        assert torch.equal(clean, hidden)
+
+
+def test_critics_behind_convolutions_equal_torchrls() -> None:
+    specs = type(BOX)(
+        observation=Composite(pixels=Unbounded((1, 12, 12)), vector=Unbounded(3)), action=BOX.action, num_envs=1
+    )
+    network = CNNNetwork(channels=[4], kernels=[4], strides=[2], hidden_sizes=[8])
+    torch.manual_seed(0)
+    module = SACModule(network).build(specs)
+    batch = transitions(BOX, 6).exclude("observation", ("next", "observation"))
+    for place in (batch, batch["next"]):
+        place["pixels"], place["vector"] = torch.rand(6, 1, 12, 12), torch.randn(6, 3)
+    torch.manual_seed(3)
+    mine, _ = module.loss.terms(read_transitions(batch, ["pixels", "vector"], 0.99))
+    torch.manual_seed(3)
+    theirs = module.loss(batch)
+    for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_squashed_samples_and_probabilities_are_torchrls() -> None:
+    torch.manual_seed(0)
+    head = SquashedHead(8, BOX.action)
+    loc, std = 3.0 * torch.randn(100, 2, requires_grad=True), torch.rand(100, 2) + 0.1
+    torch.manual_seed(1)
+    action, log_prob = head.rsample((loc, std))
+    dist = TanhNormal(loc, std, low=BOX.action.space.low, high=BOX.action.space.high, event_dims=1)
+    torch.manual_seed(1)
+    expected_action, expected = dist.rsample_and_log_prob()
+    torch.testing.assert_close(action, expected_action)
+    torch.testing.assert_close(log_prob, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.act((loc, std), deterministic=True), dist.deterministic_sample)
+    assert BOX.action.is_in(action)
+
+
+def test_the_discount_is_the_batchs_own() -> None:
+    batch = transitions(DISCRETE, 4)
+    value, reward = torch.ones(4), batch["next", "reward"].squeeze(-1)
+    going_on = (~batch["next", "terminated"].squeeze(-1)).float()
+    steps = torch.tensor([1, 2, 3, 1])
+    batch["steps_to_next_obs"] = steps
+    target = read_transitions(batch, ["observation"], 0.5).target(value)
+    torch.testing.assert_close(target, reward + 0.5**steps * going_on)
+    batch["gamma"] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    target = read_transitions(batch, ["observation"], 0.5).target(value)
+    torch.testing.assert_close(target, reward + batch["gamma"] * going_on)
+
+
+def test_n_step_returns_of_torchrls_transform() -> None:
+    """With `done_keys=[]` the flags come from the same step as the successor."""
+    rollout = transitions(DISCRETE, 1, 6)
+    done = torch.tensor([False, False, True, False, False, False]).reshape(1, 6, 1)
+    rollout["next", "done"], rollout["next", "terminated"] = done, done
+    rollout["next", "truncated"] = torch.zeros_like(done)
+    batch = MultiStepTransform(n_steps=3, gamma=0.5, done_keys=[]).inv(rollout)[0]
+    reward = rollout["next", "reward"].flatten()
+    target = read_transitions(batch, ["observation"], 0.5).target(torch.full((3,), 8.0))
+    torch.testing.assert_close(target[0], reward[0] + 0.5 * reward[1] + 0.25 * reward[2])  # the end: no value behind it
+    torch.testing.assert_close(target[1], reward[1] + 0.5 * reward[2])
+    torch.testing.assert_close(target[2], reward[2])
+
+
+def test_what_is_missing_is_said() -> None:
+    batch = transitions(DISCRETE, 4)
+    with pytest.raises(KeyError, match="terminated"):
+        read_transitions(batch.exclude(("next", "terminated")), ["observation"], 0.9)
+    with pytest.raises(KeyError, match="next"):
+        read_transitions(batch.exclude("next"), ["observation"], 0.9)
+    with pytest.raises(ValueError, match="updates_per_step=3"):
+        read_transitions(batch, ["observation"], 0.9).chunk(3)
+    with pytest.raises(ValueError, match="smooth_l1"):
+        DQNModule(loss_function="huber").build(DISCRETE)
+    with pytest.raises(TypeError, match="SAC or TD3"):
+        DQNModule().build(BOX)
+    for cls in (SACModule, TD3Module):
+        with pytest.raises(TypeError, match="DQN"):
+            cls().build(DISCRETE)
+        unbounded = type(BOX)(observation=BOX.observation, action=Unbounded(2))
+        with pytest.raises(TypeError, match="bounds"):
+            cls().build(unbounded)
+    with pytest.raises(TypeError, match="one choice"):
+        DQNModule().build(type(BOX)(observation=BOX.observation, action=Categorical(3, shape=(2,))))
