@@ -23,7 +23,7 @@ _ROOMS = {
         "make_vector_env",
         "play_episodes",
     ],
-    "datamodules": ["ExperienceDataModule", "OnPolicyDataModule"],
+    "datamodules": ["ExperienceDataModule", "OnPolicyDataModule", "ReplayDataModule"],
     "estimators": [
         "IntrinsicRewardNormalizer",
         "discount_cumsum",
@@ -35,6 +35,7 @@ _ROOMS = {
     "learn": [
         "A2CModule",
         "ActorCriticModule",
+        "DQNModule",
         "CNNNetwork",
         "MLPNetwork",
         "PPOModule",
@@ -42,8 +43,24 @@ _ROOMS = {
         "RecurrentNetwork",
         "ReinforceModule",
         "VTraceModule",
+        "OffPolicyModule",
+        "SACModule",
+        "TD3Module",
         "build_actor",
         "build_critic",
+    ],
+    "replay": [
+        "BatchExperience",
+        "BufferBase",
+        "EpisodeIndex",
+        "ExperienceBuffer",
+        "PrioritizedSampler",
+        "RecurrentReplayBuffer",
+        "RingStorage",
+        "RingWriter",
+        "SequenceSampler",
+        "SimpleReplayBuffer",
+        "UniformSampler",
     ],
     "rollout": [
         "DiscountedReturns",
@@ -51,6 +68,7 @@ _ROOMS = {
         "GeneralizedAdvantages",
         "IntrinsicReturns",
         "MinibatchSampler",
+        "PPOBuffer",
         "RolloutStorage",
         "RolloutWriter",
         "VTraceAdvantages",
@@ -58,6 +76,7 @@ _ROOMS = {
         "VanillaOnPolicyBuffer",
     ],
     "scan": ["discounted_scan"],
+    "segment_tree": ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"],
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -2,5 +2,6 @@
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule
+from torchrl_lightning.datamodules.replay import ReplayDataModule
 
-__all__ = ["ExperienceDataModule", "OnPolicyDataModule"]
+__all__ = ["ExperienceDataModule", "OnPolicyDataModule", "ReplayDataModule"]

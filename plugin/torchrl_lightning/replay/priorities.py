@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.replay import priority_kernels
-from torchrl_lightning.segment_kernels import jitted, last_of_each
+from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 
 ABSENT = -1.0  # the priority of a cell that holds nothing
@@ -55,8 +55,8 @@ class Priorities:
     ) -> None:
         self.tree = SumSegmentTree(capacity, dtype, device, "PrioritizedSampler", backend=backend)
         self.alpha, self.eps = alpha, eps
-        self.priorities = torch.full((capacity,), ABSENT, dtype=dtype, device=device)
-        self.generations = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.priorities = allocate(capacity, dtype, device).fill_(ABSENT)
+        self.generations = allocate(capacity, torch.int32, device).zero_()
         self.count = 0
         self.extent = 0  # every cell that was ever written lies below
         self.largest = 0.0

@@ -52,6 +52,11 @@ class Rings:
         """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
         return self._even
 
+    @property
+    def common_oldest(self) -> int | None:
+        """Position of the oldest stored step, if it is that of all environments."""
+        return max(0, self._common - self.length) if self._even and self._common is not None else None
+
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
 
