@@ -205,7 +205,7 @@ class ActorCriticModule(L.LightningModule):
             self._stopped = True
             return
         losses = [value for name, value in terms.items() if name.startswith("loss_")]
-        norms = self.update(torch.stack(losses).sum())
+        norms = self.update(sum(losses[1:], start=losses[0]))
         self.accumulate(terms | norms)
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)

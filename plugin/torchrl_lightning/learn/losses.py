@@ -1,7 +1,7 @@
 """TorchRL's on-policy losses with a direct forward: one pass through each network, no TensorDict in between.
 
-Losses and gradients are those of TorchRL's own forward to 1e-6 (tested); the direct one also knows a shared trunk,
-several critics and the intrinsic stream. Sequences `[B, T]` of recurrent networks are run as sequences.
+Losses are those of TorchRL's own forward to 1e-6, gradients to a relative 1e-5 (tested); the direct one also knows a
+shared trunk, several critics and the intrinsic stream. Sequences `[B, T]` of recurrent networks are run as sequences.
 """
 
 from __future__ import annotations
@@ -137,16 +137,18 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
             std, mean = torch.std_mean(advantage)
             advantage = (advantage - mean) / std.clamp_min(1e-6)
         log_weight = log_prob - require(batch, "action_log_prob")
-        low, high = self._clip_bounds
-        clipped = torch.minimum(torch.maximum(log_weight, low), high)
-        gain = torch.minimum(log_weight.exp() * advantage, clipped.exp() * advantage).mean()
+        ratio, epsilon = log_weight.exp(), self.clip_epsilon
+        # min(r A, clip(r) A) = A min(r, 1 + e) where A >= 0, and A max(r, 1 - e) elsewhere.
+        positive = advantage >= 0
+        low = torch.where(positive, -torch.inf, 1.0 - epsilon)
+        high = torch.where(positive, 1.0 + epsilon, torch.inf)
+        gain = (ratio.clamp(low, high) * advantage).mean()
         entropy = entropy.mean()
-        with torch.no_grad():
-            diagnostics = {
-                "entropy": entropy.detach(),
-                "kl_approx": -log_weight.detach().mean(),
-                "clip_fraction": (clipped != log_weight).float().mean(),
-            }
+        diagnostics = {
+            "entropy": entropy.detach(),
+            "kl_approx": -log_weight.detach().mean(),
+            "clip_fraction": ((ratio.detach() - 1.0).abs() > epsilon).float().mean(),
+        }
         terms = {"loss_objective": -gain, "loss_entropy": -self.entropy_coeff * entropy}
         return terms | self._critic_terms(batch, values) | diagnostics
 
