@@ -262,6 +262,10 @@ class ExperienceDataModule(L.LightningDataModule):
             self._vector_env = make_vector_env(self.env, self.num_envs)
         return self._vector_env
 
+    def _collector_options(self) -> dict[str, Any]:
+        """What the stream asks of the collector that is built here."""
+        return {"seed": self._rank_seed, "reset_at_each_batch": self.reset_at_each_batch}
+
     def _start(self, policy: Any) -> Iterator[TensorDictBase]:
         """Builds the collector at the first iteration, when weights are restored and on their device."""
         if self._stream is None:
@@ -271,8 +275,7 @@ class ExperienceDataModule(L.LightningDataModule):
                     policy,
                     num_envs=self.num_envs,
                     frames_per_batch=self.frames_per_batch,
-                    seed=self._rank_seed,
-                    reset_at_each_batch=self.reset_at_each_batch,
+                    **self._collector_options(),
                 )
             else:
                 self.collector = call_with_policy(self._make_collector, policy)
