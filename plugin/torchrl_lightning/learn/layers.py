@@ -53,14 +53,14 @@ class MLP(nn.Sequential):
         """Map `[*B, F]` to `[*B, H]`."""
         for layer in self._modules.values():
             kind = type(layer)
-            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:  # type: ignore[union-attr]
-                input = layer(input)  # type: ignore[misc]
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+                input = layer(input)
             elif kind is nn.Linear:
-                input = F.linear(input, layer.weight, layer.bias)  # type: ignore[union-attr, arg-type]
+                input = F.linear(input, layer.weight, layer.bias)
             elif kind in _FUNCTIONS:
-                input = _FUNCTIONS[kind](input)  # type: ignore[index]
+                input = _FUNCTIONS[kind](input)
             else:
-                input = layer(input)  # type: ignore[misc]
+                input = layer(input)
         return input
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import A2CLoss, ClipPPOLoss, ReinforceLoss
+from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning.learn.actors import Actor
 from torchrl_lightning.learn.critics import Critic
@@ -83,11 +84,24 @@ class _DirectTerms:
     critic_coeff: Tensor | None
     clip_value: Tensor | None
     loss_critic_type: str
+    loss_mask_key: Any
     extrinsic_coeff: float
     intrinsic_coeff: float
 
     def _set_streams(self, extrinsic_coeff: float, intrinsic_coeff: float) -> None:
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
+
+    def _refuse_masks(self, batch: TensorDictBase) -> None:
+        wanted = self.loss_mask_key
+        if wanted is None:
+            return
+        for key in AUTO_LOSS_MASK_KEYS if wanted == "auto" else (wanted,):
+            if batch.get(key, None) is not None:
+                raise ValueError(
+                    f"the batch has the mask {key!r}: it was padded, or some of its steps do not count. The direct "
+                    "losses average over every step. Hand them unpadded steps, use TorchRL's own loss, or set "
+                    "`loss.loss_mask_key = None` where the mask means nothing"
+                )
 
     def _critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
@@ -131,6 +145,7 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         advantage = mixed_advantage(batch, self.extrinsic_coeff, self.intrinsic_coeff)
         if self.normalize_advantage and advantage.numel() > 1:
@@ -187,6 +202,7 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         advantage = mixed_advantage(batch, self.extrinsic_coeff, self.intrinsic_coeff)
         if self.normalize_advantage and advantage.numel() > 1:
@@ -223,6 +239,7 @@ class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         terms = {"loss_actor": -(log_prob * mixed_advantage(batch)).mean()}
         terms["loss_value"] = self._critic_terms(batch, values)["loss_critic"]
