@@ -52,13 +52,12 @@ class MLP(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Map `[*B, F]` to `[*B, H]`."""
         for layer in self._modules.values():
-            kind = type(layer)
             if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
                 input = layer(input)
-            elif kind is nn.Linear:
+            elif type(layer) is nn.Linear:
                 input = F.linear(input, layer.weight, layer.bias)
-            elif kind in _FUNCTIONS:
-                input = _FUNCTIONS[kind](input)
+            elif type(layer) in _FUNCTIONS:
+                input = _FUNCTIONS[type(layer)](input)
             else:
                 input = layer(input)
         return input
