@@ -3,7 +3,7 @@
     python tests/benchmarks/rollout.py [--json timings.json] [--repetitions 11] [--check]
 
 CartPole-sized: 128 steps of 8 environments, mini-batches of 256, a critic of two layers of 64 that evaluates every
-step. TorchRL is `TensorDictReplayBuffer(LazyTensorStorage, SamplerWithoutReplacement)` with its `GAE` module, as its PPO
+step. TorchRL is `TensorDictReplayBuffer(LazyTensorStorage, SamplerWithoutReplacement)` with its `GAE`, as its PPO
 examples have them: it evaluates states and all successors, ours only those successors that no stored state stands for;
 its mini-batches hold every entry, ours what a loss can use. Both standardise the advantage over the rollout. One
 thread, interleaved. ``--check`` exits with 1 where TorchRL is faster.
