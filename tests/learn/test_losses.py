@@ -81,6 +81,12 @@ def test_ppo(action: str, normalize: bool, clip_value: float | None, kind: str) 
     compare(DirectClipPPOLoss(actor, critic, **kwargs), ClipPPOLoss(actor, critic, functional=False, **kwargs), batch)
 
 
+def test_ppo_with_another_range_on_each_side() -> None:
+    actor, critic, batch = setting("discrete")
+    kwargs: dict[str, Any] = {"clip_epsilon": (0.1, 0.3), "entropy_coeff": 0.02, "loss_critic_type": "l2"}
+    compare(DirectClipPPOLoss(actor, critic, **kwargs), ClipPPOLoss(actor, critic, functional=False, **kwargs), batch)
+
+
 @pytest.mark.parametrize("action", ["discrete", "multi-discrete", "box"])
 def test_a2c(action: str) -> None:
     actor, critic, batch = setting(action)

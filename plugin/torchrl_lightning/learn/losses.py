@@ -141,7 +141,14 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
         self, actor: Actor, critic: Critic, *, extrinsic_coeff: float = 1.0, intrinsic_coeff: float = 0.0, **kwargs: Any
     ) -> None:
         super().__init__(actor, critic, functional=False, log_explained_variance=False, **kwargs)
+        self._two_sided = isinstance(kwargs.get("clip_epsilon"), tuple | list)
         self._set_streams(extrinsic_coeff, intrinsic_coeff)
+
+    @property
+    def _clip_range(self) -> tuple[Tensor, Tensor]:
+        if self._two_sided:
+            return self.clip_epsilon_low, self.clip_epsilon_high
+        return self.clip_epsilon, self.clip_epsilon
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
@@ -152,17 +159,19 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
             std, mean = torch.std_mean(advantage)
             advantage = (advantage - mean) / std.clamp_min(1e-6)
         log_weight = log_prob - require(batch, "action_log_prob")
-        ratio, epsilon = log_weight.exp(), self.clip_epsilon
+        ratio = log_weight.exp()
+        below, above = self._clip_range
         # min(r A, clip(r) A) = A min(r, 1 + e) where A >= 0, and A max(r, 1 - e) elsewhere.
         positive = advantage >= 0
-        low = torch.where(positive, -torch.inf, 1.0 - epsilon)
-        high = torch.where(positive, 1.0 + epsilon, torch.inf)
+        low = torch.where(positive, -torch.inf, 1.0 - below)
+        high = torch.where(positive, 1.0 + above, torch.inf)
         gain = (ratio.clamp(low, high) * advantage).mean()
         entropy = entropy.mean()
+        moved = ratio.detach() - 1.0
         diagnostics = {
             "entropy": entropy.detach(),
             "kl_approx": -log_weight.detach().mean(),
-            "clip_fraction": ((ratio.detach() - 1.0).abs() > epsilon).float().mean(),
+            "clip_fraction": ((moved > above) | (moved < -below)).float().mean(),
         }
         terms = {"loss_objective": -gain, "loss_entropy": -self.entropy_coeff * entropy}
         return terms | self._critic_terms(batch, values) | diagnostics
