@@ -75,7 +75,7 @@ def check_is_file(checkpoint: str | Path) -> None:
         raise UsageError(f"ckpt_path={checkpoint} is not a file; checkpoints lie in RUN/checkpoints/.")
 
 
-def check_command() -> None:
+def check_command(cfg: DictConfig) -> None:
     """Refuses what the command line asks of Hydra that would not give what was meant.
 
     Raises:
@@ -93,10 +93,10 @@ def check_command() -> None:
         if added is not None:
             # Hydra would merge it over the group's first choice, and over what the experiment says.
             raise UsageError(f"{override} would add to what is there; select a group as {added[1]}={added[2]}.")
-    strategies = [item for item in hydra.overrides.task if item.startswith("trainer.strategy=ddp")]
-    if hydra.mode == RunMode.MULTIRUN and any("spawn" not in item and "fork" not in item for item in strategies):
+    strategy = str(cfg.trainer.get("strategy", "auto")) if isinstance(cfg.get("trainer"), DictConfig) else "auto"
+    if hydra.mode == RunMode.MULTIRUN and strategy.startswith("ddp") and not re.search("spawn|fork", strategy):
         raise UsageError(
-            f"--multirun with {strategies[0]} would start the whole sweep again in each process; "
+            f"--multirun with trainer.strategy={strategy} would start the whole sweep again in each process; "
             "take trainer.strategy=ddp_spawn, or one run at a time."
         )
 

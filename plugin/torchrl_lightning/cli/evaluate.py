@@ -99,10 +99,16 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.hist(returns.numpy(), bins=min(20, max(5, len(returns) // 2)), color="tab:blue", alpha=0.8)
+    # Equal returns would otherwise stand on an axis of hundredths.
+    low, high = float(returns.min()), float(returns.max())
+    margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
+    bins = min(20, max(5, len(returns) // 2))
+    axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
     axes.set(xlabel="return of an episode", ylabel="episodes", title=f"{len(returns)} episodes of {checkpoint.name}")
     axes.legend()

@@ -19,7 +19,7 @@ def main(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.checks import check_command, check_config, plain_errors
 
     with plain_errors():
-        check_command()
+        check_command(cfg)
         check_config(cfg)
         return train(cfg)
 
