@@ -12,7 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "callbacks": ["ExperienceLog", "FramesProgressBar", "SaveOnException"],
+    "callbacks": ["BestCheckpoint", "ExperienceLog", "FramesProgressBar", "SaveOnException"],
     "collectors": [
         "AsynchronousCollector",
         "EnvironmentFactory",

@@ -53,13 +53,13 @@ class VanillaOnPolicyBufferSchema:
     standardize_advantages: bool = True
     recompute_values: bool = False
     bootstrap: bool = True
-    value_key: str = "state_value"
-    advantage_key: str = "advantage"
-    value_target_key: str = "value_target"
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
     frame_stack: int | None = None
     recurrent: bool | None = None
-    recurrent_keys: list[str] = field(default_factory=lambda: ["recurrent_state"])
-    batch_keys: list[str] | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
     transform: Any = None
 
 
@@ -80,8 +80,8 @@ class VTraceBufferSchema(VanillaOnPolicyBufferSchema):
     clip_rho_thres: float = 1.0
     clip_c_thres: float = 1.0
     clip_pg_rho_thres: float | None = None
-    log_prob_key: str = "action_log_prob"
-    action_key: str = "action"
+    log_prob_key: Any = "action_log_prob"
+    action_key: Any = "action"
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {

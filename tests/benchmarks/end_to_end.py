@@ -3,10 +3,10 @@
     python tests/benchmarks/end_to_end.py [--json timings.json] [--repetitions 7] [--check]
 
 Both have 8 environments, rollouts of 128 steps, mini-batches of 256, 4 epochs, and separate tanh networks of 64 x 64.
-``ours, as the command runs`` has the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``; evaluation
-is left out on both sides. SB3 with its default settings (2048 steps, batch 64, 10 epochs) is reported too: it learns
-ten times from each frame and is no fair contender. Below, where our time goes. ``--check`` exits with 1 where a budget
-is missed.
+``ours, as the command runs`` has the CSV log, the progress bar and the checkpoints of ``torchrl-lightning-train``;
+evaluation is left out on both sides. SB3 with its default settings (2048 steps, batch 64, 10 epochs) is reported too:
+it makes ten times as many updates for each frame and is no fair contender. Below, where our time goes. ``--check``
+exits with 1 where a budget is missed.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class TimedData(OnPolicyDataModule):
 
 def make_data(data_class: type[OnPolicyDataModule] = OnPolicyDataModule) -> OnPolicyDataModule:
     """The same experience for every contender of ours."""
-    return data_class(
-        ENV, num_envs=NUM_ENVS, frames_per_batch=FRAMES, num_epochs=EPOCHS, mini_batch_size=BATCH, seed=0
-    )
+    return data_class(ENV, num_envs=NUM_ENVS, frames_per_batch=FRAMES, num_epochs=EPOCHS, mini_batch_size=BATCH, seed=0)
 
 
 def fit(module: L.LightningModule, data: OnPolicyDataModule, **kwargs: Any) -> None:

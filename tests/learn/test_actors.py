@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_actor, build_critic
+from torchrl_lightning.learn.layers import mlp
 
 BOX = Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0]))
 ACTIONS = {
@@ -204,3 +206,26 @@ def test_primer_names_the_state(cell: str, keys: set[Any]) -> None:
 def test_bad_requests_are_refused(build: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         build()
+
+
+def test_mlp_is_a_sequential_without_the_calls() -> None:
+    network = mlp(3, [8, 4], "tanh")
+    plain = nn.Sequential(*network)
+    x = torch.randn(5, 3)
+    assert torch.equal(network(x), plain(x))
+    assert network.state_dict().keys() == plain.state_dict().keys()
+    assert torch.equal(mlp(3, [8], "gelu")(x).isfinite(), torch.ones(5, 8, dtype=torch.bool))
+
+
+def test_mlp_honours_hooks_parametrizations_and_replaced_layers() -> None:
+    network, x, seen = mlp(3, [8, 4], "relu"), torch.randn(5, 3), []
+    handle = network[0].register_forward_hook(lambda module, inputs, output: seen.append(output) or output * 0)
+    assert torch.equal(network(x), torch.relu(network[2].bias).expand(5, 4))
+    assert len(seen) == 1
+    handle.remove()
+    nn.utils.parametrizations.spectral_norm(network[0])
+    network[1] = nn.Softplus()
+    torch.testing.assert_close(network.eval()(x), nn.Sequential(*network).eval()(x))
+    network[2].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    network(x.requires_grad_()).sum().backward()
+    assert len(seen) == 2

@@ -81,6 +81,12 @@ def test_ppo(action: str, normalize: bool, clip_value: float | None, kind: str) 
     compare(DirectClipPPOLoss(actor, critic, **kwargs), ClipPPOLoss(actor, critic, functional=False, **kwargs), batch)
 
 
+def test_ppo_with_another_range_on_each_side() -> None:
+    actor, critic, batch = setting("discrete")
+    kwargs: dict[str, Any] = {"clip_epsilon": (0.1, 0.3), "entropy_coeff": 0.02, "loss_critic_type": "l2"}
+    compare(DirectClipPPOLoss(actor, critic, **kwargs), ClipPPOLoss(actor, critic, functional=False, **kwargs), batch)
+
+
 @pytest.mark.parametrize("action", ["discrete", "multi-discrete", "box"])
 def test_a2c(action: str) -> None:
     actor, critic, batch = setting(action)
@@ -139,3 +145,17 @@ def test_missing_targets_are_named() -> None:
     actor, critic, batch = setting("discrete")
     with pytest.raises(KeyError, match="before_gradients"):
         DirectA2CLoss(actor, critic).terms(batch.exclude("value_target"))
+
+
+@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid", ("my", "mask")])
+def test_masked_batches_are_refused_and_not_misread(key: Any) -> None:
+    actor, critic, batch = setting("discrete")
+    for direct in (DirectClipPPOLoss(actor, critic), DirectA2CLoss(actor, critic), DirectReinforceLoss(actor, critic)):
+        expected = direct.terms(batch)
+        masked = batch.copy().set(key, torch.ones(256, 1, dtype=torch.bool))
+        if key == ("my", "mask"):
+            direct.loss_mask_key = key
+        with pytest.raises(ValueError, match="mask"):
+            direct.terms(masked)
+        direct.loss_mask_key = None
+        assert direct.terms(masked).keys() == expected.keys()

@@ -185,3 +185,13 @@ def test_torchrl_dumps_and_loads(tmp_path) -> None:
     buffer.dumps(tmp_path / "rb")
     other.loads(tmp_path / "rb")
     assert torch.equal(buffer.sample()["observation"], other.sample()["observation"])
+
+
+def test_padded_rollouts_are_refused() -> None:
+    data, buffer = make_rollout(), GAEBuffer(5)
+    data["collector", "mask"] = torch.ones(3, 5, 1, dtype=torch.bool)
+    buffer.insert_data_slice(data)
+    data["collector", "mask"][1, 3:] = False
+    with pytest.raises(ValueError, match="2 padded steps"):
+        buffer.insert_data_slice(data)
+    assert buffer.step == 5

@@ -11,15 +11,19 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+# Each refresh is a line of its own where a terminal does not overwrite it.
+SECONDS_BETWEEN_LINES = 10.0
 
 
 class FramesProgressBar(ProgressBar):
     """Shows frames, frames per second, time left, and the latest training and evaluation returns.
 
-    Lightning's own bar counts mini-batches of an epoch, which says nothing about how far a run has come.
+    Lightning's own bar counts mini-batches of an epoch, which says nothing about how far a run has come. With a
+    DataModule that counts no ``frames`` and knows no ``total_frames`` it shows nothing.
 
     Args:
         refresh_every: seconds between two refreshes; a refresh at each batch would cost a tenth of a small update.
+            Where stderr is no terminal, but a file, it is at least ten seconds.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -34,6 +38,8 @@ class FramesProgressBar(ProgressBar):
         self._enabled = True
         self._bar: Tqdm | None = None
         self._refreshed = 0.0
+        self._interval = refresh_every
+        self._warm = False
 
     def enable(self) -> None:
         """Shows the bar."""
@@ -54,13 +60,21 @@ class FramesProgressBar(ProgressBar):
         if data is None or not self._enabled:
             return
         total = data.total_frames if data.total_frames > 0 else None
+        self._interval = self.refresh_every
+        if not sys.stderr.isatty():
+            self._interval = max(self.refresh_every, SECONDS_BETWEEN_LINES)
+        self._refreshed = time.monotonic()
+        self._warm = False
         self._bar = Tqdm(
             total=total,
             initial=data.frames,
-            unit="frame",
+            unit=" frames",
             unit_scale=True,
             dynamic_ncols=True,
             smoothing=0.1,
+            # Each update redraws: it is this class that decides when.
+            mininterval=0,
+            miniters=0,
             file=sys.stderr,
             desc="training",
             bar_format=BAR_FORMAT if total else None,
@@ -71,13 +85,8 @@ class FramesProgressBar(ProgressBar):
     ) -> None:
         """Refreshes the bar, but not more often than asked for."""
         now = time.monotonic()
-        if self._bar is not None and now - self._refreshed >= self.refresh_every:
+        if self._bar is not None and now - self._refreshed >= self._interval:
             self._refreshed = now
-            self._refresh(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remembers the return of the episodes that ended in the last rollout."""
-        if self._bar is not None and trainer.should_stop:
             self._refresh(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,7 +103,7 @@ class FramesProgressBar(ProgressBar):
         bar, data = self._bar, self._data(trainer)
         if bar is None or data is None:
             return
-        metrics = data.metrics()
+        metrics = data.metrics() if hasattr(data, "metrics") else {}
         postfix = {}
         if "train/return" in metrics:
             postfix["return"] = f"{metrics['train/return']:.1f}"
@@ -104,8 +113,14 @@ class FramesProgressBar(ProgressBar):
         # A rollout more than was asked for is collected where total_frames is no multiple of it.
         if bar.total is not None:
             bar.total = max(bar.total, data.frames)
-        bar.update(data.frames - bar.n)
-        bar.refresh()
+        if not self._warm and data.frames > bar.n:
+            # Starting workers and compiling kernels says nothing about the time that is left.
+            self._warm = True
+            bar.n = bar.last_print_n = data.frames
+            bar.last_print_t = time.time()
+            bar.refresh()
+        else:
+            bar.update(data.frames - bar.n)
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -115,4 +130,4 @@ class FramesProgressBar(ProgressBar):
     @staticmethod
     def _data(trainer: Trainer) -> Any:
         data = getattr(trainer, "datamodule", None)
-        return data if hasattr(data, "total_frames") else None
+        return data if hasattr(data, "frames") and hasattr(data, "total_frames") else None

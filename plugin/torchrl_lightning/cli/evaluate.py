@@ -17,56 +17,80 @@ if TYPE_CHECKING:
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
 def main(cfg: DictConfig) -> float:
     """Evaluates; gives the mean return."""
+    from torchrl_lightning.cli.checks import plain_errors
+
+    with plain_errors():
+        return evaluate(cfg)
+
+
+def evaluate(cfg: DictConfig) -> float:
+    """Rebuilds the run of a checkpoint, plays its policy and reports.
+
+    Raises:
+        UsageError: without a checkpoint, for a checkpoint outside the folder of its run, for one that does not fit
+            that folder's config, or if a video is asked for without the extra ``video``.
+    """
     import time
 
     import torch
     from hydra.utils import instantiate
 
+    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data
     from torchrl_lightning.cli.quiet import quiet
     from torchrl_lightning.cli.train import summary
 
-    if OmegaConf.is_missing(cfg, "ckpt_path"):
-        raise ValueError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
+    if cfg.video is not None:
+        check_video()
     quiet()
+    if OmegaConf.is_missing(cfg, "ckpt_path"):
+        raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
     checkpoint = Path(cfg.ckpt_path)
     run = run_config(checkpoint)
+    torch.set_num_threads(run.get("torch_threads", 1))
     data = instantiate(run.data, seed=cfg.seed)
     model = instantiate(run.model)
-    data.setup("validate")
-    model.build(data.specs)
+    if not hasattr(model, "build"):
+        raise UsageError(f"{type(model).__name__} has no build(specs), which makes its networks without a trainer.")
     stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
-    data.check_state(stored[type(data).__qualname__])
-    model.load_state_dict(stored["state_dict"])
-    data.frames = data.state_frames(stored[type(data).__qualname__])
+    check_data(data)
+    check_checkpoint(checkpoint, stored, data, model)
+    model.build(data.specs).load_state_dict(stored["state_dict"])
+    data.setup("validate")
 
     began = time.perf_counter()
-    episodes = data.evaluate(model.policy, cfg.episodes, deterministic=cfg.deterministic)
+    try:
+        episodes = data.evaluate(model.policy, cfg.episodes, deterministic=cfg.deterministic)
+    finally:
+        data.close()
     seconds = time.perf_counter() - began
     if cfg.histogram is not None:
         draw_histogram(episodes["episode_return"], Path(cfg.histogram), checkpoint)
         print(f"histogram of returns: {cfg.histogram}")
     if cfg.video is not None:
-        print(f"video: {record_video(data, model.policy, Path(cfg.video), cfg.seed)}")
-    data.close()
-    print(summary(episodes, data.frames, seconds))
+        film = record_video(data.eval_env, model.policy, Path(cfg.video), cfg.seed, deterministic=cfg.deterministic)
+        print(f"video: {film}")
+    print(summary(episodes, data.state_frames(stored[type(data).__qualname__]), seconds))
     return float(episodes["episode_return"].mean())
 
 
 def run_config(checkpoint: Path) -> Any:
-    """Reads the config that Hydra kept in the folder of the run.
+    """Reads the config that Hydra kept in the folder of the run, set to play on the CPU.
 
     Raises:
-        FileNotFoundError: if there is no such checkpoint, or no config in a folder above it.
+        UsageError: if there is no such checkpoint, or no config in a folder above it.
     """
-    if not checkpoint.is_file():
-        raise FileNotFoundError(f"ckpt_path={checkpoint} is not a file; checkpoints lie in RUN/checkpoints/.")
-    for folder in checkpoint.resolve().parents:
-        config = folder / ".hydra" / "config.yaml"
-        if config.is_file():
-            return OmegaConf.load(config)
-    raise FileNotFoundError(
-        f"no folder above {checkpoint} holds .hydra/config.yaml; keep a checkpoint in the folder of its run."
-    )
+    from torchrl_lightning.cli.checks import UsageError, check_is_file, run_folder
+
+    check_is_file(checkpoint)
+    folder = run_folder(checkpoint)
+    if folder is None:
+        raise UsageError(
+            f"no folder above {checkpoint} holds .hydra/config.yaml; keep a checkpoint in the folder of its run."
+        )
+    run = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    if OmegaConf.select(run, "data.buffer.device") is not None:
+        OmegaConf.update(run, "data.buffer.device", "cpu")
+    return run
 
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
@@ -75,10 +99,16 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.hist(returns.numpy(), bins=min(20, max(5, len(returns) // 2)), color="tab:blue", alpha=0.8)
+    # Equal returns would otherwise stand on an axis of hundredths.
+    low, high = float(returns.min()), float(returns.max())
+    margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
+    bins = min(20, max(5, len(returns) // 2))
+    axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
     axes.set(xlabel="return of an episode", ylabel="episodes", title=f"{len(returns)} episodes of {checkpoint.name}")
     axes.legend()
@@ -87,28 +117,34 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     plt.close(figure)
 
 
-def record_video(data: Any, policy: Any, folder: Path, seed: int) -> Path:
-    """Plays one episode and writes it as a film.
+def check_video() -> None:
+    """Says what a video needs before anything is played.
 
     Raises:
-        ModuleNotFoundError: without the extra `video`.
+        UsageError: without the extra ``video``.
     """
     from importlib.util import find_spec
 
+    from torchrl_lightning.cli.checks import UsageError
+
+    if find_spec("moviepy") is None:
+        raise UsageError("video= needs moviepy and pygame: pip install 'torchrl-lightning[video]'.")
+
+
+def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:
+    """Plays one episode of an environment, given as an id or a factory, and writes it as a film."""
     import gymnasium
 
     from torchrl_lightning.collectors import play_episodes
 
-    if find_spec("moviepy") is None:
-        raise ModuleNotFoundError("video= needs moviepy: pip install 'torchrl-lightning[video]'.")
-
     def make() -> gymnasium.Env[Any, Any]:
-        env = data.eval_env
         made = gymnasium.make(env, render_mode="rgb_array") if isinstance(env, str) else env(render_mode="rgb_array")
-        return gymnasium.wrappers.RecordVideo(made, str(folder), episode_trigger=lambda episode: episode == 0)
+        return gymnasium.wrappers.RecordVideo(
+            made, str(folder), episode_trigger=lambda episode: episode == 0, name_prefix=f"seed_{seed}"
+        )
 
-    play_episodes(make, policy, 1, num_envs=1, seed=seed)
-    return next(iter(sorted(folder.glob("*.mp4"))))
+    play_episodes(make, policy, 1, num_envs=1, seed=seed, deterministic=deterministic)
+    return folder / f"seed_{seed}-episode-0.mp4"
 
 
 if __name__ == "__main__":

@@ -16,21 +16,28 @@ if TYPE_CHECKING:
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(cfg: DictConfig) -> float:
     """Trains; gives the mean evaluation return, for sweepers that maximise it."""
-    from torchrl_lightning.cli.checks import check_config, check_environment
+    from torchrl_lightning.cli.checks import check_command, check_config, plain_errors
 
-    check_config(cfg)
-    check_environment(cfg)
-    return train(cfg)
+    with plain_errors():
+        check_command(cfg)
+        check_config(cfg)
+        return train(cfg)
 
 
 def train(cfg: DictConfig) -> float:
-    """Trains, evaluates and reports, in this order; reads from top to bottom."""
+    """Trains, evaluates and reports, in this order.
+
+    Raises:
+        UsageError: if the environment cannot be built, or the checkpoint comes from another run's settings.
+    """
     import time
+    from pathlib import Path
 
     import lightning as L
     import torch
     from hydra.utils import instantiate
 
+    from torchrl_lightning.cli.checks import check_checkpoint, check_data
     from torchrl_lightning.cli.quiet import quiet
 
     quiet()
@@ -42,6 +49,11 @@ def train(cfg: DictConfig) -> float:
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
     trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers)
+    check_data(data)
+    if cfg.ckpt_path is not None:
+        # Lightning loads weights before it looks at the data's state; another environment would speak in tensor shapes.
+        stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
+        check_checkpoint(Path(cfg.ckpt_path), stored, data, model)
 
     began = time.perf_counter()
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
@@ -73,9 +85,13 @@ def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames
     from torchrl_lightning.cli.plot import plot_runs
 
     folder = Path(cfg.paths.output_dir)
-    if (folder / "csv" / "metrics.csv").exists():
-        plot_runs([folder], folder / "curve.png")
-        print(f"learning curve: {folder / 'curve.png'}")
+    metrics = folder / "csv" / "metrics.csv"
+    if metrics.exists():
+        # A run that is shorter than the time between two evaluations has only the returns of its training.
+        columns = metrics.read_text().partition("\n")[0].split(",")
+        metric = next((name for name in ("eval/return", "train/return") if name in columns), None)
+        if metric is not None:
+            print(f"learning curve: {plot_runs([folder], folder / 'curve.png', metric=metric)}")
     if checkpoint is not None:
         print(f"evaluated checkpoint: {checkpoint}")
     print(summary(episodes, frames, seconds))

@@ -133,7 +133,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer.before_gradients()
         estimated = time.perf_counter()
         self._measure(buffer.rollout, collected - began, estimated - collected)
-        left = self.batches_per_epoch
+        left = self.batches_per_epoch - self._batches_served()
         for epoch in range(self.num_epochs):
             if epoch > 0:
                 buffer.before_epoch()
@@ -144,6 +144,10 @@ class OnPolicyDataModule(ExperienceDataModule):
                     buffer.after_gradients(None, {})
                     self._stop_at_total_frames()
                 yield batch
+
+    def _batches_served(self) -> int:
+        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer is not None else 0
 
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch

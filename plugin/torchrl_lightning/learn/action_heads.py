@@ -23,7 +23,7 @@ from torchrl.data import (
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
-from torchrl_lightning.learn.networks import orthogonal
+from torchrl_lightning.learn.layers import orthogonal
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
 Parameters = tuple[Tensor, ...]
@@ -87,13 +87,12 @@ class CategoricalHead(ActionHead):
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return integer actions `[*B]` and log-probabilities `[*B]`."""
-        logits = parameters[0]
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-        probs = logits.softmax(-1)
+        logits = parameters[0].log_softmax(-1)
         if deterministic:
-            action = probs.argmax(-1, keepdim=True)
+            action = logits.argmax(-1, keepdim=True)
         else:
-            action = torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1, True).reshape(*probs.shape[:-1], 1)
+            # What torch.multinomial draws for one sample of each row, without its checks of the probabilities.
+            action = (logits.exp() / torch.empty_like(logits).exponential_()).argmax(-1, keepdim=True)
         return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
-from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp
+from torchrl_lightning.learn.layers import mlp
+from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.trunks import FEATURES
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}

@@ -127,6 +127,13 @@ class ActorCriticModule(L.LightningModule):
                 )
             self.build(data.specs)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: refuse the checkpoint of another environment before its weights are looked at."""
+        data: Any = getattr(self._trainer, "datamodule", None)
+        state = checkpoint.get(type(data).__qualname__)
+        if state is not None and hasattr(data, "check_state"):
+            data.check_state(state)
+
     @property
     def policy(self) -> Actor:
         """The actor."""
@@ -205,7 +212,7 @@ class ActorCriticModule(L.LightningModule):
             self._stopped = True
             return
         losses = [value for name, value in terms.items() if name.startswith("loss_")]
-        norms = self.update(torch.stack(losses).sum())
+        norms = self.update(sum(losses[1:], start=losses[0]))
         self.accumulate(terms | norms)
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)

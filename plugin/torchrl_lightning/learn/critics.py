@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchrl.modules import ValueOperator
 
 from torchrl_lightning.learn.actors import Actor, observation_entries, private_layers
-from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.networks import MLPNetwork, Network
 
 
 class Critic(ValueOperator):

@@ -1,4 +1,4 @@
-"""Sums of metrics over an epoch: Lightning's own log call costs 0.3 ms a key, an addition 2 us."""
+"""Metrics over an epoch: Lightning's own log call costs 0.3 ms a key, appending a tensor 1 us."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ class MetricSums:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._moments: Tensor | None = None
-        self._samples = 0
+        self._values: dict[str, list[Tensor | float]] = {}
+        self._predictions: list[tuple[Tensor, Tensor]] = []
 
     def add(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Add one observation of each metric."""
         for name, value in metrics.items():
-            value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-            known = self._sums.get(name)
-            self._sums[name] = value if known is None else known + value
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._values.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
 
     def add_prediction(self, prediction: Tensor, target: Tensor) -> None:
-        """Add values and their targets, of any equal shape."""
-        target = target.detach().reshape(-1).double()
-        error = target - prediction.detach().reshape(-1)
-        moments = torch.stack([target.sum(), target.dot(target), error.sum(), error.dot(error)])
-        self._moments = moments if self._moments is None else self._moments + moments
-        self._samples += target.numel()
+        """Add values and their targets, of any equal shape; both are kept as they are until `flush`."""
+        self._predictions.append((prediction.detach(), target.detach()))
 
     def explained_variance(self) -> float | None:
         r"""Return \(1 - \mathrm{Var}(y - \hat y) / \mathrm{Var}(y)\) of all predictions; None without variance."""
-        if self._moments is None:
+        if not self._predictions:
             return None
-        y, yy, e, ee = (self._moments / self._samples).tolist()
-        variance = yy - y * y
-        return 1.0 - (ee - e * e) / variance if variance > 1e-12 else None
+        value, target = (
+            torch.cat([x.reshape(-1) for x in part]).double() for part in zip(*self._predictions, strict=True)
+        )
+        unexplained, variance = torch.stack(((target - value).var(correction=0), target.var(correction=0))).tolist()
+        return 1.0 - unexplained / variance if variance > 1e-12 else None
 
     def flush(self) -> dict[str, float]:
         """Return the means and start anew."""
-        means = {name: float(total) / self._counts[name] for name, total in self._sums.items()}
+        means = {name: _mean(values) for name, values in self._values.items()}
         explained = self.explained_variance()
         if explained is not None:
             means["explained_variance"] = explained
-        self.__init__()  # type: ignore[misc]
+        self._values, self._predictions = {}, []
         return means
+
+
+def _mean(values: list[Tensor | float]) -> float:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    total = float(torch.stack(tensors).double().sum()) if tensors else 0.0
+    return (total + sum(value for value in values if not isinstance(value, Tensor))) / len(values)

@@ -13,51 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Categorical
 
+from torchrl_lightning.learn.layers import activation_class, mlp, orthogonal
 from torchrl_lightning.learn.trunks import FeedForwardTrunk, RecurrentTrunk
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "leaky_relu": nn.LeakyReLU,
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-    "tanh": nn.Tanh,
-}
-
-
-def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
-    """Give a linear or convolutional layer orthogonal weights and zero biases (Saxe et al., 2014); return it."""
-    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-    if isinstance(weight, Tensor):
-        nn.init.orthogonal_(weight, gain)
-    if isinstance(bias, Tensor):
-        nn.init.zeros_(bias)
-    return layer
-
-
-def activation_class(name: str) -> type[nn.Module]:
-    """Return the activation of that name.
-
-    Raises:
-        ValueError: The name is unknown; the message lists the known ones.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
-
-
-def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh") -> nn.Sequential:
-    """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity.
-
-    Example:
-        >>> mlp(3, [8, 4])(torch.zeros(2, 3)).shape
-        torch.Size([2, 4])
-    """
-    act, layers = activation_class(activation), []
-    for width in hidden_sizes:
-        layers += [orthogonal(nn.Linear(in_features, int(width))), act()]
-        in_features = int(width)
-    return nn.Sequential(*layers)
 
 
 class FlatEntries(nn.Module):
@@ -253,8 +210,7 @@ class RecurrentNetwork:
         hidden_size: Width of the recurrent state.
         num_layers: Number of recurrent layers.
         encoder_network: What comes before; one layer of `hidden_size` when not given.
-        head_sizes: Width of further layers that actor and critic have each for themselves; without any, the two pull
-            at the memory and the critic learns slowly.
+        head_sizes: Width of further layers that actor and critic have each for themselves.
         activation: Name of the activation of those layers.
 
     Example:

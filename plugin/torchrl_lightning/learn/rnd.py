@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchrl.data import Categorical
 
 from torchrl_lightning.learn.actors import observation_entries
-from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.networks import MLPNetwork, Network
 
 
 class RandomNetworkDistillation(nn.Module):

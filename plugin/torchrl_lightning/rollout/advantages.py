@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 from torchrl_lightning.rollout.writer import TERMINATED
 
@@ -149,8 +150,8 @@ class VTraceAdvantages(AdvantageTransform):
         self.lmbda = lmbda
         self.actor = actor
         self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
-        self.log_prob_key, self.current_log_prob_key = log_prob_key, current_log_prob_key
-        self.action_key = action_key
+        self.log_prob_key, self.current_log_prob_key = nested_key(log_prob_key), nested_key(current_log_prob_key)
+        self.action_key = nested_key(action_key)
 
     @property
     def actor(self) -> Any:

@@ -14,15 +14,21 @@ from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
-from torchrl_lightning.rollout.layout import leaves_of
+from torchrl_lightning.rollout.layout import leaves_of, nested_keys
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import from_documented
 from torchrl_lightning.rollout.sequences import sequences
-from torchrl_lightning.rollout.storage import RolloutStorage, check_state_version, gather
-from torchrl_lightning.rollout.values import RECURRENT_KEYS, under
+from torchrl_lightning.rollout.storage import (
+    RolloutStorage,
+    check_entries,
+    check_generator,
+    check_state_version,
+    gather,
+)
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, join, path, under
 from torchrl_lightning.rollout.writer import RolloutWriter
 
-HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated", ("next", "state_value"))
+HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
 RESULTS: tuple[NestedKey, ...] = (
     "advantage",
     "value_target",
@@ -57,6 +63,7 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
         if generator is None:
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         self.generator = generator
+        recurrent_keys = nested_keys(recurrent_keys)
         super().__init__(
             storage=RolloutStorage(size, num_envs=num_envs, device=device),
             sampler=MinibatchSampler(generator=generator),
@@ -68,7 +75,7 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
         )
         self.recurrent = recurrent
         self.recurrent_keys = recurrent_keys
-        self.batch_keys = batch_keys
+        self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
         self._consumed = False
 
     @property
@@ -124,14 +131,25 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
         self.sampler.extend(self.writer.write(data, time_dim))
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        drop = [key for key in RESULTS if key in data.keys(include_nested=isinstance(key, tuple))]
+        drop = [key for key in self.result_keys if key in data.keys(include_nested=isinstance(key, tuple))]
         schema = self.storage.schema
         if schema:
             for key, _ in leaves_of(data):
-                last = key if isinstance(key, str) else key[1 if key[0] == "next" and len(key) > 1 else 0]
-                if key not in schema and last.endswith("state_value"):
+                here = path(key)
+                inner = here[1:] if here[0] == "next" and len(here) > 1 else here
+                if key not in schema and any(inner[: len(path(value))] == path(value) for value in self.computed_keys):
                     drop.append(key)
         return data.exclude(*drop) if drop else data
+
+    @property
+    def result_keys(self) -> list[NestedKey]:
+        """Entries that the estimates write: not part of a rollout that is written."""
+        return list(RESULTS)
+
+    @property
+    def computed_keys(self) -> list[NestedKey]:
+        """Values, which the policy may have written or the buffer may have computed."""
+        return ["state_value", "intrinsic_state_value"]
 
     def insert_transition(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
         """Append one step of all environments.
@@ -228,7 +246,8 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
             num_mini_batch, mini_batch_size = self._default_split()
         units = rollout.shape[1] if whole else rollout.numel()
         number, size = split_epoch(units, num_mini_batch, mini_batch_size, drop_last, whole=whole)
-        tree = pruned(rollout, self.batch_keys, HIDDEN, flat=not whole)
+        hidden = [*HIDDEN, *(join("next", path(key)) for key in self.computed_keys)]
+        tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = _as_tensordict(tree, rollout.batch_size) if whole else None
 
         def batches() -> Iterator[TensorDictBase]:
@@ -258,13 +277,26 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
             "consumed": self._consumed,
         }
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        check_state_version(state_dict, "on-policy buffer")
+        names = ("storage", "sampler", "writer", "transforms", "generator", "consumed")
+        check_entries(state_dict, names, "on-policy buffer")
+        self.storage.check_state(state_dict["storage"])
+        self.sampler.check_state(state_dict["sampler"])
+        self.writer.check_state(state_dict["writer"])
+        check_generator(state_dict["generator"], self.generator)
+        here, there = (_shapes(state) for state in (self.transform.state_dict(), state_dict["transforms"]))
+        if here != there:
+            raise ValueError(f"The state has other transforms: it holds {there}, this buffer has {here}.")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state; the buffer then gives the same next batches.
 
         Raises:
             ValueError: another version, capacity, number of environments or other data; names both.
         """
-        check_state_version(state_dict, "on-policy buffer")
+        self.check_state(state_dict)
         self.storage.load_state_dict(state_dict["storage"])
         self.sampler.load_state_dict(state_dict["sampler"])
         self.writer.load_state_dict(state_dict["writer"])
@@ -302,6 +334,10 @@ class OnPolicyBuffer(TensorDictReplayBuffer):
     def required_keys(self) -> list[NestedKey]:
         """Entries that the policy must write."""
         return ["action"]
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value.shape) if isinstance(value, torch.Tensor) else None for key, value in state.items()}
 
 
 def _as_tensordict(tree: dict[str, Any], batch: torch.Size) -> TensorDict:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.estimators import standardize
-from torchrl_lightning.rollout.layout import time_axis, time_major
+from torchrl_lightning.rollout.layout import nested_key, time_axis, time_major
 from torchrl_lightning.rollout.values import fill_values, join, path, value_keys
 from torchrl_lightning.rollout.writer import REWARD, check_flags
 
@@ -57,8 +57,8 @@ class AdvantageTransform(Transform):
         self.gamma = check_unit(gamma, "gamma")
         self.critic = critic
         self.time_dim = time_dim
-        self.reward_key, self.value_key = reward_key, value_key
-        self.advantage_key, self.value_target_key = advantage_key, value_target_key
+        self.reward_key, self.value_key = nested_key(reward_key), nested_key(value_key)
+        self.advantage_key, self.value_target_key = nested_key(advantage_key), nested_key(value_target_key)
         self.recompute_values = recompute_values
         self.standardize_advantages = standardize_advantages
         self.on_write = on_write
@@ -73,9 +73,24 @@ class AdvantageTransform(Transform):
     def critic(self, critic: TensorDictModuleBase | None) -> None:
         self.__dict__["_critic_reference"] = critic
 
+    # TorchRL's PPO trainer config puts its critic into `transform.module.value_network`, where its own GAE has it.
+    @property
+    def module(self) -> AdvantageTransform:
+        """The transform itself, under the name that TorchRL's trainer configs use."""
+        return self
+
+    @property
+    def value_network(self) -> TensorDictModuleBase | None:
+        """The critic, under TorchRL's name."""
+        return self.critic
+
+    @value_network.setter
+    def value_network(self, critic: TensorDictModuleBase | None) -> None:
+        self.critic = critic
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("critic", "actor"):
-            self.__dict__[f"_{name}_reference"] = value
+        if name in ("critic", "actor", "value_network"):
+            self.__dict__[f"_{'critic' if name == 'value_network' else name}_reference"] = value
         else:
             super().__setattr__(name, value)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.layout import nested_key
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 
@@ -76,7 +77,9 @@ class IntrinsicReturns(AdvantageTransform):
         self.lmbda = lmbda
         self.normalize = normalize
         self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
-        self.log_prob_keys = log_prob_keys
+        self.log_prob_keys = (
+            None if log_prob_keys is None else (nested_key(log_prob_keys[0]), nested_key(log_prob_keys[1]))
+        )
         self.clips: dict[str, Any] = {}
 
     def fill(self, rollout: TensorDictBase) -> None:

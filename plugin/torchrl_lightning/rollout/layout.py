@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -10,6 +11,32 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 Schema = dict[NestedKey, tuple[torch.Size, torch.dtype]]
+
+
+def nested_key(key: Any) -> NestedKey:
+    """Read a key as YAML or a person writes it: a string, or a list or tuple of strings.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> nested_key(["next", "reward"]), nested_key(["action"]), nested_key("action")
+        (('next', 'reward'), 'action', 'action')
+    """
+    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, Collection) else ()
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"A key is a string or a list of strings, got {key!r}.")
+    return cast(NestedKey, parts[0] if len(parts) == 1 else parts)
+
+
+def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
+    """Read a list of keys; a string alone is a list of one.
+
+    Example:
+        >>> nested_keys(["h", ["state", "c"]]), nested_keys("h")
+        (('h', ('state', 'c')), ('h',))
+    """
+    return (keys,) if isinstance(keys, str) else tuple(nested_key(key) for key in keys)
 
 
 def leaves_of(data: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.rollout.storage import check_state_version
+from torchrl_lightning.rollout.storage import check_entries, check_generator, check_state_version
 
 UNITS = ("steps", "environments")
 
@@ -140,15 +140,22 @@ class MinibatchSampler(SamplerBase):
             "generator": self.generator.get_state().clone(),
         }
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        check_state_version(state_dict, "mini-batch sampler")
+        names = ("len_storage", "remaining", "drop_last", "shuffle", "by", "ran_out", "generator")
+        check_entries(state_dict, names, "mini-batch sampler")
+        if state_dict["by"] != self.by:
+            raise ValueError(f"The state samples by={state_dict['by']!r}, this sampler by={self.by!r}.")
+        check_generator(state_dict["generator"], self.generator)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore exactly; the generator object stays the same, its state is set.
 
         Raises:
             ValueError: the state counts in other units.
         """
-        check_state_version(state_dict, "mini-batch sampler")
-        if state_dict["by"] != self.by:
-            raise ValueError(f"The state samples by={state_dict['by']!r}, this sampler by={self.by!r}.")
+        self.check_state(state_dict)
         self.len_storage = int(state_dict["len_storage"])
         remaining = state_dict["remaining"]
         self.remaining = None if remaining is None else remaining.clone()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
 from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
+from torchrl_lightning.rollout.memory import check_room
 
 STATE_VERSION = 1
 
@@ -93,10 +95,12 @@ class RolloutStorage(StorageBase):
 
         Raises:
             ValueError: the number of environments differs from ``num_envs``.
+            MemoryError: there is less memory than that; names both.
         """
         if row.ndim != 1 or (self.num_envs is not None and row.shape[0] != self.num_envs):
             raise ValueError(f"Expected rows of {self.num_envs} environments, got batch size {list(row.shape)}.")
         rows, envs = self.size, row.shape[0]
+        self._check_room(describe(row, 0), rows)
         self.num_envs = envs
         self.max_size = rows * envs
         out = TensorDict({}, [rows, envs], device=None)
@@ -104,6 +108,10 @@ class RolloutStorage(StorageBase):
             out.set(key, torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device))
         self.data = out
         self.schema = describe(row, 1)
+
+    def _check_room(self, row: Schema, rows: int) -> None:
+        needed = rows * sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
+        check_room(needed, self.device, f"A rollout storage of size={rows}")
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write rows: an integer cursor takes ``[N]``, a slice takes ``[T, N]``.
@@ -157,6 +165,8 @@ class RolloutStorage(StorageBase):
             raise ValueError(f"size must be a positive integer, got {size!r}.")
         if size < self.num_steps:
             raise ValueError(f"{self.num_steps} steps are stored and do not fit into size={size}; call empty() first.")
+        if self.data is not None:
+            self._check_room(describe(self.data, 1), size)
         old, num_steps, extra = self.data, self.num_steps, self.added() if self.num_steps else {}
         self.size = size
         self.max_size = size * (self.num_envs or 1)
@@ -197,7 +207,25 @@ class RolloutStorage(StorageBase):
         Raises:
             ValueError: another version, size, number of environments, or other keys, shapes or dtypes.
         """
+        filled, added, tail = self._read_state(state_dict)
+        steps, envs = state_dict["num_steps"], state_dict["num_envs"]
+        if filled is not None and self.data is None:
+            self.allocate(_empty_row(filled, envs))
+        if filled is not None and steps:
+            self.set(slice(0, steps), filled)
+            for key, value in leaves_of(added):
+                self.rollout.set(key, value.to(self.device, copy=True))
+        else:
+            self.clear()
+        self.tail = None if tail is None else tail.to(self.device).clone()
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        self._read_state(state_dict)
+
+    def _read_state(self, state_dict: Mapping[str, Any]) -> tuple[TensorDict | None, TensorDict, TensorDict | None]:
         check_state_version(state_dict, "rollout storage")
+        check_entries(state_dict, ("size", "num_envs", "num_steps", "data", "added", "tail"), "rollout storage")
         for name in ("size", "num_envs"):
             here, there = getattr(self, name), state_dict[name]
             if here is not None and there is not None and here != there:
@@ -205,22 +233,18 @@ class RolloutStorage(StorageBase):
                     f"The state has {name}={there}, this storage has {name}={here}; "
                     f"build the storage with {name}={there} or load a matching state."
                 )
-        steps, envs = state_dict["num_steps"], state_dict["num_envs"]
-        filled = None if state_dict["data"] is None else TensorDict(state_dict["data"], [steps, envs])
+        steps, envs, data, tail = (state_dict[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        if steps > self.size or (steps and data is None):
+            raise ValueError(f"The state counts {steps} steps, but size={self.size} and its data are {type(data)}.")
+        filled = None if data is None else TensorDict(data, [steps, envs])
         if filled is not None:
             schema = describe(filled, 2)
             if self.schema and schema != self.schema:
                 raise ValueError(f"The state holds other data: {schema_difference(self.schema, schema)}.")
             if self.data is None:
-                self.allocate(_empty_row(filled, envs))
-        if filled is not None and steps:
-            self.set(slice(0, steps), filled)
-            for key, value in leaves_of(TensorDict(state_dict["added"], [steps, envs])):
-                self.rollout.set(key, value.to(self.device, copy=True))
-        else:
-            self.clear()
-        tail = state_dict["tail"]
-        self.tail = None if tail is None else TensorDict(tail, [envs]).to(self.device).clone()
+                self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in schema.items()}, self.size)
+        added = TensorDict(state_dict["added"], [steps, envs] if envs is not None else [])
+        return filled, added, None if tail is None else TensorDict(tail, [envs])
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""
@@ -237,6 +261,21 @@ def check_state_version(state_dict: Mapping[str, Any], owner: str) -> None:
     version = state_dict.get("schema_version")
     if version != STATE_VERSION:
         raise ValueError(f"The {owner} state has schema version {version!r}, this release reads {STATE_VERSION}.")
+
+
+def check_entries(state_dict: Mapping[str, Any], names: Collection[str], owner: str) -> None:
+    """Refuse a state that lacks an entry."""
+    missing = sorted(name for name in names if name not in state_dict)
+    if missing:
+        raise ValueError(f"The {owner} state lacks {missing}; it has {sorted(state_dict)}.")
+
+
+def check_generator(state: Any, generator: torch.Generator) -> None:
+    """Refuse what is no state of such a generator."""
+    try:
+        torch.Generator(generator.device).set_state(state.cpu())
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"The state of the random generator does not fit: {error}") from error
 
 
 def _empty_row(filled: TensorDict, envs: int) -> TensorDict:

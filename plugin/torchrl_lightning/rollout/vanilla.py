@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -16,7 +17,9 @@ from torchrl_lightning.rollout.advantages import DiscountedReturns
 from torchrl_lightning.rollout.base import OnPolicyBuffer
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
+from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
+from torchrl_lightning.rollout.storage import check_entries
 from torchrl_lightning.rollout.values import fill_values
 
 Values = Tensor | Mapping[str, Tensor]
@@ -118,7 +121,8 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self.recompute_values = recompute_values
         self.bootstrap = bootstrap
         self.normalize_intrinsic = normalize_intrinsic
-        self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
+        self.value_key, self.advantage_key = nested_key(value_key), nested_key(advantage_key)
+        self.value_target_key = nested_key(value_target_key)
         self.frame_stack = _first(frame_stack, getattr(envs, "frame_stack", None), 1)
         self.num_channels_obs: int | None = None
         self.intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
@@ -150,6 +154,18 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             "value_target_key": self.value_target_key,
             "standardize_advantages": self.standardize_advantages,
         }
+
+    @property
+    def result_keys(self) -> list[NestedKey]:
+        """Entries that the estimates write, by their configured names."""
+        stream = self.intrinsic
+        keys = [self.advantage_key, self.value_target_key, stream.advantage_key, stream.value_target_key, NORMALIZED]
+        return [*super().result_keys, *keys]
+
+    @property
+    def computed_keys(self) -> list[NestedKey]:
+        """Values, by their configured names."""
+        return [self.value_key, self.intrinsic.value_key]
 
     @property
     def intrinsic_lmbda(self) -> float:
@@ -344,6 +360,12 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
     def state_dict(self) -> dict[str, Any]:
         """Exact copy, with the running statistics of the intrinsic rewards."""
         return {**super().state_dict(), "intrinsic": self.intrinsic.get_extra_state()}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        super().check_state(state_dict)
+        check_entries(state_dict, ("intrinsic",), "on-policy buffer")
+        copy.deepcopy(self.intrinsic.normalizer).load_state_dict(dict(state_dict["intrinsic"]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly; see the base class for errors."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.values import current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -60,8 +61,8 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         super().__init__(*args, **kwargs)
         self.lmbda = check_unit(lmbda, "lmbda")
         self.clip_rho_thres, self.clip_c_thres, self.clip_pg_rho_thres = clip_rho_thres, clip_c_thres, clip_pg_rho_thres
-        self.log_prob_key, self.action_key = log_prob_key, action_key
-        self.current_log_prob_key = "current_action_log_prob"
+        self.log_prob_key, self.action_key = nested_key(log_prob_key), nested_key(action_key)
+        self.current_log_prob_key: NestedKey = "current_action_log_prob"
         self.policy_version: int | None = None
 
     def estimator(self) -> AdvantageTransform:
@@ -86,6 +87,11 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     def intrinsic_lmbda(self) -> float:
         """λ of the intrinsic stream, the same as of the extrinsic one."""
         return self.lmbda
+
+    @property
+    def result_keys(self) -> list[NestedKey]:
+        """Entries that the estimates write."""
+        return [*super().result_keys, self.current_log_prob_key]
 
     @property
     def required_keys(self) -> list[NestedKey]:

@@ -13,13 +13,14 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.rollout.layout import describe, leaves_of, schema_difference, time_axis, time_major
-from torchrl_lightning.rollout.storage import RolloutStorage, check_state_version
+from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
+from torchrl_lightning.rollout.storage import RolloutStorage, check_entries, check_state_version
 
 REWARD: NestedKey = ("next", "reward")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")
+MASK = ("collector", "mask")
 
 
 class RolloutWriter(WriterBase):
@@ -57,7 +58,7 @@ class RolloutWriter(WriterBase):
     ) -> None:
         super().__init__()
         self.time_dim = time_dim
-        self.recurrent_keys = recurrent_keys
+        self.recurrent_keys = nested_keys(recurrent_keys)
 
     def register_storage(self, storage: Any) -> None:
         """Take the storage to fill."""
@@ -132,6 +133,12 @@ class RolloutWriter(WriterBase):
         if storage.num_envs is not None and envs != storage.num_envs:
             raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
         check_flags(data)
+        mask = data.get(MASK, None)
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                f"{MASK!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
+                "unsplit batches (split_trajs=False)."
+            )
         schema = describe(data, batch_dims)
         if storage.schema and schema != storage.schema:
             raise ValueError(f"The rollout differs from what is stored: {schema_difference(storage.schema, schema)}.")
@@ -156,9 +163,14 @@ class RolloutWriter(WriterBase):
         """The write count; the cursor is the storage's."""
         return {"schema_version": 1, "write_count": self.write_count}
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        check_state_version(state_dict, "rollout writer")
+        check_entries(state_dict, ("write_count",), "rollout writer")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the write count."""
-        check_state_version(state_dict, "rollout writer")
+        self.check_state(state_dict)
         self.write_count = int(state_dict["write_count"])
 
     def dumps(self, path: str | Path) -> None:

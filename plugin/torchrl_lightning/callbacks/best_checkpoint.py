@@ -1,0 +1,28 @@
+"""The best checkpoint of a run whose score has a ceiling."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ``ModelCheckpoint``, but of equally good policies it keeps the latest.
+
+    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the surest one.
+
+    Args:
+        *args: as for ``ModelCheckpoint``.
+        **kwargs: as for ``ModelCheckpoint``.
+
+    Example:
+        >>> BestCheckpoint(monitor="eval/return", mode="max").monitor
+        'eval/return'
+    """
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Says whether the current policy is at least as good as the worst one that is kept."""
+        kept = self.best_k_models.get(self.kth_best_model_path)
+        tie = kept is not None and current is not None and bool(current == kept)
+        return tie or super().check_monitor_top_k(trainer, current)

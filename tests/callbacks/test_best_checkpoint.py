@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+
+from torchrl_lightning import BestCheckpoint
+
+
+class Scored(L.LightningModule):
+    """Its score is given; its weight counts the epochs."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores, self.weight = scores, torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.weight.data += 1
+        return self.weight * 0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("eval/return", self.scores[self.current_epoch], batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
+)
+def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
+    checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", enable_version_counter=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint],
+    )
+    trainer.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
+    stored = torch.load(checkpoint.best_model_path, weights_only=True)
+    assert stored["state_dict"]["weight"] == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+
+import pytest
+
+from cli.commands import last_line
+
+
+def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
+    checkpoint = trained[0] / "checkpoints" / "last.ckpt"
+    command = ["evaluate", f"ckpt_path={checkpoint}", "episodes=5", "hydra.run.dir=run"]
+    match = last_line(run(*command).stdout)
+    assert (match[3], match[4]) == ("5", "512")
+    assert (tmp_path / "run" / "returns.png").read_bytes().startswith(b"\x89PNG")
+    assert last_line(run(*command, "deterministic=false", "seed=5", "histogram=null").stdout)[1] != match[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt."),
+        (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
+        (["ckpt_path=lonely.ckpt"], "error: no folder above lonely.ckpt holds .hydra/config.yaml"),
+        (["episode=5"], "Key 'episode' is not in struct"),
+    ],
+)
+def test_a_mistake_is_named(arguments, message, trained, run, tmp_path):
+    shutil.copy(trained[0] / "checkpoints" / "last.ckpt", tmp_path / "lonely.ckpt")
+    done = run("evaluate", *arguments, "hydra.run.dir=run", expect=1)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(find_spec("moviepy") is not None, reason="the extra `video` is installed")
+def test_a_video_without_its_extra_says_what_to_install(trained, run):
+    done = run("evaluate", f"ckpt_path={trained[0] / 'checkpoints' / 'last.ckpt'}", "video=films", expect=1)
+    assert "pip install 'torchrl-lightning[video]'" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("moviepy") is None or find_spec("pygame") is None, reason="needs the extra `video`")
+def test_a_video_of_one_episode_is_written(trained, run, tmp_path):
+    checkpoint = trained[0] / "checkpoints" / "last.ckpt"
+    run("evaluate", f"ckpt_path={checkpoint}", "video=films", "episodes=1", "hydra.run.dir=run")
+    assert [path.suffix for path in (tmp_path / "films").iterdir()] == [".mp4"]

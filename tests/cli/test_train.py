@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import csv
+import re
+
+import pytest
+import torch
+
+from cli.commands import LAST_LINE, TINY, last_line
+
+
+def rows(folder):
+    with (folder / "csv" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_a_run_ends_with_its_score_and_leaves_curve_rows_and_checkpoints(trained):
+    folder, stdout = trained
+    match = last_line(stdout)
+    assert (match[3], match[4]) == ("3", "512")
+    assert 1 <= float(match[1]) <= 500
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert f"learning curve: {folder / 'curve.png'}" in stdout
+
+
+def test_rows_are_written_over_environment_frames(trained):
+    folder, _ = trained
+    table = rows(folder)
+    assert [int(row["step"]) for row in table if row["eval/return"]] == [256, 512]
+    assert [int(row["step"]) for row in table if row["train/grad_norm"]] == [128, 256, 384, 512]
+    assert all(float(row["frames_per_second"]) > 0 for row in table if row["frames_per_second"])
+
+
+def test_tensorboard_counts_in_frames_too(trained):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder, _ = trained
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/return")] == [256, 512]
+    assert [event.step for event in events.Scalars("train/grad_norm")] == [128, 256, 384, 512]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, run, tmp_path):
+    uninterrupted, _ = trained
+    # The schedule runs over total_frames, so the first half is stopped by epochs instead.
+    settings = [*TINY, "data.reset_at_each_batch=true", "seed=3"]
+    run("train", *settings, "trainer.max_epochs=2", "hydra.run.dir=first")
+    half = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    done = run("train", *settings, f"ckpt_path={half}", "hydra.run.dir=second")
+    assert last_line(done.stdout)[4] == "512"
+    expected, resumed = (weights(path / "checkpoints/last.ckpt") for path in (uninterrupted, tmp_path / "second"))
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert not all(torch.equal(expected[name], value) for name, value in weights(half).items())
+    assert [int(row["step"]) for row in rows(tmp_path / "second") if row["train/grad_norm"]] == [384, 512]
+
+
+def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):
+    settings = ["data.total_frames=256", "eval_episodes=1", "hydra.sweep.dir=sweep"]
+    done = run("train", "--multirun", "seed=0,1", *TINY, *settings)
+    assert len(re.findall(LAST_LINE, done.stdout)) == 2
+    runs = sorted((tmp_path / "sweep").glob("seed_*/*/checkpoints/last.ckpt"))
+    assert [path.parts[-4] for path in runs] == ["seed_0", "seed_1"]
+    first, second = (weights(path) for path in runs)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_search_sweeps_over_its_grid(run, tmp_path):
+    settings = ["data.total_frames=128", "eval_episodes=1", "hydra.sweep.dir=sweep", "seed=0"]
+    overrides = ["model.learning_rate=0.001", "data.num_epochs=1,2"]
+    tiny = [item for item in TINY if not item.startswith("data.num_epochs")]
+    done = run("train", "hparams_search=ppo_cartpole", *tiny, *settings, *overrides)
+    assert len(re.findall(LAST_LINE, done.stdout)) == 2
+
+
+def test_debug_runs_and_keeps_nothing(run, tmp_path):
+    done = run("train", "debug=default", "data.num_epochs=1", "hydra.run.dir=run")
+    assert last_line(done.stdout)[3] == "2"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".hydra", "train.log"]
+
+
+def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path):
+    done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run")
+    assert "run_training_epoch" in done.stdout + done.stderr
+    assert last_line(done.stdout)[4] == "128"
+    assert (tmp_path / "run" / "curve.png").exists()

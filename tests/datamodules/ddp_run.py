@@ -1,0 +1,83 @@
+"""Run by test_ddp.py in a process of its own: two ranks on the CPU, then resuming on two and on one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from conftest import TinyActorCritic
+
+from torchrl_lightning import OnPolicyDataModule
+
+FOLDER = Path(sys.argv[1])
+
+
+class Reporting(TinyActorCritic):
+    """Writes down what its rank met."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "first"):
+            self.first = batch["observation"].sum().item()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        data = self.trainer.datamodule
+        report = {
+            "seed": data._rank_seed,
+            "observations": self.first,
+            "updates": self.updates,
+            "frames": data.frames,
+            "parameters": torch.cat([p.detach().flatten() for p in self.parameters()]).tolist(),
+        }
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        (FOLDER / f"{self.name}_{rank}.json").write_text(json.dumps(report))
+
+
+class Save(L.Callback):
+    """Writes a checkpoint at the end, in every rank."""
+
+    def on_train_end(self, trainer, module):
+        trainer.save_checkpoint(FOLDER / f"{module.name}.ckpt")
+
+
+def fit(name, devices, epochs, ckpt_path=None):
+    torch.manual_seed(0)
+    data = OnPolicyDataModule(
+        "CartPole-v1",
+        num_envs=2,
+        frames_per_batch=32,
+        mini_batch_size=16,
+        num_epochs=2,
+        seed=0,
+        reset_at_each_batch=True,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp_fork" if devices > 1 else "auto",
+        max_epochs=epochs,
+        callbacks=[Save()],
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Reporting(name), datamodule=data, ckpt_path=ckpt_path)
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "two":
+        fit("whole", 2, 3)
+        fit("half", 2, 2)
+        fit("resumed", 2, 3, FOLDER / "half.ckpt")
+    else:
+        fit("alone", 1, 3, FOLDER / "half.ckpt")

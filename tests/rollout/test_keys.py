@@ -1,0 +1,97 @@
+"""Keys come as strings, tuples or lists, and may be renamed everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.helpers import linear_actor, make_critic, make_rollout
+from torchrl_lightning import (
+    DiscountedReturns,
+    GAEBuffer,
+    GeneralizedAdvantages,
+    RolloutWriter,
+    VanillaOnPolicyBuffer,
+    VTraceAdvantages,
+    VTraceBuffer,
+)
+
+BUFFERS = (VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer)
+RENAMED: dict[str, Any] = {"value_key": ["a", "v"], "advantage_key": ["a", "adv"], "value_target_key": ["target"]}
+
+
+def renamed(cls: type[VanillaOnPolicyBuffer], **kwargs: Any) -> VanillaOnPolicyBuffer:
+    critic = make_critic(("a", "v"))
+    return cls(5, critic=critic, actor=linear_actor(), generator=torch.Generator().manual_seed(0), **RENAMED, **kwargs)
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_keys_from_yaml_work(cls: type[VanillaOnPolicyBuffer]) -> None:
+    buffer = renamed(
+        cls, recurrent_keys=["h", ["s", "c"]], batch_keys=["observation", ["a", "adv"], ["next", "reward"]]
+    )
+    assert buffer.writer.recurrent_keys == buffer.recurrent_keys == ("h", ("s", "c"))
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    plain = cls(5, critic=make_critic(), actor=linear_actor())
+    plain.insert_data_slice(make_rollout())
+    plain.before_gradients()
+    for mine, theirs in {("a", "v"): "state_value", ("a", "adv"): "advantage", "target": "value_target"}.items():
+        assert torch.equal(buffer.rollout[mine], plain.rollout[theirs])
+    batch = next(buffer.generate_batches(3))
+    assert set(batch.keys(True, True)) == {"observation", ("a", "adv"), ("next", "reward")}
+
+
+def test_keys_of_the_parts_may_be_lists() -> None:
+    assert VTraceBuffer(5, action_key=["agent", "action"]).required_keys[0] == ("agent", "action")
+    assert RolloutWriter(recurrent_keys=[["s", "h"]]).recurrent_keys == (("s", "h"),)  # type: ignore[arg-type]
+    assert RolloutWriter(recurrent_keys="state").recurrent_keys == ("state",)  # type: ignore[arg-type]
+    assert GeneralizedAdvantages(value_key=["a", "v"]).value_key == ("a", "v")
+    assert VTraceAdvantages(log_prob_key=["a", "p"]).log_prob_key == ("a", "p")
+    with pytest.raises(TypeError, match="string"):
+        GAEBuffer(5, value_key=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("estimated_before", [True, False])
+def test_what_comes_out_goes_in_again_under_other_names(
+    cls: type[VanillaOnPolicyBuffer], estimated_before: bool
+) -> None:
+    buffer = renamed(cls)
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    data = buffer.get_all_buffer_data()
+    schema = dict(buffer.storage.schema)
+    other = buffer if estimated_before else renamed(cls)
+    if not estimated_before:
+        other.insert_data_slice(make_rollout(seed=1))
+    other.insert_data_slice(data)
+    assert other.storage.schema == schema
+    assert set(other.rollout.keys(True, True)) == set(make_rollout().keys(True, True))
+    other.before_gradients()
+    assert torch.equal(other.rollout["a", "adv"], data["a", "adv"])
+    assert torch.equal(other.rollout["target"], data["target"])
+
+
+def test_successor_values_stay_out_of_mini_batches_under_any_name() -> None:
+    buffer = renamed(GAEBuffer)
+    buffer.insert_data_slice(make_rollout())
+    buffer.before_gradients()
+    batch = next(buffer.generate_batches(3))
+    assert ("next", "a", "v") not in batch.keys(True, True)
+    assert ("a", "v") in batch.keys(True, True)
+
+
+@pytest.mark.parametrize("cls", [DiscountedReturns, GeneralizedAdvantages, VTraceAdvantages])
+def test_torchrl_trainer_configs_can_put_their_critic_in(cls: type[GeneralizedAdvantages]) -> None:
+    transform = cls()
+    assert transform.module.value_network is None
+    critic = make_critic()
+    transform.module.value_network = critic
+    assert transform.critic is critic
+    assert transform.value_network is critic
+    assert not list(transform.children())
+    transform.critic = None
+    assert transform.value_network is None
