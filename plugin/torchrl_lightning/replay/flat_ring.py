@@ -41,7 +41,7 @@ class WriteOrder:
         if len(cells):
             first, last = int(cells[0]), int(cells[-1])
             self._scattered |= self._next is not None and first not in (self._next, 0)
-            self._scattered |= last >= first and last - first != len(cells) - 1
+            self._scattered |= last - first > len(cells) - 1
             self._next = last + 1
 
     def check(self) -> None:

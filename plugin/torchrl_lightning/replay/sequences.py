@@ -38,8 +38,8 @@ OVER = ("steps", "trajectories")
 class SequenceSampler(OwnGenerator, Sampler):
     """Draws windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
 
-    ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the steps
-    that count in a loss. Windows never mix environments, nor join the newest to the oldest steps.
+    ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the
+    steps that count in a loss. Windows never mix environments, nor join the newest to the oldest steps.
 
     Over a :class:`RingWriter` episodes are known to its index; over another writer's flat storage they are followed as
     they are written, which takes a ``traj_key`` or a single environment. Nothing is searched: steps are drawn until
@@ -47,8 +47,8 @@ class SequenceSampler(OwnGenerator, Sampler):
 
     Args:
         batch_length: steps of a window.
-        episode_ends: ``"inside"``: a window lies in one episode. ``"across"``: it may go on in the next one; ``is_init``
-            and the done flags in the data tell where. ``"pad"``: it begins at any step, and where the episode ends
+        episode_ends: ``"inside"``: a window lies in one episode. ``"across"``: it may go on in the next one;
+            ``is_init`` and the done flags in the data tell where. ``"pad"``: it begins at any step, and where the episode ends
             first, repeats the last step, which ``mask`` leaves out.
         burn_in: the first so many steps of each window only warm up a recurrent state; ``mask`` leaves them out.
         over: ``"steps"``: every beginning is equally likely. ``"trajectories"``: every trajectory that has room for a

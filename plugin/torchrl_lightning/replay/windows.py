@@ -29,7 +29,10 @@ class IndexedRings(Protocol):
 
     num_envs: int
     length: int
-    index: EpisodeIndex | None
+
+    @property
+    def index(self) -> EpisodeIndex | None:
+        """Where episodes begin and end, if it is known."""
 
     @property
     def positions(self) -> Tensor:

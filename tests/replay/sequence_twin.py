@@ -1,0 +1,98 @@
+"""A slow buffer of plain lists that says which windows there are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+
+def episodes(lengths: list[int], **entries: Any) -> TensorDict:
+    """One stream of whole episodes."""
+    done = torch.cat([torch.arange(n) == n - 1 for n in lengths]).unsqueeze(-1)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    data = {"step": torch.arange(len(done)), "episode": ids, "next": {"done": done}, **entries}
+    return TensorDict(data, [len(done)])
+
+
+class Twin:
+    """Stored steps of every environment, oldest first: (position, episode)."""
+
+    def __init__(self, num_envs: int, length: int) -> None:
+        self.length = length
+        self.stored: list[list[tuple[int, int]]] = [[] for _ in range(num_envs)]
+        self.next = [0] * num_envs
+        self.episode = [0] * num_envs
+
+    def rows(self, envs: list[int], dones: list[list[bool]]) -> TensorDict:
+        """Return the steps ``[T, M]`` that these flags make, and remember them."""
+        steps: list[list[tuple[int, int, int, bool, bool]]] = []
+        for flags in dones:
+            row = []
+            for env, done in zip(envs, flags, strict=True):
+                first = not self.stored[env] or self.stored[env][-1][1] != self.episode[env]
+                row.append((env, self.next[env], self.episode[env], done, first))
+                self.stored[env].append((self.next[env], self.episode[env]))
+                self.stored[env] = self.stored[env][-self.length :]
+                self.next[env] += 1
+                self.episode[env] += done
+            steps.append(row)
+        env, position, episode, done, first = torch.tensor(steps).unbind(-1)
+        state = (env * 1000 + position).float()[..., None, None]
+        return TensorDict(
+            {
+                "env": env,
+                "position": position,
+                "episode": episode,
+                "is_init": first.bool().unsqueeze(-1),
+                "recurrent_state": state.masked_fill(first.bool()[..., None, None], 0.0),
+                "next": {"done": done.bool().unsqueeze(-1), "recurrent_state": state + 1},
+            },
+            list(position.shape),
+        )
+
+    def starts(self, batch_length: int, burn_in: int, episode_ends: str) -> dict[tuple[int, int], int]:
+        """Return every admissible beginning, with how many stored steps its window has."""
+        found = {}
+        for env, steps in enumerate(self.stored):
+            for i, (position, episode) in enumerate(steps):
+                window = steps[i : i + batch_length]
+                if episode_ends != "across":
+                    window = [step for step in window if step[1] == episode]
+                if len(window) == batch_length or (episode_ends == "pad" and len(window) > burn_in):
+                    found[env, position] = len(window)
+        return found
+
+    def trajectories(self) -> dict[tuple[int, int], set[tuple[int, int]]]:
+        """Return the stored steps of every stored trajectory."""
+        found: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for env, steps in enumerate(self.stored):
+            for position, episode in steps:
+                found.setdefault((env, episode), set()).add((env, position))
+        return found
+
+    def check(self, batch: TensorDict, batch_length: int, burn_in: int, episode_ends: str) -> None:
+        """Refuse a batch with a window that there is not."""
+        starts = self.starts(batch_length, burn_in, episode_ends)
+        assert batch["mask"].shape == batch.shape
+        for window in batch:
+            env, position = window["env"].tolist(), window["position"].tolist()
+            count = starts[env[0], position[0]]
+            assert set(env) == {env[0]}
+            assert all(b - a == 1 for a, b in pairwise(position[:count]))
+            assert set(position[count:]) <= {position[count - 1]}
+            assert window["mask"].tolist() == [burn_in <= t < count for t in range(batch_length)]
+            check_states(window, across=episode_ends == "across")
+
+
+def check_states(window: TensorDict, *, across: bool) -> None:
+    """Refuse recurrent states from which a module could not unroll the window, and its successor."""
+    state, successor = window["recurrent_state"].flatten(), window["next", "recurrent_state"].flatten()
+    own = (window["env"] * 1000 + window["position"]).float()
+    begins = window["is_init"].flatten()
+    expected, expected_next = (0.0 if begins[0] else own[0]), own[0] + 1
+    for t in range(len(window)):
+        assert state[t] == (0.0 if begins[t] and across else expected)
+        assert successor[t] == (own[t] + 1 if begins[t] and across else expected_next)

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyTensorStorage,
+    TensorDictReplayBuffer,
+)
+from torchrl.modules import GRUModule, set_recurrent_mode
+
+from replay.sequence_twin import Twin, episodes
+from torchrl_lightning import ExperienceBuffer, RingStorage, SequenceSampler
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes"),
+    pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict"),
+]
+ENDS = ("inside", "across", "pad")
+OVER = ("steps", "trajectories")
+
+
+def make_buffer(num_envs: int, length: int, batch_size: int = 8, **options: Any) -> ExperienceBuffer:
+    return ExperienceBuffer(
+        storage=RingStorage(num_envs * length),
+        num_envs=num_envs,
+        sampler=SequenceSampler(**options),
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+# ------------------------------------------------------------------ twin
+
+writes = st.lists(
+    st.tuples(st.sets(st.integers(0, 2), min_size=1), st.integers(1, 9), st.integers(0, 2**30), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    writes,
+    st.integers(1, 6),
+    st.sampled_from(ENDS),
+    st.sampled_from(OVER),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_windows_are_those_of_the_twin(
+    writes: list[Any], batch_length: int, episode_ends: str, over: str, burn_in: int, rate: float
+) -> None:
+    burn_in = min(burn_in, batch_length - 1)
+    options = {"batch_length": batch_length, "episode_ends": episode_ends, "over": over, "burn_in": burn_in}
+    rule = {key: options[key] for key in ("batch_length", "episode_ends", "burn_in")}
+    twin, buffer = Twin(3, 7), make_buffer(3, 7, **options)
+    for envs, steps, seed, restore in writes:
+        ids = sorted(envs)
+        dones = torch.rand(steps, len(ids), generator=torch.Generator().manual_seed(seed)) < rate
+        buffer.extend(twin.rows(ids, dones.tolist()), env_ids=torch.tensor(ids), time_dim=0)
+        if not twin.starts(**rule):
+            with pytest.raises(ValueError, match="no room for a window"):
+                buffer.sample()
+            continue
+        twin.check(buffer.sample(), **rule)
+        if restore:
+            old, buffer = buffer, make_buffer(3, 7, **options)
+            buffer.load_state_dict(old.state_dict())
+            assert (buffer.sample() == old.sample()).all()
+    if starts := twin.starts(**rule):
+        batch = buffer.sample(60 * len(starts)) if over == "steps" else buffer.sample(500)
+        drawn = set(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+        assert drawn <= set(starts)
+        assert over == "trajectories" or drawn == set(starts)
+
+
+# ------------------------------------------------------------------ chances
+
+
+def uneven(**options: Any) -> tuple[Twin, ExperienceBuffer]:
+    """Three rings, wrapped, unaligned and unevenly filled."""
+    twin, buffer = Twin(3, 20), make_buffer(3, 20, **options)
+    generator = torch.Generator().manual_seed(1)
+    for ids, steps in (([0, 1, 2], 9), ([0, 2], 17), ([1], 3), ([0], 4)):
+        dones = (torch.rand(steps, len(ids), generator=generator) < 0.2).tolist()
+        buffer.extend(twin.rows(ids, dones), env_ids=torch.tensor(ids), time_dim=0)
+    return twin, buffer
+
+
+@pytest.mark.parametrize("episode_ends", ENDS)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> None:
+    options = {"batch_length": 3, "episode_ends": episode_ends, "burn_in": 1}
+    twin, buffer = uneven(**options)
+    if aligned:
+        twin, buffer = Twin(3, 20), make_buffer(3, 20, **options)
+        dones = torch.rand(33, 3, generator=torch.Generator().manual_seed(2)) < 0.2
+        buffer.extend(twin.rows([0, 1, 2], dones.tolist()), time_dim=0)
+    batch = buffer.sample(20_000)
+    counts = Counter(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+    assert set(counts) == set(twin.starts(**options))
+    assert chisquare(list(counts.values())).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("episode_ends", ENDS)
+def test_every_trajectory_is_equally_likely_and_every_beginning_in_it(episode_ends: str) -> None:
+    options = {"batch_length": 3, "episode_ends": episode_ends, "burn_in": 1}
+    twin, buffer = uneven(**options, over="trajectories")
+    batch = buffer.sample(20_000)
+    counts = Counter(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+    starts = set(twin.starts(**options))
+    admissible = [steps & starts for steps in twin.trajectories().values() if steps & starts]
+    assert len(admissible) > 3
+    assert chisquare([sum(counts[step] for step in steps) for steps in admissible]).pvalue > 1e-3
+    for steps in admissible:
+        assert len(steps) == 1 or chisquare([counts[step] for step in steps]).pvalue > 1e-4
+
+
+def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
+    buffer = make_buffer(1, 100_000, batch_length=64)
+    buffer.extend(episodes([10] * 5000 + [70] + [10] * 4000))
+    batch = buffer.sample(700)
+    starts = batch["step"][:, 0].unique(return_counts=True)
+    assert starts[0].tolist() == list(range(50_000, 50_007))
+    assert chisquare(starts[1].tolist()).pvalue > 1e-3
+    other = make_buffer(1, 100_000, batch_length=64)
+    other.load_state_dict(buffer.state_dict())
+    assert (other.sample() == buffer.sample()).all()
+    buffer.extend(episodes([64]))
+    assert set(buffer.sample(200)["step"][:, 0].tolist()) == {0, *range(50_000, 50_007)}
+
+
+def test_the_list_of_trajectories_stays_as_short_as_the_stored_ones() -> None:
+    buffer = make_buffer(1, 1000, batch_length=2, over="trajectories")
+    for _ in range(60):
+        buffer.extend(episodes([5] * 40))
+        buffer.sample()
+    assert len(buffer.sampler.state_dict()["trajectories"]["begin"]) <= 1024 + 200
+    ids = buffer.sample(4000)["episode"][:, 0].unique(return_counts=True)
+    assert len(ids[0]) == 40
+
+
+# ------------------------------------------------------------------ layout
+
+
+def test_batches_are_named_windows_of_cells() -> None:
+    buffer = make_buffer(2, 10, batch_length=4, batch_size=5)
+    buffer.extend(Twin(2, 10).rows([0, 1], [[False, False]] * 8), time_dim=0)
+    batch = buffer.sample()
+    assert batch.shape == (5, 4)
+    assert batch.names == batch["next"].names == [None, "time"]
+    assert batch["index"].dtype == torch.int64
+    assert batch["index"].tolist() == (batch["position"] * 2 + batch["env"]).tolist()
+    assert (buffer.storage.get(batch["index"])["position"] == batch["position"]).all()
+    assert buffer.sample(3).shape == (3, 4)
+
+
+def test_short_and_long_path_agree() -> None:
+    short, long = (make_buffer(2, 10, batch_length=4, episode_ends="across") for _ in range(2))
+    for buffer in (short, long):
+        dones = (torch.arange(24).reshape(12, 2) % 5 == 4).tolist()
+        buffer.extend(Twin(2, 10).rows([0, 1], dones), time_dim=0)
+    assert (short.sample() == long.sample(return_info=True)[0]).all()
+
+
+def test_a_gru_unrolled_over_a_batch_repeats_what_it_did_step_by_step() -> None:
+    gru = GRUModule(
+        input_size=3,
+        hidden_size=4,
+        in_keys=["observation", "recurrent_state"],
+        out_keys=["out", ("next", "recurrent_state")],
+    )
+    done = (torch.arange(30) % 7 == 6).unsqueeze(-1)
+    init = torch.cat([torch.ones(1, 1, dtype=torch.bool), done[:-1]])
+    state, rows = torch.zeros(1, 1, 4), []
+    with torch.no_grad():
+        for t in range(30):
+            row = TensorDict(
+                {"observation": torch.randn(1, 3), "recurrent_state": state, "is_init": init[t : t + 1]}, [1]
+            )
+            row = gru(row)
+            row["recurrent_state"] = state
+            row["next", "done"] = done[t : t + 1]
+            state = row["next", "recurrent_state"]
+            rows.append(row)
+    buffer = make_buffer(1, 40, batch_length=9, episode_ends="across", batch_size=16)
+    buffer.extend(torch.cat(rows))
+    batch = buffer.sample()
+    assert batch["is_init"][:, 1:].any()
+    with torch.no_grad(), set_recurrent_mode(True):
+        again = gru(batch.select("observation", "recurrent_state", "is_init"))
+    torch.testing.assert_close(again["out"], batch["out"])
+
+
+def test_nested_states_under_other_keys() -> None:
+    buffer = make_buffer(1, 10, batch_length=3, recurrent_keys=[("agent", "memory")])
+    memory = {"h": torch.arange(6.0).view(6, 1), "c": torch.arange(6.0, 12.0).view(6, 1)}
+    buffer.extend(episodes([6], agent={"memory": memory}))
+    batch = buffer.sample()
+    first = batch["step"][:, :1].expand(8, 3).float()
+    assert (batch["agent", "memory", "h"].squeeze(-1) == first).all()
+    assert (batch["agent", "memory", "c"].squeeze(-1) == first + 6).all()
+    assert batch["agent"].names == [None, "time"]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_length": 0}, "batch_length"),
+        ({"batch_length": 2.5}, "batch_length"),
+        ({"batch_length": 4, "burn_in": 4}, "burn_in"),
+        ({"batch_length": 4, "burn_in": -1}, "burn_in"),
+        ({"batch_length": 4, "episode_ends": "over"}, "episode_ends"),
+        ({"batch_length": 4, "over": "episodes"}, "over"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SequenceSampler(**options)
+
+
+def test_nothing_stored() -> None:
+    buffer = make_buffer(1, 10, batch_length=4)
+    with pytest.raises(RuntimeError, match="0 steps are stored"):
+        buffer.sample()
+    buffer.extend(episodes([9]))
+    buffer.sample()
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="0 steps are stored"):
+        buffer.sample()
+    buffer.extend(episodes([5]))
+    assert set(buffer.sample(50)["step"][:, 0].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_windows_longer_than_any_episode(over: str) -> None:
+    buffer = make_buffer(1, 20, batch_length=8, over=over)
+    buffer.extend(episodes([5, 7, 3]))
+    with pytest.raises(ValueError, match=r"longest stored episode has 7 steps, windows need 8"):
+        buffer.sample()
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="across", over=over)
+    buffer.extend(episodes([5, 7, 3]))
+    with pytest.raises(ValueError, match=r"has 15 steps, windows need 30"):
+        buffer.sample()
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad", over=over)
+    buffer.extend(episodes([5, 7, 3]))
+    assert buffer.sample()["mask"].sum(1).max() <= 7
+
+
+def test_unknown_ends() -> None:
+    buffer = make_buffer(1, 10, batch_length=2)
+    buffer.extend(episodes([6]).exclude(("next", "done")))
+    with pytest.raises(ValueError, match="where episodes end"):
+        buffer.sample()
+    buffer = make_buffer(1, 10, batch_length=2, episode_ends="across")
+    buffer.extend(episodes([6]).exclude(("next", "done")))
+    assert buffer.sample().shape == (8, 2)
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=SequenceSampler(2), batch_size=2)
+    replay.extend(episodes([6]).exclude(("next", "done")))
+    with pytest.raises(KeyError, match="end_key"):
+        replay.sample()
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    sampler = SequenceSampler(3)
+    state = sampler.state_dict()
+    with pytest.raises(ValueError, match="lacks"):
+        sampler.load_state_dict({"schema_version": 1})
+    with pytest.raises(ValueError, match="version"):
+        sampler.load_state_dict({**state, "schema_version": 9})
+    assert repr(sampler) == "SequenceSampler(3, episode_ends='inside', burn_in=0, over='steps')"
+
+
+def test_same_seed_same_windows() -> None:
+    batches = []
+    for _ in range(2):
+        buffer = make_buffer(1, 50, batch_length=5)
+        buffer.extend(episodes([20, 20]))
+        batches.append(torch.stack([buffer.sample()["index"] for _ in range(3)]))
+    assert torch.equal(*batches)
