@@ -65,8 +65,11 @@ class Cells:
         """Copy matched leaves into runs of cells, slice by slice."""
         stores: list[Any] = self.leaves
         rows: list[Any] = leaves
-        if self._arrays and len(leaves[0]) <= SMALL and all(type(leaf) is Tensor for leaf in leaves):
-            stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
+        if self._arrays and len(leaves[0]) <= SMALL:
+            try:
+                stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
+            except (TypeError, RuntimeError):  # lazily conjugated tensors, foreign subclasses
+                stores, rows = self.leaves, leaves
         for row, cell, count in runs:
             if row or count != len(leaves[0]):
                 for store, leaf in zip(stores, rows, strict=True):

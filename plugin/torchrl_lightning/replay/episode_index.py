@@ -83,7 +83,7 @@ class EpisodeIndex:
             self._write_row(done[0])
         else:
             self._write_many(np.arange(self.num_envs) if env_ids is None else env_ids, done, init)
-        self._all_open = bool(self._open.all())
+            self._all_open = bool(self._open.all())
 
     def _write_row(self, done: Flags) -> None:
         position = int(self._positions[0])
@@ -93,7 +93,7 @@ class EpisodeIndex:
             np.copyto(self._headless_end, oldest, where=oldest >= position - self.length)
         rows[slot] = self._begin
         self._done_rows[slot] = done
-        if done.any():
+        if b"\1" in done.tobytes():  # ten times faster than any() on a few flags
             self._close(np.flatnonzero(done), position)
 
     def _close(self, env: Ints, position: int) -> None:
@@ -103,6 +103,7 @@ class EpisodeIndex:
         kept = env[~headless]
         self._column[self._cell(kept, self._begin[kept])] = position
         self._open[env] = False
+        self._all_open = False
 
     def _write_many(self, env: Ints, done: Flags, init: Flags | None) -> None:
         steps, start = len(done), self._positions[env]
