@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_lightning import segment_kernels
 from torchrl_lightning.scan import runs_on_numba
-from torchrl_lightning.segment_kernels import OPERATIONS, assign_torch, descend_torch, jitted, reduce_pairs
+from torchrl_lightning.segment_kernels import OPERATIONS, allocate, assign_torch, descend_torch, jitted, reduce_pairs
 
 __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
 
@@ -79,7 +79,7 @@ class SegmentTree:
         self._neutral = float(neutral)
         self._width = 1 << (capacity - 1).bit_length()
         self._largest = torch.finfo(dtype).max / capacity  # so that no sum can overflow
-        self._nodes = torch.empty(2 * self._width, dtype=dtype, device=device)
+        self._nodes = allocate(2 * self._width, dtype, device)
         self._compiled = backend != "torch" and runs_on_numba(self._nodes)
         if backend == "numba" and not self._compiled:
             raise ValueError(f"{name}: the numba backend serves the CPU only, got {device}; use backend='auto'.")
