@@ -115,7 +115,7 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered accesses then miss fewer of them."""
+    """Uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them."""
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size, dtype=str(dtype).removeprefix("torch.")))
