@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
+from torchrl.envs.transforms import UnsqueezeTransform
 
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
-from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 def row(steps: int = 2, envs: int = 3) -> TensorDict:
@@ -121,3 +124,78 @@ def test_invert_runs_the_call_hook_of_a_transform() -> None:
     ours.append_transform(DiscountedReturns(bootstrap=False, time_dim=0), invert=True)
     ours.extend(row())
     assert ours[:]["value_target"].shape == (2, 3, 1)
+
+
+# ---------------------------------------------------------------------- replay
+
+
+def replay(**kwargs: object) -> ExperienceBuffer:
+    ours = ExperienceBuffer(storage=RingStorage(6), **{"batch_size": 2, **kwargs})
+    ours.extend(TensorDict({"a": torch.arange(4), "next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
+    return ours
+
+
+def test_entries_are_those_of_the_tensordict() -> None:
+    data = TensorDict({"a": torch.zeros(2), "next": {"b": torch.ones(2)}}, [2])
+    assert entries_of(data)["a"] is data["a"]
+    assert entries_of(data)["next"] is data["next"]
+    stacked = torch.stack([data, data.clone()])
+    assert set(entries_of(stacked)) == {"a", "next"}
+
+
+def test_new_unsafe_knows_its_device() -> None:
+    data = new_tensordict({"a": torch.zeros(2)}, torch.Size([2]), None, torch.device("cpu"))
+    assert data.device == torch.device("cpu")
+    assert data.to("cpu") is data
+
+
+def test_touching_moves_the_revision() -> None:
+    for storage in (RingStorage(3), RingStorage(3, compilable=True)):
+        before = storage._mutation_revision
+        storage.touch()
+        assert storage._mutation_revision == before + 1
+
+
+def test_torchrl_draws_through_our_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = replay()
+    monkeypatch.setattr(RingStorage, "draw", lambda self, count: torch.full((count,), 3))
+    assert ours.sample()["index"].tolist() == [3, 3]
+
+
+def test_torchrl_asks_for_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(RingStorage, "check_seam", lambda self: asked.append(1))
+    ours = replay(sample_unit=Sequence(length=2))
+    ours.sample()
+    assert asked
+    assert ours.storage.cursor == ours.storage._last_cursor_index == 3
+
+
+def test_plain_buffers_are_recognised() -> None:
+    assert replay().is_plain
+    for kwargs in (
+        {"prefetch": 1},
+        {"pin_memory": True},
+        {"sample_unit": Sequence(length=2)},
+        {"collate_fn": lambda batch: batch},
+        {"transform": UnsqueezeTransform(-1, in_keys=["a"])},
+    ):
+        assert not replay(**kwargs).is_plain, kwargs
+    ours = replay()
+    assert not ours.has_transform
+    ours.append_transform(UnsqueezeTransform(-1, in_keys=["a"]))
+    assert ours.has_transform
+    ours = replay()
+    ours.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        ours.sample()
+
+
+def test_prefetched_batches_can_be_held_and_put_back() -> None:
+    ours = replay(prefetch=2)
+    ours.sample()
+    with ours.at_rest() as batches:
+        assert len(batches) == 2
+    ours.drop_prefetched()
+    ours.put_prefetched(batches[1:])
+    assert torch.equal(ours.sample()["a"], batches[1][0]["a"])

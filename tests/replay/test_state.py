@@ -351,6 +351,30 @@ def test_damaged_rings_are_refused(damage: object, error: type[Exception], tmp_p
         buffer(tmp_path / "ring").loads(tmp_path / "ring")
 
 
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(not anonymous_bytes(), reason="the kernel does not tell")
+def test_cells_on_disk_take_no_anonymous_memory(tmp_path: Path) -> None:
+    size, width = 1 << 16, 1024  # 256 MiB
+    one = ExperienceBuffer(storage=RingStorage(size, scratch_dir=tmp_path / "ring"), batch_size=256)
+    data = TensorDict({"a": torch.rand(1024, width), "next": {"done": torch.zeros(1024, 1, dtype=torch.bool)}}, [1024])
+    one.extend(data)
+    before = anonymous_bytes()
+    for _ in range(size // 1024):
+        one.extend(data)
+        one.sample()
+    one.dumps(tmp_path / "ring")
+    other = ExperienceBuffer(storage=RingStorage.open(tmp_path / "ring"), batch_size=256)
+    other.loads(tmp_path / "ring")
+    other.sample()
+    assert anonymous_bytes() - before < 32 << 20
+
+
 KILLED = """
 import sys, torch
 from pathlib import Path
