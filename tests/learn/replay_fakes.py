@@ -93,9 +93,12 @@ class FakeReplay(L.LightningDataModule):
         for _ in range(self.batches):
             self.exploration.append(float(self.trainer.lightning_module.policy.amount))
             self.frames += 10
-            batch = self.make(generator)
+            yield self.make(generator)
+
+    def on_after_batch_transfer(self, batch: TensorDict, dataloader_idx: int) -> TensorDict:
+        if self.trainer.training:
             self.served.append(batch)
-            yield batch
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"frames": self.frames}

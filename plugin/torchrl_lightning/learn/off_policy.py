@@ -21,10 +21,12 @@ from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.target_networks import build_updater
 from torchrl_lightning.learn.transitions import Transitions, read_transitions
-from torchrl_lightning.learn.trunks import FEATURES, RecurrentTrunk
+from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 STATE = "off_policy"
+# What networks behind a memory read; not `features`, which their own trunks write.
+REMEMBERED = "remembered"
 
 
 class OffPolicyModule(ReportingModule):
@@ -118,8 +120,8 @@ class OffPolicyModule(ReportingModule):
                 memory = network.trunk(*observation_entries(specs))
                 self._state_keys = list(memory.state_keys)
                 # Behind the memory everything is as for an environment that shows its features.
-                features = Composite({FEATURES: Unbounded(memory.features)})
-                specs = SimpleNamespace(observation=features, action=specs.action)
+                shown = Composite({REMEMBERED: Unbounded(memory.features)})
+                specs = SimpleNamespace(observation=shown, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             loss, policy = self.build_loss(specs, network, memory)
             # Not registered: a state dict holds the networks once, in the loss.

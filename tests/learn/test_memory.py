@@ -1,0 +1,183 @@
+"""A memory before an off-policy loss sees what the policy saw, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from learn.replay_fakes import BOX, DISCRETE, sequences
+from torchrl_lightning.learn import DQNModule, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
+from torchrl_lightning.learn.memory import successor_layout
+from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.learn.trunks import RecurrentTrunk
+
+CASES = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
+
+
+def make(case: str, cell: str, layers: int, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
+    torch.manual_seed(0)
+    cls, specs = CASES[case]
+    module = cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs)
+    for name, buffer in module.loss.named_buffers():
+        if name.startswith("target_") and "weight" in name:
+            buffer += 0.1 * torch.randn_like(buffer)
+    return module, specs
+
+
+def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features of every step and of its true successor, one step after the other."""
+    keys = trunk.state_keys
+    states, now, after = batch[:, 0].select(*keys), [], []
+    for t in range(batch.shape[1]):
+        td = trunk(batch[:, t].select("observation", "is_init").update(states))
+        now.append(td["features"])
+        states = td["next"].select(*keys)
+        successor = TensorDict(
+            {
+                "observation": batch["next", "observation"][:, t],
+                "is_init": torch.zeros(batch.shape[0], 1, dtype=torch.bool),
+            },
+            [batch.shape[0]],
+        )
+        after.append(trunk(successor.update(states))["features"])
+    return torch.stack(now, 1), torch.stack(after, 1)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("ends", ["inside", "none", "first"])
+def test_features_are_those_of_an_unroll(cell: str, layers: int, ends: str) -> None:
+    module, specs = make("dqn", cell, layers)
+    batch = sequences(specs, module, 8, 7)
+    if ends != "inside":
+        batch["is_init"][:] = False
+        batch["next", "done"][:, :-1] = False
+        batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    if ends == "first":
+        batch["is_init"][::2, 0] = True
+    loss = module.loss
+    result = loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    online_now, online_after = unroll(loss.memory_network, batch)
+    _, target_after = unroll(loss.target_memory, batch)
+    torch.testing.assert_close(result.now[0], online_now)
+    torch.testing.assert_close(result.after[0], online_after)
+    torch.testing.assert_close(result.after_target[0], target_after)
+    weight = torch.randn_like(online_now)
+    parameters = list(loss.memory_network.parameters())
+    gradients = [torch.autograd.grad((weight * x).sum(), parameters) for x in (result.now[0], online_now)]
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_layout_equals_its_twin(data: st.DataObject) -> None:
+    rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    flags = st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=rows, max_size=rows)
+    boundary = data.draw(flags)
+    steps, successors, source = successor_layout(torch.tensor(boundary))
+    for row in range(rows):
+        expected: list[int] = []
+        for t in range(length):
+            assert int(steps[row, t]) == len(expected)
+            expected.append(t)
+            assert int(successors[row, t]) == len(expected)
+            if boundary[row][t] or t == length - 1:
+                expected.append(length + t)
+        assert source[row, : len(expected)].tolist() == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_torchrls_over_the_features(case: str) -> None:
+    """Behind the memory everything is TorchRL's loss on flat transitions; weights and mask count steps."""
+    module, specs = make(case, "gru", 1)
+    batch = sequences(specs, module, 6, 5)
+    batch["mask"] = torch.rand(6, 5) < 0.7
+    batch["priority_weight"] = (torch.rand(6, 1) + 0.1).expand(6, 5)
+    loss = module.loss
+    read = read_transitions(batch, module._keys, module.gamma, module._state_keys)
+    # TorchRL has one entry for the successor; ours sees it with two memories.
+    loss.target_memory_network_params.data.update_(loss.memory_network_params.data)
+    remembered = loss.remember(read)
+    torch.manual_seed(2)
+    mine, error = loss.terms(read)
+    flat = TensorDict(
+        {
+            "remembered": remembered.now[0].detach(),
+            "action": batch["action"],
+            "mask": batch["mask"],
+            "priority_weight": batch["priority_weight"],
+            "next": batch["next"].select("reward", "done", "terminated").set("remembered", remembered.after[0]),
+        },
+        [6, 5],
+    )
+    torch.manual_seed(2)
+    theirs = loss(flat.reshape(-1))
+    names = {"loss_value": "loss"}
+    for name, value in mine.items():
+        if name.startswith("loss_"):
+            torch.testing.assert_close(value, theirs[names.get(name, name)], rtol=1e-5, atol=1e-6)
+    assert error.shape == (6, 5)
+    assert (error[~batch["mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("case", ["sac", "td3"])
+def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
+    module, specs = make(case, "gru", 1)
+    batch = sequences(specs, module, 6, 5)
+    terms, _ = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    memory = list(module.loss.memory_network_params.parameters())
+    unused = torch.autograd.grad(terms["loss_actor"], memory, allow_unused=True, retain_graph=True)
+    assert all(gradient is None for gradient in unused)
+    torch.autograd.grad(terms["loss_qvalue"], memory)  # raises where there is none
+
+
+def test_burn_in_warms_the_memory_but_does_not_count() -> None:
+    module, specs = make("dqn", "gru", 1)
+    batch = sequences(specs, module, 6, 8)
+    batch["is_init"][:] = False
+    batch["next", "done"][:] = False
+    batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    batch["mask"] = torch.ones(6, 8, dtype=torch.bool)
+    batch["mask"][:, :3] = False
+
+    def value(batch: TensorDict) -> torch.Tensor:
+        terms, _ = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        return terms["loss_value"].detach()
+
+    reference, other = value(batch), batch.clone()
+    other["next", "reward"][:, :3] = 100.0
+    assert torch.equal(value(other), reference)
+    other["observation"][:, 1] += 1.0
+    other["next", "observation"][:, 0] += 1.0
+    assert not torch.allclose(value(other), reference)
+
+
+def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
+    module, specs = make("dqn", "gru", 1)
+    batch = sequences(specs, module, 4, 6)
+    batch["is_init"][:] = False
+    batch["next", "done"][:], batch["next", "terminated"][:] = False, False
+    batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    batch["mask"] = torch.ones(4, 6, dtype=torch.bool)
+    batch["mask"][1, 3:] = False
+    results = []
+    for filler in (0.0, 5.0):
+        batch["observation"][1, 3:] = filler
+        terms, error = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        results.append((terms["loss_value"].detach(), error))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_flat_batches_are_refused() -> None:
+    module, specs = make("dqn", "gru", 1)
+    batch = sequences(specs, module, 4, 6)[:, 0]
+    with pytest.raises(ValueError, match="SequenceSampler"):
+        module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    with pytest.raises(KeyError, match="recurrent_state"):
+        read_transitions(batch.exclude("recurrent_state"), module._keys, 0.9, module._state_keys)

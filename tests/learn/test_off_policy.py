@@ -1,0 +1,293 @@
+"""The off-policy LightningModules: updates, target networks, exploration, priorities, metrics, resuming."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from learn.fakes import trainer
+from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, FakeReplay, sequences, transitions
+from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
+CASES = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
+NETWORKS = {"mlp": MLPNetwork([8], "relu"), "gru": RecurrentNetwork("gru", 6), "lstm": RecurrentNetwork("lstm", 6, 2)}
+
+
+def small(case: str, network: str = "mlp", **kwargs: Any) -> OffPolicyModule:
+    torch.manual_seed(0)
+    return CASES[case][0](NETWORKS[network], **kwargs)
+
+
+def data(case: str, module: OffPolicyModule, **kwargs: Any) -> FakeReplay:
+    specs = CASES[case][1]
+    if isinstance(module.network, RecurrentNetwork):
+        return FakeReplay(specs, lambda generator: sequences(specs, module, 6, 5, generator), **kwargs)
+    return FakeReplay(specs, lambda generator: transitions(specs, 16, generator=generator), **kwargs)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_fit_updates_every_parameter_and_logs_over_frames(case: str, network: str) -> None:
+    module = small(case, network, learning_rate=0.01).build(CASES[case][1])
+    before = {name: value.clone() for name, value in module.named_parameters()}
+    targets = {name: value.clone() for name, value in module.named_buffers() if "target_" in name and "params" in name}
+    fit, stream = trainer(), data(case, module)
+    fit.fit(module, datamodule=stream)
+    assert before
+    assert all(not torch.equal(before[name], value) for name, value in module.named_parameters())
+    now = dict(module.named_buffers())
+    weights = [name for name in targets if "weight" in name]
+    assert weights
+    assert all(not torch.equal(targets[name], now[name]) for name in weights)
+    assert fit.callback_metrics["step"] == 60
+    assert fit.callback_metrics["eval/return"] == 2.0
+    epoch = module.epoch_metrics
+    assert {"train/value", "train/learning_rate", "train/exploration"} <= epoch.keys()
+    assert epoch["train/updates"] == 6
+    assert all(math.isfinite(value) for value in epoch.values())
+    assert fit.global_step == 6
+    for batch in stream.served:
+        assert batch["td_error"].shape == batch.shape
+        assert not batch["td_error"].requires_grad
+        assert (batch["td_error"] >= 0).all()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_state_dict_holds_each_tensor_once(case: str, network: str) -> None:
+    state = small(case, network).build(CASES[case][1]).state_dict()
+    pointers = [value.data_ptr() for value in state.values() if value.numel() > 1]
+    assert len(pointers) == len(set(pointers))
+
+
+@pytest.mark.parametrize("network", ["mlp", "gru"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("critic_optimizer", [None, partial(torch.optim.Adam, lr=1e-3)])
+def test_resuming_is_exact(tmp_path: Path, case: str, network: str, critic_optimizer: Any) -> None:
+    def make() -> OffPolicyModule:
+        decay = {"epsilon_frames": 100} if case == "dqn" else {}
+        return small(
+            case,
+            network,
+            schedule="linear",
+            target_interval=2,
+            tau=1.0 if case == "dqn" else 0.1,
+            critic_optimizer=critic_optimizer,
+            **decay,
+        )
+
+    whole = make()
+    whole_data = data(case, whole)
+    trainer(max_epochs=4).fit(whole, datamodule=whole_data)
+    first, fit = make(), trainer(max_epochs=1)  # after three updates: in the middle of an interval
+    fit.fit(first, datamodule=data(case, first))
+    fit.save_checkpoint(tmp_path / "one.ckpt")
+    second = make()
+    second_data = data(case, second)
+    trainer(max_epochs=4).fit(second, datamodule=second_data, ckpt_path=tmp_path / "one.ckpt")
+    expected, actual = whole.state_dict(), second.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert not all(torch.equal(expected[name], value) for name, value in first.state_dict().items())
+    assert second.updates == whole.updates == 12
+    assert second_data.exploration == whole_data.exploration[3:]
+
+
+@pytest.mark.parametrize(("tau", "interval"), [(0.25, 1), (1.0, 2)])
+def test_target_networks_follow_by_share_or_by_copy(tau: float, interval: int) -> None:
+    module = small("dqn", tau=tau, target_interval=interval, optimizer=partial(torch.optim.SGD, lr=0.1))
+    module.build(DISCRETE)
+    seen = []
+
+    class Recorder(FakeReplay):
+        def epoch(self) -> Any:
+            for batch in super().epoch():
+                seen.append(weights(module))
+                yield batch
+
+    stream = Recorder(DISCRETE, lambda generator: transitions(DISCRETE, 16, generator=generator))
+    trainer(max_epochs=1).fit(module, datamodule=stream)
+    seen.append(weights(module))
+    for update, ((_, old), (online, target)) in enumerate(pairwise(seen), 1):
+        expected = old + tau * (online - old) if update % interval == 0 else old
+        torch.testing.assert_close(target, expected)
+
+
+def weights(module: OffPolicyModule) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = module.loss
+    flat = [
+        torch.cat([value.detach().reshape(-1) for _, value in sorted(parameters.items(True, True), key=str)])
+        for parameters in (loss.value_network_params, loss.target_value_network_params)
+    ]
+    return flat[0].clone(), flat[1].clone()
+
+
+def test_the_target_network_is_the_one_that_is_updated() -> None:
+    """The direct forward's copy and TorchRL's parameters are the same tensors, also after a move."""
+    module = small("sac", "gru").build(BOX)
+    for moved in (module, module.to(torch.float64).to(torch.float32)):
+        loss = moved.loss
+        bound = [id(p) for p in loss.target_memory._parameters.values()]
+        bound += [id(p) for m in loss.target_memory.modules() for p in m._parameters.values()]
+        held = {id(p) for p in loss.target_memory_network_params.values(True, True)}
+        assert set(bound) == held
+        cells = loss.target_memory.memory.gru
+        assert {id(p) for p in cells._flat_weights} <= held
+
+
+def test_epsilon_follows_the_frames() -> None:
+    module = small("dqn", epsilon_start=1.0, epsilon_end=0.1, epsilon_frames=40)
+    stream = data("dqn", module)
+    trainer().fit(module, datamodule=stream)
+    assert stream.exploration == pytest.approx([1.0, 0.775, 0.55, 0.325, 0.1, 0.1])
+
+
+def test_epsilon_is_the_share_of_random_actions() -> None:
+    module = small("dqn").build(DISCRETE)
+    td = TensorDict({"observation": torch.randn(1, 4).expand(3000, 4)}, [3000])
+    module.policy.amount.fill_(0.6)
+    best = module.policy.network.values([td["observation"][:1]]).argmax()
+    torch.manual_seed(0)
+    share = (module.policy(td.copy())["action"] != best).float().mean()
+    assert float(share) == pytest.approx(0.4, abs=0.03)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert (module.policy(td.copy())["action"] == best).all()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_policies_write_actions_and_states_only(case: str, network: str) -> None:
+    specs = CASES[case][1]
+    module = small(case, network).build(specs)
+    if network == "mlp":
+        td = TensorDict({"observation": torch.randn(5, 4)}, [5])
+    else:
+        td = sequences(specs, module, 5, 2)[:, 0].exclude("action", "next")
+    before = set(td.keys(True, True))
+    expected = {"mlp": set(), "gru": {("next", "recurrent_state")}}
+    expected["lstm"] = {("next", "recurrent_state", name) for name in "hc"}
+    td = module.policy(td)
+    assert set(td.keys(True, True)) - before == {"action"} | expected[network]
+    assert set(module.policy.out_keys) == {"action"} | expected[network]
+    assert specs.action.expand(5, *specs.action.shape).is_in(td["action"])
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        again = [module.policy(td.copy())["action"] for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_noise_is_in_units_of_the_range_and_within_bounds() -> None:
+    module = small("td3").build(BOX)
+    td = TensorDict({"observation": torch.randn(1, 4).expand(4000, 4)}, [4000])
+    module.policy.amount.fill_(0.1)
+    torch.manual_seed(0)
+    action = module.policy(td)["action"]
+    torch.testing.assert_close(action.std(0), torch.tensor([0.2, 0.05]), rtol=0.05, atol=0.0)
+    module.policy.amount.fill_(3.0)
+    assert BOX.action.expand(4000, 2).is_in(module.policy(td)["action"])
+
+
+def test_one_hot_actions() -> None:
+    module = DQNModule(MLPNetwork([8])).build(ONE_HOT)
+    action = module.policy(TensorDict({"observation": torch.randn(7, 4)}, [7]))["action"]
+    assert ONE_HOT.action.expand(7, 3).is_in(action)
+
+
+def test_td3_delays_its_policy() -> None:
+    module = small("td3", target_interval=3, optimizer=partial(torch.optim.SGD, lr=0.1)).build(BOX)
+    actors = []
+
+    class Recorder(FakeReplay):
+        def epoch(self) -> Any:
+            for batch in super().epoch():
+                actors.append(torch.nn.utils.parameters_to_vector(module.policy.parameters()).detach().clone())
+                yield batch
+
+    stream = Recorder(BOX, lambda generator: transitions(BOX, 16, generator=generator), batches=7)
+    trainer(max_epochs=1).fit(module, datamodule=stream)
+    moved = [not torch.equal(a, b) for a, b in pairwise(actors)]
+    assert moved == [False, False, True, False, False, True]
+
+
+def test_several_updates_a_step_equal_several_steps() -> None:
+    results = []
+    for parts in (1, 2):
+        module = small("dqn", updates_per_step=parts, target_interval=3, tau=0.5)
+        module.build(DISCRETE)
+        generator = torch.Generator().manual_seed(4)
+        batches = [transitions(DISCRETE, 8, generator=generator) for _ in range(4)]
+        served = batches if parts == 1 else [torch.cat(batches[:2]), torch.cat(batches[2:])]
+        queue = iter(served)
+        stream = FakeReplay(DISCRETE, lambda _, queue=queue: next(queue), batches=len(served))
+        trainer(max_epochs=1).fit(module, datamodule=stream)
+        assert module.updates == 4
+        errors = torch.cat([batch["td_error"] for batch in stream.served])
+        results.append((torch.cat(weights(module)), errors))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_three_optimizers() -> None:
+    freeze = partial(torch.optim.SGD, lr=0.0)
+    module = small("sac", optimizer=freeze, critic_optimizer=partial(torch.optim.SGD, lr=0.1), alpha_optimizer=freeze)
+    module.build(BOX)
+    actor = [p.clone() for p in module.policy.parameters()]
+    alpha = module.loss.log_alpha.clone()
+    critics = [p.clone() for p in module.loss.qvalue_network_params.parameters()]
+    fit = trainer(max_epochs=1)
+    fit.fit(module, datamodule=data("sac", module))
+    assert len(fit.optimizers) == 3
+    assert all(torch.equal(a, b) for a, b in zip(actor, module.policy.parameters(), strict=True))
+    assert torch.equal(alpha, module.loss.log_alpha)
+    learnt = module.loss.qvalue_network_params.parameters()
+    assert not any(torch.equal(a, b) for a, b in zip(critics, learnt, strict=True))
+
+
+def test_gradients_are_clipped() -> None:
+    module = small("dqn", optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=1e-3).build(DISCRETE)
+    before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    trainer(max_epochs=1).fit(module, datamodule=data("dqn", module, batches=1))
+    after = torch.nn.utils.parameters_to_vector(module.parameters())
+    assert float((after - before).norm().detach()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_alpha_rises_where_entropy_is_too_low() -> None:
+    for target, sign in ((100.0, 1), (-100.0, -1)):
+        module = small("sac", target_entropy=target, learning_rate=0.01).build(BOX)
+        trainer(max_epochs=1).fit(module, datamodule=data("sac", module))
+        assert float(module.loss.log_alpha.detach()) * sign > 0
+
+
+def test_mixed_precision_trains() -> None:
+    module, fit = small("sac"), trainer(precision="bf16-mixed")
+    fit.fit(module, datamodule=data("sac", module))
+    assert fit.global_step == 6
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="build"):
+        _ = small("dqn").policy
+    with pytest.raises(ValueError, match="tau"):
+        small("sac", tau=0.0)
+    with pytest.raises(ValueError, match="target_interval"):
+        small("td3", target_interval=0)
+    with pytest.raises(ValueError, match="probability"):
+        small("dqn", epsilon_start=2.0)
+    with pytest.raises(ValueError, match="frames"):
+        small("dqn", epsilon_frames=0)
+    with pytest.raises(ValueError, match="learn_alpha"):
+        small("sac", learn_alpha=False, alpha_optimizer=torch.optim.Adam)
+    module = small("dqn")
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        trainer(precision="64-true").fit(module, datamodule=data("dqn", module))
+    with pytest.raises(RuntimeError, match="specs"):
+        trainer().fit(small("dqn"), train_dataloaders=[0], val_dataloaders=[0])
+    with pytest.raises(KeyError, match="off_policy"):
+        small("dqn").build(DISCRETE).on_load_checkpoint({})
