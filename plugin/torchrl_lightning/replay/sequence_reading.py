@@ -66,6 +66,8 @@ def first_states(storage: Storage, index: Tensor, keys: Collection[Path], across
     """
     if not keys:
         return {}
+    if isinstance(storage, RingStorage) and not any(key[0] in storage.tree for key in keys):
+        return {}
     cells = index if across else index[:, :1]
     tree = storage.tree if isinstance(storage, RingStorage) else _read(storage.get(cells))
     if not any(_below(tree, key) is not None for key in keys):

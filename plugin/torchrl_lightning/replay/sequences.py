@@ -48,8 +48,8 @@ class SequenceSampler(OwnGenerator, Sampler):
     Args:
         batch_length: steps of a window.
         episode_ends: ``"inside"``: a window lies in one episode. ``"across"``: it may go on in the next one;
-            ``is_init`` and the done flags in the data tell where. ``"pad"``: it begins at any step, and where the episode ends
-            first, repeats the last step, which ``mask`` leaves out.
+            ``is_init`` and the done flags in the data tell where. ``"pad"``: it begins at any step that leaves one to
+            count, and where the episode ends first, repeats the last step, which ``mask`` leaves out.
         burn_in: the first so many steps of each window only warm up a recurrent state; ``mask`` leaves them out.
         over: ``"steps"``: every beginning is equally likely. ``"trajectories"``: every trajectory that has room for a
             window is equally likely, then every beginning in it (as TorchRL's ``SliceSampler``).
@@ -154,12 +154,11 @@ class SequenceSampler(OwnGenerator, Sampler):
         return index, info
 
     def _draw(self, rings: IndexedRings, count: int) -> Starts | None:
-        written = int(rings.positions.sum())
-        if self._listed != written:
+        if self._listed < 0 or self._listed != int(rings.positions.sum()):
             starts = draw_steps(rings, self._rule, count, self._integers)
             if starts is not None:
                 return starts
-            self._listed, self._list = written, None
+            self._listed, self._list = int(rings.positions.sum()), None
         if self._list is None:
             self._list = all_starts(rings, self._rule)
         env, start, end = self._list

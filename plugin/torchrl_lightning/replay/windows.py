@@ -113,7 +113,7 @@ def draw_steps(rings: IndexedRings, rule: WindowRule, count: int, draw: Draw) ->
             if rings.index is None:
                 raise RuntimeError("There is no episode index.")
             last = (start + rule.reach) % rings.length * rings.num_envs + env
-            kept = np.flatnonzero(rings.index.covers(last, start))[:missing]
+            kept = rings.index.covers(last, start).nonzero()[0][:missing]
             env, start = env[kept], start[kept]
         found.append((env, start))
         missing, drawn = missing - len(env), drawn + size
@@ -203,7 +203,7 @@ def lay_out(rings: IndexedRings, rule: WindowRule, starts: Starts, steps: Ints) 
         steps = np.minimum(steps, left)
     cells = first[:, None] + steps * rings.num_envs
     size = rings.length * rings.num_envs
-    if int(first.max()) + rule.length * rings.num_envs > size:
+    if int(np.maximum.reduce(first)) + rule.length * rings.num_envs > size:
         cells[cells >= size] -= size
     if rule.burn_in:
         mask = np.ones(cells.shape, np.bool_) if mask is None else mask
