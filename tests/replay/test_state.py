@@ -157,6 +157,17 @@ def test_no_pickle_and_nothing_beside(tmp_path: Path) -> None:
     assert names == [".bin", ".json"]
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".state.0123456789abcdef").mkdir()
+    one = filled()
+    one.dumps(tmp_path / "state")
+    (tmp_path / "state" / "state-0123456789abcdef.bin").touch()
+    (tmp_path / "state" / ".state-0123456789abcdef.bin.json").touch()
+    one.dumps(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert len(list((tmp_path / "state").iterdir())) == 2
+
+
 def damage_size(folder: Path) -> None:
     (data,) = folder.glob("*.bin")
     os.truncate(data, data.stat().st_size - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -66,6 +67,8 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     if folder.exists():
         _write_into(folder, state)
         return
+    for old in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}"):  # left by a killed process
+        shutil.rmtree(old, ignore_errors=True)
     aside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
     aside.mkdir()
     try:
