@@ -209,7 +209,7 @@ class OffPolicyModule(ReportingModule):
         for part in parts:
             terms, error = self.terms(part)
             losses = [value for name, value in terms.items() if name.startswith("loss_")]
-            norms = self.update(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+            norms = self.update(sum(losses[1:], start=losses[0]))
             self.updates += 1
             if self.updates % self.target_interval == 0:
                 self.updater.step()
@@ -251,11 +251,15 @@ class OffPolicyModule(ReportingModule):
         checkpoint[STATE] = {"updates": self.updates, "updater": self.updater.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: take them back.
+        """Lightning's hook: take them back; refuse the checkpoint of another environment before its weights are read.
 
         Raises:
             KeyError: The checkpoint is not one of an off-policy module.
+            ValueError: It is one of another environment.
         """
+        state = checkpoint.get(type(self._data).__qualname__)
+        if state is not None and hasattr(self._data, "check_state"):
+            self._data.check_state(state)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
         self._restored = checkpoint[STATE]

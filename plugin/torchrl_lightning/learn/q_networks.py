@@ -13,7 +13,8 @@ from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
 from torchrl_lightning.learn.actors import observation_entries, private_layers
-from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.trunks import FEATURES
 

@@ -27,6 +27,16 @@ class ReportingModule(L.LightningModule):
         self.metric_sums = MetricSums()
         self.epoch_metrics: dict[str, float] = {}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a hook's name goes past PyTorch's registries.
+
+        Lightning notes the name of each hook on the module, more than thirty times a step.
+        """
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     @property
     def frames(self) -> int:
         """Environment frames collected so far; 0 where the DataModule does not say."""

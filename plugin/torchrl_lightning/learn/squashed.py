@@ -13,7 +13,8 @@ from torchrl.modules import TanhNormal
 
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters
 from torchrl_lightning.learn.actors import Actor, observation_entries, private_layers
-from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.trunks import FEATURES
 
 LOG_STD_RANGE = (-20.0, 2.0)
