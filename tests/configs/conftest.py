@@ -11,6 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -19,6 +20,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session")
 def registered_groups() -> dict[str, Any]:
+    Plugins.instance()  # Hydra's own plugins store their configs once: into what stays, and not into the copy
     store = ConfigStore.instance()
     before = store.repo
     store.repo = copy.deepcopy(before)

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+# What a class hands to its base itself, although its **kwargs lead there too.
+SETTLED = {
+    "PPOBuffer": {"gae_lambda"},  # lam, under its documented name
+    "RecurrentReplayBuffer": {"storage"},
+    "SimpleReplayBuffer": {"storage"},
+}
+
 
 def constructor_arguments(component: type) -> dict[str, inspect.Parameter]:
     """Gives all named arguments of ``component``, those of a base class only where ``**kwargs`` leads there."""
@@ -17,4 +24,6 @@ def constructor_arguments(component: type) -> dict[str, inspect.Parameter]:
                 arguments.setdefault(parameter.name, parameter)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
+    for name in SETTLED.get(component.__name__, ()):
+        del arguments[name]
     return arguments

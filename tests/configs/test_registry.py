@@ -10,21 +10,24 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
+import torchrl_lightning
 from configs.processes import environment
-from configs.signatures import constructor_arguments
+from configs.signatures import SETTLED, constructor_arguments
 
 GROUPS = {
-    "storage": {"rollout"},
-    "writer": {"rollout"},
-    "sampler": {"minibatch"},
+    "storage": {"ring", "rollout"},
+    "writer": {"ring", "rollout"},
+    "sampler": {"minibatch", "prioritized", "sequence", "uniform"},
     "transform": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
-    "replay_buffer": {"vanilla", "gae", "vtrace"},
+    "replay_buffer": {"experience", "gae", "ppo", "recurrent", "simple", "vanilla", "vtrace"},
 }
+MODULES = ("arguments", "buffers", "keys", "parts", "registry", "replay_buffers", "targets", "transforms")
 NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 
 
@@ -33,7 +36,9 @@ def node_of(group: str, name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Keys as a config writes them: lists, and no tuples."""
+    """Values as a config writes them: keys are lists and no tuples, dtypes their names."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
@@ -86,9 +91,19 @@ def test_fields_are_the_constructors_arguments_with_the_same_defaults(group, nam
             assert plain(OmegaConf.to_container(node)[field]) == plain(default), field
 
 
-@pytest.mark.parametrize(
-    "module", ["configs", *(f"configs.{name}" for name in ("buffers", "keys", "parts", "registry", "targets"))]
-)
+@pytest.mark.parametrize(("name", "argument"), [(name, each) for name, left in SETTLED.items() for each in left])
+def test_a_field_is_left_out_only_where_the_constructor_refuses_it(name, argument):
+    component = getattr(torchrl_lightning, name)
+    required = {
+        name: 1
+        for name, parameter in constructor_arguments(component).items()
+        if parameter.default is inspect.Parameter.empty
+    }
+    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{argument}'"):
+        component(**required, **{argument: None})
+
+
+@pytest.mark.parametrize("module", ["configs", *(f"configs.{name}" for name in MODULES)])
 def test_examples_in_docstrings(module):
     # Not collected with the other examples: pytest would import TorchRL's groups before any test has begun.
     results = doctest.testmod(
@@ -102,7 +117,7 @@ def test_every_module_is_among_those_whose_examples_run():
     import torchrl_lightning.configs
 
     modules = {module.name for module in pkgutil.iter_modules(torchrl_lightning.configs.__path__)}
-    assert modules == {"buffers", "keys", "parts", "registry", "targets", "transforms"}
+    assert modules == set(MODULES)
 
 
 def test_our_runs_never_import_torchrls_configs():

@@ -8,9 +8,28 @@ names.
 
 from __future__ import annotations
 
-from torchrl_lightning.configs.buffers import GAEBufferConfig, VanillaOnPolicyBufferConfig, VTraceBufferConfig
-from torchrl_lightning.configs.parts import MinibatchSamplerConfig, RolloutStorageConfig, RolloutWriterConfig
+from torchrl_lightning.configs.buffers import (
+    GAEBufferConfig,
+    PPOBufferConfig,
+    VanillaOnPolicyBufferConfig,
+    VTraceBufferConfig,
+)
+from torchrl_lightning.configs.parts import (
+    MinibatchSamplerConfig,
+    PrioritizedSamplerConfig,
+    RingStorageConfig,
+    RingWriterConfig,
+    RolloutStorageConfig,
+    RolloutWriterConfig,
+    SequenceSamplerConfig,
+    UniformSamplerConfig,
+)
 from torchrl_lightning.configs.registry import COMPONENTS, register_configs
+from torchrl_lightning.configs.replay_buffers import (
+    ExperienceBufferConfig,
+    RecurrentReplayBufferConfig,
+    SimpleReplayBufferConfig,
+)
 from torchrl_lightning.configs.transforms import (
     DiscountedReturnsConfig,
     GeneralizedAdvantagesConfig,
@@ -21,12 +40,21 @@ from torchrl_lightning.configs.transforms import (
 __all__ = [
     "COMPONENTS",
     "DiscountedReturnsConfig",
+    "ExperienceBufferConfig",
     "GAEBufferConfig",
     "GeneralizedAdvantagesConfig",
     "IntrinsicReturnsConfig",
     "MinibatchSamplerConfig",
+    "PPOBufferConfig",
+    "PrioritizedSamplerConfig",
+    "RecurrentReplayBufferConfig",
+    "RingStorageConfig",
+    "RingWriterConfig",
     "RolloutStorageConfig",
     "RolloutWriterConfig",
+    "SequenceSamplerConfig",
+    "SimpleReplayBufferConfig",
+    "UniformSamplerConfig",
     "VTraceAdvantagesConfig",
     "VTraceBufferConfig",
     "VanillaOnPolicyBufferConfig",

@@ -1,4 +1,4 @@
-"""Configs of the buffers, for TorchRL's group `replay_buffer`."""
+"""Configs of the on-policy buffers, for TorchRL's group `replay_buffer`."""
 
 from __future__ import annotations
 
@@ -64,3 +64,16 @@ class VTraceBufferConfig(VanillaOnPolicyBufferConfig):
     clip_pg_rho_thres: float | None = None
     log_prob_key: Any = "action_log_prob"
     action_key: Any = "action"
+
+
+@dataclass
+class PPOBufferConfig(VanillaOnPolicyBufferConfig):
+    """Config of :class:`torchrl_lightning.PPOBuffer`."""
+
+    _target_: str = f"{_TARGETS}.PPOBuffer"
+    obs_dim: int | None = MISSING
+    act_dim: int | None = MISSING
+    batch_size: int = MISSING
+    gamma: float = 0.99
+    lam: float = 0.95
+    eps: float = 1e-3

@@ -8,8 +8,27 @@ from typing import Any
 import torchrl.trainers.algorithms.configs  # noqa: F401
 from hydra.core.config_store import ConfigStore
 
-from torchrl_lightning.configs.buffers import GAEBufferConfig, VanillaOnPolicyBufferConfig, VTraceBufferConfig
-from torchrl_lightning.configs.parts import MinibatchSamplerConfig, RolloutStorageConfig, RolloutWriterConfig
+from torchrl_lightning.configs.buffers import (
+    GAEBufferConfig,
+    PPOBufferConfig,
+    VanillaOnPolicyBufferConfig,
+    VTraceBufferConfig,
+)
+from torchrl_lightning.configs.parts import (
+    MinibatchSamplerConfig,
+    PrioritizedSamplerConfig,
+    RingStorageConfig,
+    RingWriterConfig,
+    RolloutStorageConfig,
+    RolloutWriterConfig,
+    SequenceSamplerConfig,
+    UniformSamplerConfig,
+)
+from torchrl_lightning.configs.replay_buffers import (
+    ExperienceBufferConfig,
+    RecurrentReplayBufferConfig,
+    SimpleReplayBufferConfig,
+)
 from torchrl_lightning.configs.transforms import (
     DiscountedReturnsConfig,
     GeneralizedAdvantagesConfig,
@@ -29,15 +48,24 @@ _ESTIMATORS: dict[str, type[Any]] = {
 }
 
 COMPONENTS: dict[str, dict[str, type[Any]]] = {
-    "storage": {"rollout": RolloutStorageConfig},
-    "writer": {"rollout": RolloutWriterConfig},
-    "sampler": {"minibatch": MinibatchSamplerConfig},
+    "storage": {"rollout": RolloutStorageConfig, "ring": RingStorageConfig},
+    "writer": {"rollout": RolloutWriterConfig, "ring": RingWriterConfig},
+    "sampler": {
+        "minibatch": MinibatchSamplerConfig,
+        "uniform": UniformSamplerConfig,
+        "prioritized": PrioritizedSamplerConfig,
+        "sequence": SequenceSamplerConfig,
+    },
     "transform": _ESTIMATORS,
     "value": _ESTIMATORS,
     "replay_buffer": {
         "vanilla": VanillaOnPolicyBufferConfig,
         "gae": GAEBufferConfig,
         "vtrace": VTraceBufferConfig,
+        "ppo": PPOBufferConfig,
+        "experience": ExperienceBufferConfig,
+        "recurrent": RecurrentReplayBufferConfig,
+        "simple": SimpleReplayBufferConfig,
     },
 }
 

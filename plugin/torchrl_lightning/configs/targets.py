@@ -5,10 +5,14 @@ Each has the name, the signature and the documentation of the component that it 
 
 from __future__ import annotations
 
-from torchrl_lightning import rollout
+from torchrl_lightning import replay, rollout
+from torchrl_lightning.configs.arguments import with_dtype, with_own_sampler
 from torchrl_lightning.configs.keys import with_keys
 
 RolloutWriter = with_keys(rollout.RolloutWriter)
+RingWriter = with_keys(replay.RingWriter)
+PrioritizedSampler = with_dtype(with_keys(replay.PrioritizedSampler))
+SequenceSampler = with_keys(replay.SequenceSampler)
 
 DiscountedReturns = with_keys(rollout.DiscountedReturns)
 GeneralizedAdvantages = with_keys(rollout.GeneralizedAdvantages)
@@ -18,3 +22,8 @@ IntrinsicReturns = with_keys(rollout.IntrinsicReturns)
 VanillaOnPolicyBuffer = with_keys(rollout.VanillaOnPolicyBuffer)
 GAEBuffer = with_keys(rollout.GAEBuffer)
 VTraceBuffer = with_keys(rollout.VTraceBuffer)
+PPOBuffer = with_keys(rollout.PPOBuffer)
+
+ExperienceBuffer = with_keys(replay.ExperienceBuffer)
+RecurrentReplayBuffer = with_own_sampler(with_keys(replay.RecurrentReplayBuffer))
+SimpleReplayBuffer = with_own_sampler(with_keys(replay.SimpleReplayBuffer))

@@ -1,0 +1,61 @@
+"""Arguments that YAML cannot write as a constructor wants them: dtypes, and defaults that are objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Makes a dtype of its name.
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+
+    Example:
+        >>> dtype_of("float64"), dtype_of("torch.float32")
+        (torch.float64, torch.float32)
+    """
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {name!r}; expected the name of a torch dtype, such as float64.")
+    return dtype
+
+
+def with_dtype(component: Callable[..., T]) -> Callable[..., T]:
+    """Wraps a constructor so that its ``dtype`` may be a name.
+
+    Example:
+        >>> with_dtype(lambda **kwargs: kwargs)(dtype="float32")
+        {'dtype': torch.float32}
+    """
+
+    @functools.wraps(component, updated=())
+    def make(*args: Any, **kwargs: Any) -> T:
+        if "dtype" in kwargs:
+            kwargs["dtype"] = dtype_of(kwargs["dtype"])
+        return component(*args, **kwargs)
+
+    return make
+
+
+def with_own_sampler(component: Callable[..., T]) -> Callable[..., T]:
+    """Wraps a constructor so that ``sampler=None``, which a config without one says, leaves it its own sampler.
+
+    Example:
+        >>> with_own_sampler(lambda sampler="mine": sampler)(sampler=None)
+        'mine'
+    """
+
+    @functools.wraps(component, updated=())
+    def make(*args: Any, **kwargs: Any) -> T:
+        if "sampler" in kwargs and kwargs["sampler"] is None:
+            del kwargs["sampler"]
+        return component(*args, **kwargs)
+
+    return make
