@@ -122,9 +122,8 @@ def test_keys_and_dtypes_are_read(built):
     buffer = ExperienceBuffer(storage=built("storage", "ring", "max_size=9"), writer=writer, sampler=sampler)
     buffer.extend(steps(4, 1, done_key=("ours", "over")))
     assert set(buffer.sample(16)["number"][:, 0].tolist()) == {0, 2}
-    prioritized = built(
-        "sampler", "prioritized", *REQUIRED["prioritized"], "dtype=float32", "priority_key=[ours,error]"
-    )
+    fields = (*REQUIRED["prioritized"], "priority_key=[ours,error]")
+    prioritized = built("sampler", "prioritized", *fields, "dtype=float32")
     assert prioritized.dtype is torch.float32
     assert prioritized.priority_key == ("ours", "error")
     with pytest.raises(Exception, match="dtype is 'flaot32'; expected the name of a torch dtype"):
