@@ -276,6 +276,11 @@ class BufferBase(TensorDictReplayBuffer):
             self._sampler.extend(index)
         return index
 
+    def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
+        """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
+        with self._replay_lock, self._write_lock:
+            self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
+
     @property
     def generator(self) -> torch.Generator:
         """The random generator."""

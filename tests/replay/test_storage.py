@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
+from torchrl.data import RandomSampler, ReplayBuffer
 
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memory
 
@@ -144,3 +144,33 @@ def test_files_of_another_ring_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="already holds a ring"):
         buffer(scratch_dir=tmp_path).extend(rows(3, 50))
     assert first[:]["a"].tolist() == [0, 1, 2]
+
+
+def test_memory_that_moves_is_followed() -> None:
+    ours = buffer()
+    ours.extend(rows(4))
+    for leaf in ours.storage.cells.leaves:
+        leaf.share_memory_()  # as on the way to another process
+    ours.extend(rows(3, 4))
+    assert ours[:]["a"].tolist() == ours.storage.get(torch.arange(7))["a"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_every_dtype_and_width_is_read() -> None:
+    data = TensorDict({"b": torch.rand(6, 0), "c": torch.rand(6, 2).bfloat16(), "d": torch.rand(6, 2, 3)}, [6])
+    data["e"] = torch.rand(6, dtype=torch.complex64)
+    ours, order = buffer(), torch.tensor([5, 0, 5])
+    ours.extend(data)
+    assert all(torch.equal(ours.storage.get(order)[key], data[key][order]) for key in data.keys())  # noqa: SIM118
+    with pytest.raises(IndexError):
+        ours.storage.gather(torch.tensor([8]))
+
+
+def test_cells_that_a_foreign_sampler_makes_up_are_refused() -> None:
+    class Wrong(RandomSampler):
+        def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
+            return torch.full((batch_size,), -1), {}
+
+    ours = ExperienceBuffer(storage=RingStorage(8), sampler=Wrong(), batch_size=4)
+    ours.extend(rows(3))
+    with pytest.raises(IndexError, match="Cell -1 holds nothing"):
+        ours.sample()

@@ -141,10 +141,12 @@ class ExperienceBuffer(BufferBase):
         return batch
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        storage = self.parts[0]
-        if not storage.is_prefix and type(self.sampler).__module__.startswith("torchrl."):
-            storage.check_even(type(self.sampler).__name__)
-        if isinstance(self.sampler, SequenceSampler):
+        storage, sampler, _ = self.parts
+        module = type(sampler).__module__
+        own = module.startswith("torchrl_lightning.")
+        if not storage.is_prefix and module.startswith("torchrl."):
+            storage.check_even(type(sampler).__name__)
+        if isinstance(sampler, SequenceSampler):
             return read_windows(storage, index, info)
         if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
             (index,) = index
@@ -154,8 +156,13 @@ class ExperienceBuffer(BufferBase):
         else:
             device = storage.device
             index = index.to(device)
+            if not own:
+                storage.check_filled(index)
             entries = storage.gather(index)
             entries["index"] = index
+            if own:  # a fifth of the time that setting them one by one takes
+                for key in [key for key in info if isinstance(key, str)]:
+                    entries[key] = info.pop(key).to(device)
             batch = new_tensordict(entries, index.shape, None, device)
         for key, value in info.items():
             batch.set(key, value)
@@ -231,7 +238,7 @@ class ExperienceBuffer(BufferBase):
         priority = priority.detach()
         if priority.ndim > index.ndim:
             priority = priority.reshape(index.shape)
-        self.update_priority(index.reshape(-1), priority.reshape(-1))
+        self.give_priority(index.reshape(-1), priority.reshape(-1))
 
 
 def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of
-from torchrl_lightning.replay.tree import Plan, Tree, difference, gather, leaves_of, match, plan_of
+from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning.replay.tree import Plan, Tree, difference, leaves_of, match, plan_of
 
 SMALL = 1024
 """Up to so many rows, numpy's smaller overhead wins."""
+TAKEN = 1 << 20
+"""Up to so many bytes, numpy's gather is faster; beyond, torch's may use several threads."""
 _PLANS = 16
 
 Runs = Sequence[tuple[int, int, int]]
@@ -38,8 +41,19 @@ class Cells:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
-        self._arrays = _arrays(self.leaves)
+        self._view()
         self._plans: dict[int, Plan] = {}
+
+    def _view(self) -> None:
+        self._address = self.leaves[0].data_ptr()
+        arrays = [_array(leaf) for leaf in self.leaves]
+        self._arrays = [] if any(array is None for array in arrays) else arrays
+        self._reading = _reading(self.tree, iter(arrays))
+
+    def _follow(self) -> None:
+        # Handing a storage to another process moves its memory; the arrays would stay behind.
+        if self.leaves[0].data_ptr() != self._address:
+            self._view()
 
     def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
         """The leaves of ``data`` (``[rows]``) in the order of the cells, without gradients.
@@ -63,6 +77,7 @@ class Cells:
 
     def copy(self, leaves: list[Tensor], runs: Runs) -> None:
         """Copy matched leaves into runs of cells, slice by slice."""
+        self._follow()
         stores: list[Any] = self.leaves
         rows: list[Any] = leaves
         if self._arrays and len(leaves[0]) <= SMALL:
@@ -85,12 +100,47 @@ class Cells:
             store.index_copy_(0, index, leaf)
 
     def gather(self, index: Tensor) -> dict[str, Any]:
-        """Entries of the cells ``index`` (``[B]``), by one ``index_select`` each."""
-        return gather(self.tree, index)
+        """Entries of the cells ``index`` (``[B]``), unchecked; nested levels become TensorDicts.
+
+        Raises:
+            IndexError: a cell beyond the last one.
+        """
+        self._follow()
+        rows = index.numpy() if index.device.type == "cpu" else None
+        return _gather(self._reading, index, rows)
 
 
-def _arrays(leaves: list[Tensor]) -> list[NDArray[Any]]:
+Reading = list[tuple[str, Any, Any, int]]
+"""One level of the tree: key, then what is below, or leaf, its array and up to how many rows numpy reads them."""
+
+
+def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None]) -> Reading:
+    level: Reading = []
+    for key, leaf in tree.items():
+        if isinstance(leaf, dict):
+            level.append((key, _reading(leaf, arrays), None, -1))
+        else:
+            array = next(arrays)
+            size = max(1, leaf[:1].numel() * leaf.element_size())
+            level.append((key, leaf, array, 0 if array is None else TAKEN // size))
+    return level
+
+
+def _gather(level: Reading, index: Tensor, rows: NDArray[Any] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    count = len(index)
+    for key, leaf, array, most in level:
+        if most < 0:
+            found[key] = new_tensordict(_gather(leaf, index, rows), index.shape, None, index.device)
+        elif rows is not None and count <= most:
+            found[key] = torch.from_numpy(array.take(rows, 0))
+        else:
+            found[key] = leaf.index_select(0, index)
+    return found
+
+
+def _array(leaf: Tensor) -> NDArray[Any] | None:
     try:
-        return [leaf.numpy() for leaf in leaves]
+        return leaf.numpy()
     except (TypeError, RuntimeError):  # another device, or a dtype that numpy does not know
-        return []
+        return None

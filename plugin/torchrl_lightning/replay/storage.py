@@ -16,7 +16,7 @@ from torchrl_lightning.replay.cells import Cells
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.files import Rows, read_state, write_state
 from torchrl_lightning.replay.memmap import WriteMarks, allocate_files, map_files, sync_files
-from torchrl_lightning.replay.memory import check_room
+from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, row_bytes, to_tensordict, tree_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RingStorage(StorageBase):
-    """One flat array of ``max_size`` cells, read by ``index_select`` on cached leaves.
+    """One flat array of ``max_size`` cells, read leaf by leaf.
 
     A plain one-dimensional TorchRL storage: in memory, on a device, or in memory-mapped files that may be larger than
     memory. Memory is reserved at the first write, whose keys, shapes, dtypes and device become the schema; another
@@ -142,7 +142,9 @@ class RingStorage(StorageBase):
             if self.scratch_dir is not None:
                 cells = allocate_files(self.scratch_dir, tree, self.max_size)
             else:
-                cells = map_leaves(lambda leaf: leaf.new_empty((self.max_size, *leaf.shape[1:])), tree)
+                cells = map_leaves(
+                    lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
+                )
         self.adopt(cells)
 
     def adopt(self, tree: Tree) -> None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning._compat import entries_of
 
 Tree = dict[str, Any]
 """Nested dict whose leaves are tensors."""
@@ -54,16 +54,6 @@ def to_tensordict(tree: Tree, batch: torch.Size, device: torch.device | None = N
     """Build a TensorDict over the leaves of a tree."""
     entries = {k: to_tensordict(v, batch, device) if isinstance(v, dict) else v for k, v in tree.items()}
     return TensorDict(entries, batch, device=device)
-
-
-def gather(tree: Tree, index: Tensor) -> dict[str, Any]:
-    """Read rows ``index`` (``[B]``) of every leaf by ``index_select``; nested levels become TensorDicts."""
-    return {
-        key: new_tensordict(gather(leaf, index), index.shape, None, index.device)
-        if type(leaf) is dict
-        else leaf.index_select(0, index)
-        for key, leaf in tree.items()
-    }
 
 
 def name_of(path: Path) -> str:
