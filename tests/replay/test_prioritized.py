@@ -565,3 +565,17 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
         assert torch.equal(stamps, table.generations[cells])
         leaves = table.tree.leaves[cells]
         torch.testing.assert_close(weights, ((leaves / leaves.min()) ** -0.5).float())
+
+
+def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
+    ours = ExperienceBuffer(storage=RingStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0, eps=0.0), batch_size=8)
+    ours.extend(TensorDict({"a": torch.arange(4)}, [4]))
+    batch = ours.sample()
+    ours.extend(TensorDict({"a": torch.arange(2)}, [2]))
+    batch["td_error"] = torch.full((8,), 7.0)
+    ours.update_tensordict_priority(batch)
+    assert set(batch["index"].tolist()) == {0, 1, 2, 3}
+    assert ours.sampler.table.priorities.tolist() == [1, 1, 7, 7]
+    del batch["write_generation"]
+    ours.update_tensordict_priority(batch)
+    assert ours.sampler.table.priorities.tolist() == [7, 7, 7, 7]

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl_lightning._compat import BufferBase, new_tensordict
 from torchrl_lightning.replay.buffer_state import find_cells, gather_state, place_of, restore_state
 from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
@@ -223,7 +224,8 @@ class ExperienceBuffer(BufferBase):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
 
-        Does nothing if the sampler knows no priorities.
+        Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch was
+        drawn (its ``write_generation``) keep the priority of what they hold now.
 
         Raises:
             KeyError: the batch has no priorities or no ``index``.
@@ -238,7 +240,9 @@ class ExperienceBuffer(BufferBase):
         priority = priority.detach()
         if priority.ndim > index.ndim:
             priority = priority.reshape(index.shape)
-        self.give_priority(index.reshape(-1), priority.reshape(-1))
+        generation = data.get("write_generation", None)
+        kwargs = {"generation": generation} if isinstance(sampler, PrioritizedSampler) else {}
+        self.give_priority(index.reshape(-1), priority.reshape(-1), **kwargs)
 
 
 def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
