@@ -61,3 +61,82 @@ class EpisodeTracker:
         """Takes the sums of :meth:`state_dict`."""
         self._returns.copy_(state["returns"])
         self._lengths.copy_(state["lengths"])
+
+
+class FinishedEpisodes:
+    """Means over the episodes that ended since they were last asked for.
+
+    Rollouts of a single step are common here, so that each is only noted; what ended is found for many at once.
+
+    Args:
+        num_envs: number of environments.
+
+    Example:
+        >>> episodes = FinishedEpisodes(1)
+        >>> episodes.add(torch.ones(1, 3, 1), torch.tensor([[[False], [True], [False]]]))
+        >>> episodes.summary()
+        {'train/return': 2.0, 'train/length': 2.0, 'train/episodes': 1.0}
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._tracker = EpisodeTracker(num_envs)
+        self._noted: list[tuple[Tensor, Tensor]] = []
+        self._returns: list[Tensor] = []
+        self._lengths: list[Tensor] = []
+
+    def add(self, reward: Tensor, done: Tensor, *, cut: bool = False) -> None:
+        """Take the rewards and done flags ``[N, T, *]`` of a rollout.
+
+        Args:
+            reward: summed over trailing dimensions.
+            done: any of them ends an episode.
+            cut: whether the environments are reset afterwards; episodes that this ends do not count.
+        """
+        # Copies: a collector may use its memory again.
+        self._noted.append((reward.clone(), done.clone()))
+        if cut or len(self._noted) >= 1024:
+            self._flush()
+        if cut:
+            self._tracker.reset()
+
+    def _flush(self) -> None:
+        if not self._noted:
+            return
+        rewards, dones = zip(*self._noted, strict=True)
+        self._noted.clear()
+        reward, done = torch.cat(rewards, 1), torch.cat(dones, 1)
+        returns, lengths = self._tracker.update(
+            reward.flatten(2).sum(-1).transpose(0, 1), done.flatten(2).any(-1).transpose(0, 1)
+        )
+        self._returns.append(returns)
+        self._lengths.append(lengths)
+
+    def summary(self) -> dict[str, float]:
+        """Mean return and length and the number of the episodes, which are then forgotten; empty if there are none."""
+        self._flush()
+        if not self._returns:
+            return {}
+        returns, lengths = torch.cat(self._returns), torch.cat(self._lengths)
+        self._returns, self._lengths = [], []
+        if not len(returns):
+            return {}
+        return {
+            "train/return": returns.mean().item(),
+            "train/length": lengths.double().mean().item(),
+            "train/episodes": float(len(returns)),
+        }
+
+    def forget_unfinished(self) -> None:
+        """Forget unfinished episodes, as when every environment has been reset."""
+        self._flush()
+        self._tracker.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the sums carried over."""
+        self._flush()
+        return self._tracker.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the sums of :meth:`state_dict`."""
+        self._noted, self._returns, self._lengths = [], [], []
+        self._tracker.load_state_dict(state)

@@ -5,47 +5,65 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torchrl.envs import MultiStepTransform
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.episodes import EpisodeTracker
+from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
+from torchrl_lightning.datamodules.ranks import state_of_rank
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.replay import ExperienceBuffer
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = ("inside", "beside", "none")
+# What repeats the step before, or only serves bookkeeping, is not worth its memory.
+LEFT_OUT = ("collector", "done", "terminated", "truncated")
 
 
 class ReplayDataModule(ExperienceDataModule):
     """Serves ``updates_per_epoch`` batches a Lightning epoch from a replay buffer that grows in step with them.
 
-    Before update ``u`` (counted from 0 over the whole run) the environments have been stepped for at least
-    ``warmup_frames + u * frames_per_update`` frames; the ratio is kept through a resume, because both counters travel
-    in the checkpoint. After each update the priorities that the loss wrote into the batch are taken back.
+    Before update ``u`` (counted from 0 over the whole run) each rank's environments have been stepped for
+    ``warmup_frames + u * frames_per_update`` frames, rounded up to the next multiple of ``frames_per_batch``; the ratio
+    is kept exactly, also through a resume. A batch is drawn when its update begins, never ahead. After each update the
+    priorities that the loss wrote into the batch are taken back.
 
     Args:
         env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
-        buffer: a callable that takes ``num_envs`` and ``generator`` and gives the replay buffer.
+        buffer: a callable that takes ``num_envs`` and gives the replay buffer.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: batches of one epoch.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
-        warmup_frames: frames collected with random actions before the first update.
+        warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
+            given as ``collector=`` does so by its ``init_random_frames``).
         n_steps: length of the returns that TorchRL's ``MultiStepTransform`` folds each transition into.
         gamma: their discount.
         write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
             stored.
-        checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state;
-            or ``"none"``: a resumed run then fills its buffer anew, with a warning.
+        checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state
+            and without a copy where the cells are memory-mapped files; or ``"none"``: a resumed run then collects
+            ``warmup_frames`` anew, with a warning. Under several ranks ``"inside"`` means ``"beside"``: buffers are not
+            gathered, each rank writes its own.
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
+        frames_per_batch: frames collected at a time; one step of every environment if None.
+        num_envs: environments stepped side by side, on each rank.
+        kwargs: as for :class:`ExperienceDataModule`.
 
     Raises:
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown.
+
+    Example:
+        >>> data = ReplayDataModule("CartPole-v1", buffer=ExperienceBuffer, num_envs=2, updates_per_epoch=100)
+        >>> data
+        ReplayDataModule(env=CartPole-v1, num_envs=2, frames_per_batch=2, total_frames=-1, frames=0)
+        >>> len(data.train_dataloader())
+        100
     """
 
     def __init__(
@@ -67,7 +85,10 @@ class ReplayDataModule(ExperienceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            env, num_envs=num_envs, frames_per_batch=num_envs if frames_per_batch is None else frames_per_batch, **kwargs
+            env,
+            num_envs=num_envs,
+            frames_per_batch=num_envs if frames_per_batch is None else frames_per_batch,
+            **kwargs,
         )
         for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch), ("n_steps", n_steps)):
             if value < 1:
@@ -89,10 +110,15 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
+        # As a fraction: 30 * 0.1 is more than 3 as a floating-point number, and would ask for a fourth frame.
+        self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
+        self._refilled = 0
         self._served: TensorDictBase | None = None
-        self._tracker = EpisodeTracker(self.num_envs)
+        self._lookahead = Lookahead(n_steps, gamma) if n_steps > 1 else None
+        self._episodes = FinishedEpisodes(self.num_envs)
         self._metrics: dict[str, float] = {}
-        self._returns: list[float] = []
+        self._snapshots: BufferSnapshots | None = None
+        self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
 
     @property
     def batches_per_epoch(self) -> int:
@@ -111,15 +137,22 @@ class ReplayDataModule(ExperienceDataModule):
     def setup(self, stage: str) -> None:
         """Builds environment and buffer, once."""
         super().setup(stage)
-        if stage == "fit" and self.buffer is None:
-            self.buffer = self._build_buffer()
-        if stage == "fit" and not len(self._require_buffer()):
-            self._require_buffer().generator.manual_seed(self._rank_seed)
+        if stage == "fit":
+            if self.buffer is None:
+                self.buffer = self._build_buffer()
+            if not len(self.buffer) and not self.updates:
+                self.buffer.generator.manual_seed(self._rank_seed)
+
+    def teardown(self, stage: str) -> None:
+        """Takes the last batch back, and ends collector and environment after a fit."""
+        if stage == "fit":
+            self._take_back()
+        super().teardown(stage)
 
     def _build_buffer(self) -> ExperienceBuffer:
         buffer = self._make_buffer(num_envs=self.num_envs)
-        if self.n_steps > 1:
-            buffer.append_transform(MultiStepTransform(n_steps=self.n_steps, gamma=self.gamma))
+        if self._lookahead is not None:
+            buffer.append_transform(self._lookahead.transform)
         return buffer
 
     # ------------------------------------------------------------------ the stream
@@ -135,41 +168,54 @@ class ReplayDataModule(ExperienceDataModule):
         module, buffer = self._module(), self._require_buffer()
         # A buffer whose documented `sample` gives something else says here how to sample TensorDicts.
         sample = getattr(buffer, "sample_tensordict", buffer.sample)
-        self._metrics, collected, sampled = {}, 0.0, 0.0
-        finished: list[tuple[float, float]] = []
-        for left in range(self.updates_per_epoch, 0, -1):
+        left_out = self._left_out(buffer)
+        collected = sampled = 0.0
+        for left in range(self.updates_per_epoch - self._batches_served(), 0, -1):
             # The batch before, also when it was the last of the epoch before: nothing runs behind the last yield.
             self._take_back()
             began = time.perf_counter()
-            if not self._collect_frames(module, buffer, finished):
-                return
-            collected += time.perf_counter() - began
-            began = time.perf_counter()
+            while self._frames_missing() > 0 or not len(buffer):
+                if not self._collect_frames(module, buffer, left_out):
+                    return
+            drawing = time.perf_counter()
             batch = sample(self.batch_size)
-            sampled += time.perf_counter() - began
+            self._snapshot = None
             self.updates += 1
-            if left == 1:
-                self._measure(finished, collected, sampled)
-                self._stop_at_total_frames()
+            collected += drawing - began
+            sampled += time.perf_counter() - drawing
+            is_last = self._is_over()
+            if is_last or left == 1:
+                self._metrics = {"time/collect": collected, "time/sample": sampled, **self._episodes.summary()}
+            if is_last and self.trainer is not None:
+                self.trainer.should_stop = True
             yield batch
 
-    def _collect_frames(self, module: Any, buffer: ExperienceBuffer, finished: list[tuple[float, float]]) -> bool:
-        """Steps the environments until the next update may be made; False when the collector has ended."""
-        wanted = self.warmup_frames + self.updates * self.frames_per_update
-        while self.frames / self.world_size < wanted or len(buffer) == 0:
-            rollout = self._collect(module.policy)
-            if rollout is None:
-                return False
-            if rollout.ndim == 1:
-                rollout = rollout.unsqueeze(0)
-                rollout.names = [None, "time"]
-            reward, done = rollout["next", "reward"], rollout["next", "done"]
-            returns, lengths = self._tracker.update(
-                reward.flatten(2).sum(-1).transpose(0, 1), done.flatten(2).any(-1).transpose(0, 1)
-            )
-            finished.extend(zip(returns.tolist(), lengths.tolist(), strict=True))
-            # What repeats the step before or only serves bookkeeping is not worth its memory.
-            buffer.extend(rollout.exclude("collector", "done", "terminated", "truncated"))
+    def _frames_missing(self) -> float:
+        """How many more frames the next update waits for."""
+        ratio, frames = self._ratio, self.frames // self.world_size
+        wanted = (self.warmup_frames + self._refilled - frames) * ratio.denominator + self.updates * ratio.numerator
+        return wanted / ratio.denominator
+
+    def _is_over(self) -> bool:
+        """Whether all frames are collected and all updates that they allow are served."""
+        return 0 <= self.total_frames <= self.frames and self._frames_missing() > 0
+
+    def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
+        """Steps the environments once more; False when the collector has ended."""
+        rollout = self._collect(module.policy)
+        if rollout is None:
+            return False
+        self._snapshot = None
+        if rollout.ndim == 1:
+            rollout = rollout.unsqueeze(0)
+            rollout.names = [None, "time"]
+        self._episodes.add(rollout["next", "reward"], rollout["next", "done"], cut=self.reset_at_each_batch)
+        if self.reset_at_each_batch:
+            cut_off(rollout)
+        rollout = rollout.exclude(*left_out)
+        if self._lookahead is not None:
+            self._lookahead.note(rollout)
+        buffer.extend(rollout)
         return True
 
     def _take_back(self) -> None:
@@ -178,17 +224,29 @@ class ReplayDataModule(ExperienceDataModule):
         buffer = self.buffer
         if batch is None or buffer is None:
             return
+        self._snapshot = None
         buffer.update_tensordict_priority(batch)
         if self.write_back:
             buffer.write_back(batch, self.write_back)
 
-    def _measure(self, finished: list[tuple[float, float]], collected: float, sampled: float) -> None:
-        self._metrics = {"time/collect": collected, "time/sample": sampled}
-        if finished:
-            returns, lengths = zip(*finished, strict=True)
-            self._metrics["train/return"] = sum(returns) / len(returns)
-            self._metrics["train/length"] = sum(lengths) / len(lengths)
-            self._metrics["train/episodes"] = float(len(returns))
+    def _batches_served(self) -> int:
+        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
+        loop = getattr(self.trainer, "fit_loop", None)
+        return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
+
+    def _is_unlearned(self) -> bool:
+        """Whether the update that the last batch was served for has not been made, e.g. because it failed."""
+        loop = getattr(self.trainer, "fit_loop", None)
+        if self._served is None or loop is None:
+            return False
+        progress = loop.epoch_loop.batch_progress.current
+        return progress.processed < progress.ready
+
+    @staticmethod
+    def _left_out(buffer: ExperienceBuffer) -> list[str]:
+        key = getattr(buffer.sampler, "traj_key", None)
+        needed = key[0] if isinstance(key, tuple) else key
+        return [name for name in LEFT_OUT if name != needed]
 
     def _require_buffer(self) -> ExperienceBuffer:
         if self.buffer is None:
@@ -201,47 +259,82 @@ class ReplayDataModule(ExperienceDataModule):
     # ------------------------------------------------------------------ state
 
     def fingerprint(self) -> dict[str, Any]:
-        """Adds the kind of buffer."""
+        """Adds the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
         if self.buffer is None:
             self.buffer = self._build_buffer()
-        buffer = self.buffer
         return {
             **super().fingerprint(),
-            "buffer": type(buffer).__name__,
-            "capacity": int(buffer.storage.max_size),
+            "buffer": type(self.buffer).__name__,
+            "sampler": type(self.buffer.sampler).__name__,
+            "capacity": int(self.buffer.storage.max_size),
             "n_steps": self.n_steps,
+            "frames_per_update": str(self._ratio),
+            "warmup_frames": self.warmup_frames,
         }
 
     def _rank_state(self) -> dict[str, Any]:
-        self._take_back()
-        state = {**super()._rank_state(), "updates": self.updates, "episodes": self._tracker.state_dict()}
-        if self.buffer is not None and self.checkpoint_buffer == "inside":
+        state = super()._rank_state()
+        unlearned = self._is_unlearned()
+        if not unlearned:
+            self._take_back()
+        # An update that was not made is made anew by the resumed run.
+        state["updates"] = self.updates - unlearned
+        state["refilled"] = self._refilled
+        state["episodes"] = self._episodes.state_dict()
+        if self.buffer is None or self._kept == "none":
+            return state
+        if self._lookahead is not None:
+            state["lookahead"] = self._lookahead.state_dict()
+        if self._kept == "inside":
             state["buffer"] = self.buffer.state_dict()
-        elif self.buffer is not None and self.checkpoint_buffer == "beside":
-            state["snapshot"] = self._snapshots.save(self.buffer, self.updates)
+        else:
+            if self._snapshot is None:
+                self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
+            state["snapshot"] = self._snapshot
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores counters, generators and, if it was kept, the buffer; the collector follows at the first update."""
-        super().load_state_dict(state)
-        own = self._restored
-        if own is None or self.buffer is None:
-            return
-        self.updates = int(own["updates"])
-        if self.reset_at_each_batch:
-            self._tracker.load_state_dict(own["episodes"])
+        """Restores counters, generators and, if it was kept, the buffer; the collector follows at the first update.
+
+        Raises:
+            ValueError: if it comes from another environment, buffer, ratio, number of ranks or state version.
+            FileNotFoundError: if the buffer beside the checkpoint is gone.
+        """
+        self.check_state(state)
+        rank = self.trainer.global_rank if self.trainer is not None else 0
+        own = state_of_rank(state["ranks"], rank, self.world_size)
+        buffer = self.buffer if self.buffer is not None else self._build_buffer()
+        refilled = int(own["refilled"])
         if "buffer" in own:
-            self.buffer.load_state_dict(own.pop("buffer"))
+            buffer.load_state_dict(own["buffer"])
         elif "snapshot" in own:
-            self._snapshots.load(self.buffer, own["snapshot"])
+            self._snapshots_here().load(buffer, own["snapshot"])
         else:
+            refilled += self.warmup_frames
             logger.warning(
-                "the checkpoint holds no replay buffer (checkpoint_buffer='none'): updates go on from what is collected "
-                "from now on. Resume with checkpoint_buffer='inside' or 'beside' to keep it."
+                "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %d frames are collected anew before "
+                "the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
+                self.warmup_frames,
             )
+        super().load_state_dict(state)
+        self.buffer, self.updates, self._refilled = buffer, int(own["updates"]), refilled
+        self._served = self._snapshot = None
+        self._episodes.load_state_dict(own["episodes"])
+        if not self.reset_at_each_batch:
+            # The environments start anew, and what their unfinished episodes had gathered is gone with them.
+            self._episodes.forget_unfinished()
+        if self._lookahead is not None and "lookahead" in own:
+            self._lookahead.load_state_dict(own["lookahead"], cut=not self.reset_at_each_batch)
+        # The tensors of the buffer are not needed twice.
+        self._restored = {key: value for key, value in own.items() if key not in ("buffer", "lookahead")}
 
     @property
-    def _snapshots(self) -> BufferSnapshots:
-        trainer = self.trainer
-        root = Path(self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer")
-        return BufferSnapshots(root / f"rank_{trainer.global_rank if trainer is not None else 0}")
+    def _kept(self) -> str:
+        return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
+
+    def _snapshots_here(self) -> BufferSnapshots:
+        if self._snapshots is None:
+            trainer = self.trainer
+            root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
+            self._snapshots = BufferSnapshots(Path(root), trainer.global_rank if trainer is not None else 0)
+        return self._snapshots

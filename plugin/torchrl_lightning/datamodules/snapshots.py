@@ -2,52 +2,104 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torchrl_lightning.replay import ExperienceBuffer
 
 KEPT = 2
+_RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
 class BufferSnapshots:
-    """A folder of buffer states, one subfolder for each, of which the newest are kept.
+    """A folder of buffer states, one subfolder for each, of which a run keeps the newest.
 
-    A state that exists already is not written again, so that several checkpoints of one moment share it.
+    Below ``root`` every run has a folder of its own, and those that resume it go on there, so that runs that share a
+    ``root`` never remove or mistake each other's states. A state appears at once, complete, or not at all. What a run
+    resumed from is removed only when two states of its own exist: by then a checkpoint that refers to the older one was
+    written, or the second would not have been asked for.
 
     Args:
-        folder: where they lie; made when the first one is written.
+        root: where all runs' folders lie; made when the first state is written.
+        rank: which process this is; each has a folder of its own.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> buffer = ExperienceBuffer()
+        >>> _ = buffer.extend(TensorDict({"a": torch.arange(3)}, [3]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     reference = BufferSnapshots(Path(folder)).save(buffer, 10)
+        ...     other = ExperienceBuffer()
+        ...     BufferSnapshots(Path(folder)).load(other, reference)
+        >>> len(other)
+        3
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, root: Path, rank: int = 0) -> None:
+        self.root = Path(root).absolute()
+        self.rank = rank
+        self.run = secrets.token_hex(4)
+        self._written: list[str] = []
 
-    def save(self, buffer: ExperienceBuffer, updates: int) -> str:
-        """Writes the state after so many updates, atomically; gives its name and removes the oldest ones."""
-        name = f"after_{updates}"
-        if not (self.folder / name).is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            buffer.dumps(self.folder / name)
-        for old in self.names()[:-KEPT]:
-            if old != name:
-                shutil.rmtree(self.folder / old, ignore_errors=True)
-        return name
+    @property
+    def folder(self) -> Path:
+        """Where this run's states lie."""
+        return self.root / self.run / f"rank_{self.rank}"
 
-    def names(self) -> list[str]:
-        """Names of the states at hand, oldest first."""
-        found = [path.name for path in self.folder.glob("after_*") if path.name.removeprefix("after_").isdigit()]
-        return sorted(found, key=lambda name: int(name.removeprefix("after_")))
+    def save(self, buffer: ExperienceBuffer, updates: int) -> dict[str, Any]:
+        """Write the buffer's state, atomically, then remove what is too old.
 
-    def load(self, buffer: ExperienceBuffer, name: str) -> None:
-        """Reads a state into the buffer.
+        Memory-mapped cells are not copied: the state refers to them where they lie.
+
+        Args:
+            buffer: what to write.
+            updates: how many there were, for the name.
+
+        Returns:
+            What :meth:`load` needs to find it.
+        """
+        name = f"after_{updates}_{secrets.token_hex(4)}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        in_files = getattr(buffer.storage, "scratch_dir", None) is not None
+        buffer.dumps(self.folder / name, copy=False if in_files else None)
+        self._written.append(name)
+        if len(self._written) >= KEPT:
+            self._remove_all_but(self._written[-KEPT:])
+        return {"folder": str(self.folder), "run": self.run, "name": name}
+
+    def _remove_all_but(self, names: list[str]) -> None:
+        # Also what a killed process had begun (hidden folders) or had finished without writing its checkpoint.
+        for old in self.folder.iterdir():
+            if old.name not in names and old.name.lstrip(".").startswith("after_"):
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:
+        """Read a state into the buffer, and go on in the folder of the run that wrote it, if it is below ``root``.
+
+        Args:
+            buffer: takes the state.
+            reference: what :meth:`save` gave.
 
         Raises:
             FileNotFoundError: if it is not there any more; names those that are.
+            ValueError: if it is damaged does not fit the buffer, or the reference is none of ours.
         """
-        if not (self.folder / name).is_dir():
+        run, name = str(reference["run"]), str(reference["name"])
+        if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):
+            raise ValueError(f"the checkpoint refers to a replay buffer as {run!r}, {name!r}, which we never wrote.")
+        recorded, here = Path(str(reference["folder"])), self.root / run / f"rank_{self.rank}"
+        found = next((folder for folder in (here, recorded) if (folder / name).is_dir()), None)
+        if found is None:
+            there = sorted(path.name for path in recorded.glob("after_*"))
             raise FileNotFoundError(
-                f"the checkpoint refers to the replay buffer {self.folder / name}, which does not exist; there is "
-                f"{', '.join(self.names()) or 'none'}. Only the newest {KEPT} are kept: resume from the last checkpoint, "
-                "or pass the buffer_dir of the run that wrote it."
+                f"the checkpoint refers to the replay buffer {recorded / name}, which is neither there nor in {here}; "
+                f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last checkpoint, "
+                "or pass the buffer_dir that its folder was moved to."
             )
-        buffer.loads(self.folder / name)
+        buffer.loads(found / name)
+        self.run, self._written = run, []
