@@ -12,6 +12,17 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from torchrl_lightning._replay_schemas import (
+    ExperienceBufferSchema,
+    PrioritizedSamplerSchema,
+    RecurrentReplayBufferSchema,
+    ReplayDataSchema,
+    RingStorageSchema,
+    SequenceSamplerSchema,
+    SimpleReplayBufferSchema,
+    UniformSamplerSchema,
+)
+
 GROUP = "torchrl_lightning/schema"
 
 
@@ -84,11 +95,33 @@ class VTraceBufferSchema(VanillaOnPolicyBufferSchema):
     action_key: Any = "action"
 
 
+@dataclass
+class PPOBufferSchema(VanillaOnPolicyBufferSchema):
+    """Arguments of :class:`torchrl_lightning.PPOBuffer`."""
+
+    _target_: str = "torchrl_lightning.PPOBuffer"
+    obs_dim: int | None = MISSING
+    act_dim: int | None = MISSING
+    batch_size: int = MISSING
+    gamma: float = 0.99
+    lam: float = 0.95
+    eps: float = 1e-3
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("data", "on_policy"): OnPolicyDataSchema,
+    ("data", "replay"): ReplayDataSchema,
     ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
     ("buffer", "gae"): GAEBufferSchema,
     ("buffer", "vtrace"): VTraceBufferSchema,
+    ("buffer", "ppo"): PPOBufferSchema,
+    ("buffer", "experience"): ExperienceBufferSchema,
+    ("buffer", "recurrent"): RecurrentReplayBufferSchema,
+    ("buffer", "simple"): SimpleReplayBufferSchema,
+    ("storage", "ring"): RingStorageSchema,
+    ("sampler", "uniform"): UniformSamplerSchema,
+    ("sampler", "prioritized"): PrioritizedSamplerSchema,
+    ("sampler", "sequence"): SequenceSamplerSchema,
 }
 
 

@@ -7,15 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from configs.processes import environment
-from torchrl_lightning import OnPolicyDataModule
+from torchrl_lightning import OnPolicyDataModule, PrioritizedSampler, ReplayDataModule, SequenceSampler
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
 HERE = Path(__file__).resolve().parent
@@ -43,6 +46,19 @@ def test_data_gae_is_found_and_built(compose_in):
     assert len(data.train_dataloader()) == 8
 
 
+def test_data_prioritized_is_found_and_built(compose_in):
+    sizes = ("data.num_envs=2", "data.updates_per_epoch=5", "data.buffer.storage.max_size=64")
+    data = instantiate(compose_in(FOREIGN_APP, "config", "data=prioritized", *sizes).data)
+    assert isinstance(data, ReplayDataModule)
+    assert len(data.train_dataloader()) == 5
+    data.setup("fit")
+    try:
+        assert isinstance(data.buffer.sampler, PrioritizedSampler)
+        assert (data.buffer.storage.max_size, data.buffer.sampler.max_size, data.buffer.writer.num_envs) == (64, 64, 2)
+    finally:
+        data.close()
+
+
 @pytest.mark.parametrize("option", sorted(path.stem for path in EXPORT_DIR.glob("data/*.yaml")))
 def test_every_exported_option_is_found(compose_in, option):
     cfg = compose_in(FOREIGN_APP, "config", f"data={option}")
@@ -59,15 +75,19 @@ def test_an_app_sees_nothing_of_ours_but_data():
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "schema"),
+    ("option", "override", "key", "schema"),
     [
-        ("data.batchsize=3", "batchsize", "OnPolicyDataSchema"),
-        ("data.buffer.gae_lamda=0.9", "gae_lamda", "GAEBufferSchema"),
+        ("gae", "data.batchsize=3", "batchsize", "OnPolicyDataSchema"),
+        ("gae", "data.buffer.gae_lamda=0.9", "gae_lamda", "GAEBufferSchema"),
+        ("uniform", "data.batchsize=3", "batchsize", "ReplayDataSchema"),
+        ("uniform", "data.buffer.storage.size=3", "size", "RingStorageSchema"),
+        ("prioritized", "data.buffer.sampler.alfa=1", "alfa", "PrioritizedSamplerSchema"),
+        ("recurrent", "data.buffer.size=3", "size", "RecurrentReplayBufferSchema"),
     ],
 )
-def test_a_typo_names_the_field(compose_in, override, key, schema):
+def test_a_typo_names_the_field(compose_in, option, override, key, schema):
     with pytest.raises(ConfigCompositionException) as error:
-        compose_in(FOREIGN_APP, "config", override)
+        compose_in(FOREIGN_APP, "config", f"data={option}", override)
     assert f"Key '{key}' not in '{schema}'" in str(error.value.__cause__)
 
 
@@ -76,7 +96,7 @@ def test_an_unknown_option_lists_the_known_ones(compose_in):
         compose_in(FOREIGN_APP, "config", "data=gea")
     message = str(error.value)
     assert "Could not find 'data/gea'" in message
-    assert {"gae", "vanilla", "vtrace"} <= {line.strip() for line in message.splitlines()}
+    assert {"gae", "prioritized", "vanilla", "vtrace"} <= {line.strip() for line in message.splitlines()}
 
 
 def test_the_apps_own_option_of_the_same_name_wins(compose_in, tmp_path):
@@ -108,3 +128,19 @@ def test_data_composes_beside_torchrls_groups(torchrl_app):
     assert cfg.buffer_sampler._target_ == "torchrl_lightning.MinibatchSampler"
     assert cfg.logger.log_dir == "own_logs"
     assert cfg.logger._target_ == "torchrl.record.loggers.csv.CSVLogger"
+
+
+def test_our_samplers_serve_torchrls_buffers(torchrl_app):
+    cfg = OmegaConf.create(torchrl_app)
+    number = torch.arange(10)
+    done = {"done": (number == 5).unsqueeze(-1)}
+    for node, kind in ((cfg.prioritized_buffer, PrioritizedSampler), (cfg.sequence_buffer, SequenceSampler)):
+        buffer = instantiate(node)
+        assert (type(buffer), type(buffer.storage)) == (TensorDictReplayBuffer, LazyTensorStorage)
+        assert isinstance(buffer.sampler, kind)
+        buffer.extend(TensorDict({"number": number, "next": done}, [10]))
+        batch = buffer.sample()
+        assert batch["number"].tolist() == batch["index"].tolist()
+    windows = batch["number"].reshape(4, 3)
+    assert torch.equal(windows, windows[:, :1] + torch.arange(3))
+    assert not (windows[:, :-1] == 5).any()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from hydra.utils import get_class
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from configs.processes import environment
 from configs.signatures import constructor_arguments
@@ -18,15 +18,29 @@ from torchrl_lightning._conf import EXPORT_DIR
 from torchrl_lightning._schemas import SCHEMAS, register_schemas
 
 # What the DataModule hands over itself, or knows better than a config: the shape of its rollouts and mini-batches.
-FILLED_IN = {
-    "buffer": {
-        *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic", "generator"),
-        *("num_envs", "time_dim", "batch_size"),
-    },
-    "data": set(),
+ON_POLICY = {
+    *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic", "generator"),
+    *("num_envs", "time_dim"),
+}
+# Besides: what TorchRL offers to programs that share a buffer between processes, or that bring functions of their own.
+REPLAY = {
+    *("num_envs", "generator", "dim_extend"),
+    *("collate_fn", "transform_factory", "checkpointer", "consume_after_n_samples", "shared", "compilable"),
+    *("delayed_init", "service_backend", "service_backend_options", "transport", "transport_options"),
+}
+FILLED_IN: dict[tuple[str, str], set[str]] = {
+    **{("buffer", name): {*ON_POLICY, "batch_size"} for name in ("vanilla", "gae", "vtrace")},
+    ("buffer", "ppo"): ON_POLICY,
+    **{("buffer", name): {*REPLAY, "batch_size"} for name in ("experience", "recurrent")},
+    ("buffer", "simple"): REPLAY,
+    ("storage", "ring"): {"compilable"},
+    # The buffer has the generator; a dtype has no name in YAML.
+    ("sampler", "uniform"): {"generator"},
+    ("sampler", "prioritized"): {"generator", "dtype"},
+    ("sampler", "sequence"): {"generator"},
 }
 # A config has no classes: what is left out there has another default here, or none.
-OTHER_DEFAULT = {("data", "buffer"): MISSING}
+OTHER_DEFAULT = {("data", "on_policy", "buffer")}
 
 
 def own_fields(schema: type) -> dict[str, dataclasses.Field]:
@@ -38,12 +52,13 @@ def test_fields_are_the_arguments_with_equal_defaults(group, name):
     schema = SCHEMAS[group, name]
     arguments = constructor_arguments(get_class(schema._target_))
     fields = own_fields(schema)
-    assert set(fields) == set(arguments) - FILLED_IN[group]
-    assert FILLED_IN[group] <= set(arguments)
+    filled_in = FILLED_IN.get((group, name), set())
+    assert set(fields) == set(arguments) - filled_in
+    assert filled_in <= set(arguments)
     stored = OmegaConf.structured(schema)
     for field in fields:
         default = arguments[field].default
-        if (group, field) in OTHER_DEFAULT or default is inspect.Parameter.empty:
+        if (group, name, field) in OTHER_DEFAULT or default is inspect.Parameter.empty:
             assert OmegaConf.is_missing(stored, field), field
         else:
             value = OmegaConf.to_container(stored)[field]

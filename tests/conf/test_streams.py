@@ -1,0 +1,92 @@
+"""What every `data=` option gives is learned from, with the models that it is meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from torchrl_lightning import ReplayDataModule
+
+SMALL = ("data.num_envs=2", "data.eval_episodes=1", "data.eval_num_envs=1")
+REPLAY = ("data.updates_per_epoch=6", "data.warmup_frames=40", "data.batch_size=8")
+WINDOWS = ("torchrl_lightning/schema/sampler@data.buffer.sampler=sequence", "data.buffer.sampler.batch_length=5")
+
+
+@pytest.fixture
+def fit(compose_train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    def run(*overrides: str) -> tuple[Any, Any, list[Any]]:
+        cfg = compose_train("~experiment", *overrides, *SMALL)
+        data, module, served = instantiate(cfg.data), instantiate(cfg.model), []
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            served.append(batch)
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", limit_val_batches=0, default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, datamodule=data)
+        return data, module, served
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("option", "model", "env"),
+    [
+        ("uniform", "td3", "pendulum"),
+        ("prioritized", "dqn", "cartpole"),
+        ("sequence", "dqn_recurrent", "cartpole_hidden_velocity"),
+        ("sequence", "sac_recurrent", "pendulum_hidden_velocity"),
+        ("recurrent", "sac", "pendulum"),
+        ("simple", "sac", "pendulum"),
+    ],
+)
+def test_replay(fit, option, model, env):
+    data, module, served = fit(f"data={option}", f"model={model}", f"env={env}", *REPLAY)
+    assert isinstance(data, ReplayDataModule)
+    assert (data.updates, module.updates, len(served)) == (6, 6, 6)
+    # Of each environment the same number of steps, as many in all as were asked for before the sixth update.
+    assert len(data.buffer) == data.frames == 46
+    assert data.buffer.writer.positions.tolist() == [23, 23]
+    for batch in served:
+        assert batch.shape == ((8, 16) if option == "sequence" else (8,))
+        assert ("priority_weight" in batch) == (option == "prioritized")
+        if option == "simple":
+            assert len(batch["index"].unique()) == 8
+
+
+def test_priorities_come_back(fit):
+    data, _, served = fit("data=prioritized", "model=dqn", *REPLAY)
+    data.state_dict()  # takes back those of the last batch too
+    priorities = data.buffer.sampler.state_dict()["priorities"]
+    last = served[-1]
+    for cell, priority in zip(last["index"].tolist(), priorities[last["index"]].tolist(), strict=True):
+        assert priority in last["td_error"][last["index"] == cell].tolist()
+
+
+def test_velora_buffer_gives_windows_too(fit):
+    data, module, served = fit(
+        "data=recurrent",
+        "model=dqn_recurrent",
+        "env=cartpole_hidden_velocity",
+        *REPLAY,
+        *WINDOWS,
+        "data.buffer.sampler.episode_ends=pad",
+    )
+    assert [batch.shape for batch in served] == [torch.Size([8, 5])] * 6
+    assert data.buffer.hidden_dim == module.network.hidden_size
+
+
+def test_l2r_rollouts(fit):
+    data, _, served = fit("data=ppo", "model=ppo", "data.frames_per_batch=32", "data.mini_batch_size=8")
+    assert len(served) == 16
+    assert all(batch["advantage"].isfinite().all() for batch in served)
+    assert (data.buffer.obs_dim, data.buffer.size) == (None, 16)
