@@ -98,7 +98,7 @@ class BufferSnapshots:
             there = sorted(path.name for path in recorded.glob("after_*"))
             raise FileNotFoundError(
                 f"the checkpoint refers to the replay buffer {recorded / name}, which is neither there nor in {here}; "
-                f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last checkpoint, "
+                f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last one, "
                 "or pass the buffer_dir that its folder was moved to."
             )
         buffer.loads(found / name)

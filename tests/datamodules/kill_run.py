@@ -1,0 +1,135 @@
+"""Kills a process at random moments while it saves its replay buffer, and looks at what it left.
+
+    python tests/datamodules/kill_run.py FOLDER [--kills 50] [--files] [--seed 0]
+
+Each child resumes from the last checkpoint, then extends its buffer and saves in turn. What is offered for resuming
+must be whole and no older than the last save that had returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import ReplayDataModule
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
+
+CELLS, ROWS, WIDTH = 4096, 64, 64
+STATE = "state.pt"
+
+
+def make(folder, in_files):
+    data = ReplayDataModule(
+        "CartPole-v1",
+        buffer=lambda num_envs: ExperienceBuffer(
+            storage=RingStorage(CELLS, scratch_dir=folder / "cells" if in_files else None),
+            sampler=PrioritizedSampler(CELLS, alpha=0.6, beta=0.4),
+            num_envs=num_envs,
+        ),
+        checkpoint_buffer="beside",
+        buffer_dir=folder / "buffer",
+        seed=0,
+    )
+    data.setup("fit")
+    if (folder / STATE).exists():
+        data.load_state_dict(torch.load(folder / STATE, weights_only=True))
+    return data
+
+
+def write(folder, data):
+    """Save as Lightning does: the buffer first, then the checkpoint in place of the one before."""
+    torch.save(data.state_dict(), folder / "state.new")
+    os.replace(folder / "state.new", folder / STATE)
+
+
+def child(folder, in_files, report):
+    data = make(folder, in_files)
+    for update in range(data.updates + 1, 1 << 30):
+        # Every row tells its position, in each of its numbers.
+        position = torch.arange((update - 1) * ROWS, update * ROWS)
+        data.buffer.extend(TensorDict({"step": position.unsqueeze(1).expand(-1, WIDTH)}, [ROWS]))
+        data.buffer.update_priority(position % CELLS, 1.0 + position % 7)
+        data.updates, data._snapshot = update, None
+        write(folder, data)
+        os.write(report, f"{update}\n".encode())
+
+
+def check(folder, in_files, returned):
+    """Give the update that a resumed run would go on from, or say what is wrong."""
+    if not (folder / STATE).exists():
+        assert returned == 0, f"nothing to resume from, but save {returned} had returned"
+        return 0
+    data = make(folder, in_files)
+    assert data.updates >= returned, f"offered {data.updates}, but save {returned} had returned"
+    rows = data.buffer.storage.get(torch.arange(len(data.buffer)))["step"]
+    assert (rows == rows[:, :1]).all(), "a row is torn"
+    end = data.updates * ROWS
+    found, expected = rows[:, 0].sort().values, torch.arange(max(0, end - CELLS), end)
+    if in_files:
+        # What the killed process wrote over the oldest steps before its next save is gone, and known to be.
+        expected = expected[len(expected) - len(found) :]
+        assert len(found) >= min(end, CELLS) - 2 * ROWS, "more is gone than was overwritten"
+    assert torch.equal(found, expected), "rows are missing or of another save"
+    cells = rows[:, 0] % CELLS
+    leaves = data.buffer.sampler.table.tree[cells]
+    assert torch.allclose(leaves, ((1.0 + rows[:, 0] % 7).double() + 1e-8) ** 0.6), "priorities of another save"
+    assert len(list((folder / "buffer").glob("*/rank_0/*"))) <= 8, "states pile up"
+    data.close()
+    return data.updates
+
+
+def kill_once(folder, in_files, seconds):
+    """Give the last save that returned."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(readable)
+        try:
+            child(folder, in_files, writable)
+        finally:
+            os._exit(1)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        said = [pipe.readline()]  # it has begun
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        said += pipe.readlines()
+    numbers = [int(line) for line in said if line.endswith("\n")]
+    assert numbers, "the child failed before its first save"
+    return numbers[-1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--files", action="store_true", help="memory-mapped cells")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    moments = random.Random(arguments.seed)
+    torch.set_num_threads(1)
+    resumed = 0
+    for _ in range(arguments.kills):
+        returned = kill_once(arguments.folder, arguments.files, moments.uniform(0.0, 0.15))
+        resumed = check(arguments.folder, arguments.files, returned)
+    sys.stdout.write(f"{arguments.kills} kills survived, {resumed} saves\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What the tests of the replay DataModule are made of."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+
+from torchrl_lightning import ReplayDataModule
+from torchrl_lightning.learn import DQNModule, MLPNetwork
+from torchrl_lightning.replay import (
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RecurrentReplayBuffer,
+    RingStorage,
+    SequenceSampler,
+    SimpleReplayBuffer,
+    UniformSampler,
+)
+
+SIZE = 400
+
+
+def experience(sampler):
+    """Factory of a buffer over RAM."""
+    return lambda num_envs: ExperienceBuffer(storage=RingStorage(SIZE), sampler=sampler(), num_envs=num_envs)
+
+
+def prioritized():
+    return PrioritizedSampler(SIZE, alpha=0.7, beta=0.5)
+
+
+BUFFERS = {
+    "uniform": experience(UniformSampler),
+    "prioritized": experience(prioritized),
+    "sequence": experience(lambda: SequenceSampler(4)),
+    "simple": lambda num_envs: SimpleReplayBuffer(4, None, SIZE, 8, num_envs=num_envs),
+}
+
+
+def recurrent(num_envs):
+    return RecurrentReplayBuffer(SIZE, 4, None, None, num_envs=num_envs)
+
+
+def in_files(folder, sampler=UniformSampler):
+    """Factory of a buffer over memory-mapped files."""
+    return lambda num_envs: ExperienceBuffer(
+        storage=RingStorage(SIZE, scratch_dir=folder), sampler=sampler(), num_envs=num_envs
+    )
+
+
+def dqn(cls=DQNModule, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    kwargs.setdefault("epsilon_frames", 100)
+    return cls(MLPNetwork([8], "relu"), **kwargs)
+
+
+def replay_data(buffer="uniform", **kwargs):
+    settings = {
+        "env": "CartPole-v1",
+        "buffer": BUFFERS.get(buffer, buffer) if isinstance(buffer, str) else buffer,
+        "num_envs": 2,
+        "batch_size": 8,
+        "updates_per_epoch": 10,
+        "warmup_frames": 40,
+        "eval_episodes": 2,
+        "seed": 0,
+    }
+    return ReplayDataModule(**{**settings, **kwargs})
+
+
+def trainer(folder, **kwargs):
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "default_root_dir": folder,
+    }
+    return L.Trainer(**{**settings, **kwargs})
+
+
+def fit(folder, data, module=None, ckpt_path=None, **kwargs):
+    module = dqn() if module is None else module
+    run = trainer(folder, **kwargs)
+    run.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, run
+
+
+def parameters(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

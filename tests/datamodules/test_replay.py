@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from datamodules.replay_parts import (
+    BUFFERS,
+    SIZE,
+    dqn,
+    experience,
+    fit,
+    parameters,
+    prioritized,
+    recurrent,
+    replay_data,
+)
+from torchrl_lightning.learn import DQNModule, RecurrentNetwork
+from torchrl_lightning.replay import SequenceSampler
+
+
+class Recorder(DQNModule):
+    """Notes what the DataModule had done when each update began."""
+
+    def training_step(self, batch, batch_idx):
+        data = self.trainer.datamodule
+        self.__dict__.setdefault("seen", []).append((data.updates, data.frames, len(data.buffer), batch.clone()))
+        super().training_step(batch, batch_idx)
+
+
+def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
+    """Frames before update number `update`, counted from 0."""
+    return math.ceil((warmup + update * Fraction(ratio)) / frames_per_batch) * frames_per_batch
+
+
+@pytest.mark.parametrize(("ratio", "exact"), [(1.0, "1"), (0.1, "1/10"), (1 / 3, "1/3"), (3.7, "37/10")])
+def test_the_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
+    data = replay_data(frames_per_update=ratio, updates_per_epoch=31)
+    module, _ = fit(tmp_path, data, dqn(Recorder))
+    found = [(updates, frames) for updates, frames, _, _ in module.seen]
+    assert found == [(u + 1, expected_frames(u, exact)) for u in range(62)]
+
+
+def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
+    """A policy without exploration always pushes the same way from the same state; random actions do not."""
+    data = replay_data(warmup_frames=200, frames_per_update=4.0)
+    module = dqn(epsilon_start=0.0, epsilon_end=0.0)
+    module.learning_rate = 0.0
+    fit(tmp_path, data, module)
+    stored = data.buffer.storage.get(torch.arange(len(data.buffer)))
+    with torch.no_grad():
+        actions = module.policy.network.values([stored["observation"]]).argmax(-1)
+    agrees = actions == stored["action"].reshape(len(stored), -1)[:, 0]
+    assert agrees[200:].all()
+    assert 0.3 < agrees[:200].float().mean() < 0.7
+
+
+def test_no_batch_is_drawn_ahead(tmp_path):
+    """The loader has a length, and each batch is drawn from a buffer that holds the frames of its own update."""
+    data = replay_data(frames_per_update=2.0)
+    module, _ = fit(tmp_path, data, dqn(Recorder))
+    assert len(data.train_dataloader()) == 10
+    assert [size for _, _, size, _ in module.seen] == [frames for _, frames, _, _ in module.seen]
+    assert module.seen[-1][0] == data.updates
+
+
+@pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
+def test_every_buffer_serves(name, tmp_path):
+    sequences = name == "sequence"
+    data = replay_data(recurrent if name == "recurrent" else name)
+    module = dqn(Recorder)
+    if sequences:
+        module.network = RecurrentNetwork("gru", 8)
+    if name == "recurrent":
+        module = dqn(Recorder)
+        module.network = RecurrentNetwork("gru", 8)
+        # One step at a time: each batch is a sequence of length 1 to a recurrent learner.
+        data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
+    fit(tmp_path, data, module)
+    batch = module.seen[0][3]
+    assert batch["observation"].shape == ((8, 4, 4) if sequences else (8, 1, 4) if name == "recurrent" else (8, 4))
+    assert data.updates == module.updates == 20
+
+
+class Marking(DQNModule):
+    """Writes errors that tell the update."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        batch["td_error"] = torch.full((len(batch),), 10.0 + self.updates)
+        self.__dict__.setdefault("served", []).append(batch)
+
+
+def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
+    data = replay_data("prioritized", warmup_frames=100, frames_per_update=0.01)
+    taken = []
+    original = data._take_back
+
+    def take_back():
+        batch = data._served
+        original()
+        if batch is not None:
+            taken.append(batch)
+
+    data._take_back = take_back
+    module, _ = fit(tmp_path, data, dqn(Marking))
+    # Twenty updates of two epochs: each batch once, in order, and the very one that the loss wrote into.
+    assert len(taken) == len(module.served) == 20
+    assert all(mine is theirs for mine, theirs in zip(taken, module.served, strict=True))
+    expected = {}
+    for update, batch in enumerate(module.served):
+        expected.update(dict.fromkeys(batch["index"].tolist(), (11.0 + update + 1e-8) ** 0.7))
+    cells = torch.tensor(list(expected))
+    found = data.buffer.sampler.table.tree[cells]
+    assert found.tolist() == pytest.approx(list(expected.values()))
+
+
+def test_rewritten_recurrent_states_replace_what_is_stored(tmp_path):
+    class Refreshing(DQNModule):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            batch["recurrent_state"] = torch.full_like(batch["recurrent_state"], 7.0)
+            self.__dict__.setdefault("cells", []).append(batch["index"].flatten().clone())
+
+    data = replay_data(experience(lambda: SequenceSampler(4)), write_back=["recurrent_state"], frames_per_update=0.01)
+    module = dqn(Refreshing)
+    module.network = RecurrentNetwork("gru", 8)
+    fit(tmp_path, data, module)
+    written = torch.cat(module.cells).unique()
+    states = data.buffer.storage.get(torch.arange(len(data.buffer)))["recurrent_state"]
+    rewritten = (states == 7.0).flatten(1).all(-1)
+    assert rewritten.nonzero().flatten().tolist() == written.tolist()
+
+
+def test_n_step_returns_sum_what_follows(tmp_path):
+    """Every stored transition equals the one computed by hand from the steps as they were collected."""
+    data = replay_data(n_steps=3, gamma=0.5, warmup_frames=120, num_envs=2, frames_per_update=2.0)
+    rollouts = []
+    collect = data._collect
+
+    def keep(policy):
+        rollouts.append(collect(policy))
+        return rollouts[-1]
+
+    data._collect = keep
+    module, _ = fit(tmp_path, data, dqn(Recorder))
+    steps = torch.cat(list(rollouts), 1)
+    stored = data.buffer.storage.get(torch.arange(len(data.buffer))).reshape(-1, 2)
+    assert len(stored) == steps.shape[1] - 3
+    for env in range(2):
+        for t in range(len(stored)):
+            total, factor, last = 0.0, 1.0, t
+            for k in range(3):
+                last = t + k
+                total += factor * float(steps["next", "reward"][env, last])
+                factor *= 0.5
+                if steps["next", "done"][env, last]:
+                    break
+            row = stored[t, env]
+            assert float(row["next", "reward"]) == pytest.approx(total)
+            assert torch.equal(row["next", "observation"], steps["next", "observation"][env, last])
+            assert bool(row["next", "terminated"]) == bool(steps["next", "terminated"][env, last])
+    assert module.seen[0][3]["gamma"].min() >= 0.125
+
+
+def test_training_stops_when_all_frames_are_collected_and_learned_from(tmp_path):
+    data = replay_data(total_frames=70, frames_per_update=0.5)
+    module, run = fit(tmp_path, data, max_epochs=-1)
+    # 40 frames of warm-up; update u waits for 40 + u / 2 frames: 70 of them serve updates 0 to 60.
+    assert data.frames == 70
+    assert module.updates == data.updates == 61
+    assert run.current_epoch == 7
+
+
+def test_evaluation_changes_nothing_in_training(tmp_path):
+    weights = []
+    for limit_val_batches in (0, 1):
+        data = replay_data("prioritized")
+        module, _ = fit(tmp_path, data, limit_val_batches=limit_val_batches)
+        weights.append(torch.cat([parameters(module), data.buffer.storage.get(slice(None))["observation"].flatten()]))
+    assert torch.equal(*weights)
+
+
+def test_only_training_batches_are_kept(tmp_path):
+    data = replay_data()
+    data.setup("fit")
+    assert data.on_after_batch_transfer("episodes", 0) == "episodes"
+    assert data._served is None
+    data.close()
+
+
+def test_an_exception_closes_everything(tmp_path):
+    class Failing(DQNModule):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("out of luck")
+
+    data = replay_data("prioritized")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(tmp_path, data, dqn(Failing))
+    assert data.collector is None
+    # The batch was never learned from: a state written now repeats its update, and needs no priorities from it.
+    assert data.state_dict()["ranks"][0]["updates"] == 0
+
+
+def test_a_loss_without_priorities_is_told_what_is_missing(tmp_path):
+    class Forgetful(DQNModule):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            del batch["td_error"]
+
+    with pytest.raises(KeyError, match="td_error"):
+        fit(tmp_path, replay_data("prioritized"), dqn(Forgetful))
+
+
+def test_metrics_tell_returns_timings_and_sizes(tmp_path):
+    data = replay_data(warmup_frames=300, frames_per_batch=20)
+    fit(tmp_path, data, max_epochs=1)
+    metrics = data.metrics()
+    assert metrics["train/return"] == metrics["train/length"] > 5
+    assert metrics["updates"] == 10
+    assert metrics["replay/size"] == metrics["frames"] == 320
+    assert metrics["time/collect"] > 0
+
+
+def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
+    data = replay_data("sequence", frames_per_batch=20, reset_at_each_batch=True)
+    module = dqn(Recorder)
+    module.network = RecurrentNetwork("gru", 8)
+    fit(tmp_path, data, module)
+    stored = data.buffer.storage.get(torch.arange(len(data.buffer))).reshape(-1, 2)
+    assert stored["next", "done"][9::10].all()
+    assert not stored["next", "terminated"][9::10].all()
+    for _, _, _, batch in module.seen:
+        assert not batch["is_init"][:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"frames_per_update": 0.0}, "frames_per_update is 0.0; it must be above 0"),
+        ({"warmup_frames": -1}, "warmup_frames is -1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"n_steps": 0}, "n_steps is 0"),
+        ({"updates_per_epoch": 0}, "updates_per_epoch is 0"),
+        ({"checkpoint_buffer": "somewhere"}, "'somewhere'; expected one of inside, beside, none"),
+        ({"frames_per_batch": 3}, "frames_per_batch=3 is no multiple of num_envs=2; take 4"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        replay_data(**settings)
+
+
+def test_the_buffer_is_seeded(tmp_path):
+    first, second = replay_data(), replay_data()
+    batches = []
+    for data in (first, second):
+        module, _ = fit(tmp_path, data, dqn(Recorder))
+        batches.append(torch.stack([batch["index"] for _, _, _, batch in module.seen]))
+    assert torch.equal(*batches)
+    assert SIZE > len(first.buffer) > 0
+    assert isinstance(module.seen[0][3], TensorDict)
+    assert prioritized().update_priority is not None
