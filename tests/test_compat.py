@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -199,3 +201,11 @@ def test_prefetched_batches_can_be_held_and_put_back() -> None:
     ours.drop_prefetched()
     ours.put_prefetched(batches[1:])
     assert torch.equal(ours.sample()["a"], batches[1][0]["a"])
+
+
+def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
+    ours = replay(prefetch=3)
+    assert ours._prefetch_executor._max_workers == 1
+    copied = pickle.loads(pickle.dumps(ours))
+    assert copied._prefetch_executor._max_workers == 1
+    assert copied.sample().shape == (2,)

@@ -8,6 +8,7 @@ tests instead of silently changing behaviour somewhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -225,6 +226,21 @@ class SamplerBase(SamplerWithoutReplacement):
 class BufferBase(TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with its private parts under public names."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._order_prefetch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._order_prefetch()
+
+    def _order_prefetch(self) -> None:
+        # With several threads, which batch is drawn first would be a matter of luck; samplers are locked anyway.
+        if self._prefetch_cap > 1:
+            several: ThreadPoolExecutor = self._prefetch_executor
+            several.shutdown(wait=False)
+            self._prefetch_executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=1)
+
     @property
     def parts(self) -> tuple[Storage, Sampler, Writer]:
         """Storage, sampler and writer, built if construction was delayed."""
@@ -276,9 +292,27 @@ class BufferBase(TensorDictReplayBuffer):
             self._sampler.extend(index)
         return index
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold TorchRL's locks: nobody writes, samples or changes priorities."""
+        with self._replay_lock, self._write_lock:
+            yield
+
+    def before_sample(self) -> Any:
+        """What to remember before TorchRL draws a batch, for :meth:`after_sample`."""
+
+    def after_sample(self, info: dict[Any, Any], before: Any) -> None:
+        """Add entries to what TorchRL's sampler gave; called wherever :meth:`read` was not used."""
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        before = self.before_sample()
+        data, info = super()._sample(batch_size)
+        self.after_sample(info, before)
+        return data, info
+
     def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
         """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
-        with self._replay_lock, self._write_lock:
+        with self.locked():
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
 
     @property

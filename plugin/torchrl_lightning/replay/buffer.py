@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
@@ -18,6 +19,7 @@ from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.write_back import write_back
 from torchrl_lightning.replay.writer import RingWriter
 
 
@@ -126,6 +128,8 @@ class ExperienceBuffer(BufferBase):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample a batch; its ``index`` entry holds the cells.
 
+        ``write_position``, of the same shape, says how far each cell's ring was written (see :meth:`write_back`).
+
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
@@ -142,11 +146,16 @@ class ExperienceBuffer(BufferBase):
         return batch
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
-        storage, sampler, _ = self.parts
+        storage, sampler, writer = self.parts
         module = type(sampler).__module__
         own = module.startswith("torchrl_lightning.")
         if not storage.is_prefix and module.startswith("torchrl."):
             storage.check_even(type(sampler).__name__)
+        stamped: tuple[str, ...] = ()
+        if isinstance(writer, RingWriter):
+            where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
+            info["write_position"] = writer.stamp(where)
+            stamped = ("write_position",)
         if isinstance(sampler, SequenceSampler):
             return read_windows(storage, index, info)
         if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
@@ -161,13 +170,57 @@ class ExperienceBuffer(BufferBase):
                 storage.check_filled(index)
             entries = storage.gather(index)
             entries["index"] = index
-            if own:  # a fifth of the time that setting them one by one takes
-                for key in [key for key in info if isinstance(key, str)]:
-                    entries[key] = info.pop(key).to(device)
+            # A fifth of the time that setting them one by one takes.
+            for key in [key for key in info if isinstance(key, str)] if own else stamped:
+                entries[key] = info.pop(key).to(device)
             batch = new_tensordict(entries, index.shape, None, device)
         for key, value in info.items():
             batch.set(key, value)
         return batch
+
+    def before_sample(self) -> Any:
+        """What to remember before TorchRL draws a batch on its long path."""
+        writer = self.parts[2]
+        return writer.snapshot() if isinstance(writer, RingWriter) else None
+
+    def after_sample(self, info: dict[Any, Any], before: Any) -> None:
+        """Add the entry ``write_position``: at the latest what held when the batch was read."""
+        index = info["index"]
+        if before is not None and not (isinstance(index, tuple) and len(index) > 1):
+            where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
+            info["write_position"] = before[where.cpu() % len(before)]
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
+        """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.
+
+        Cells that were overwritten or forgotten since the batch was drawn are left alone, and so are steps that a
+        ``mask`` leaves out. Where a cell comes twice, the last one stays.
+
+        Args:
+            batch: what :meth:`sample` gave: flat ``[B]``, or windows ``[B, T]``.
+            keys: the entries; of nested ones, everything below.
+
+        Returns:
+            The cells written.
+
+        Raises:
+            KeyError: an entry is missing in the batch or the storage, or the batch lacks ``index`` or
+                ``write_position``; nothing is written.
+            TypeError: the storage is none of ours.
+            ValueError: a shape or dtype differs from what is stored; nothing is written.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> buffer = ExperienceBuffer(storage=RingStorage(4), batch_size=8)
+            >>> _ = buffer.extend(TensorDict({"state": torch.zeros(1)}, [1]))
+            >>> batch = buffer.sample()
+            >>> batch["state"] += 3
+            >>> buffer.write_back(batch, ["state"]).tolist(), buffer[:]["state"].tolist()
+            ([0], [3.0])
+        """
+        with self.locked():
+            return write_back(self, batch, keys)
 
     # ------------------------------------------------------------------ state
 
@@ -224,8 +277,8 @@ class ExperienceBuffer(BufferBase):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
 
-        Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch was
-        drawn (its ``write_generation``) keep the priority of what they hold now.
+        Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch
+        was drawn (its ``write_generation``) keep the priority of what they hold now.
 
         Raises:
             KeyError: the batch has no priorities or no ``index``.

@@ -77,7 +77,7 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
         ValueError: another version, number of environments or length of the rings.
     """
     check_version(state_dict, "writer")
-    require(state_dict, "num_envs length positions floor base write_count index", "writer")
+    require(state_dict, "num_envs length positions floor base era write_count index", "writer")
     for name, here in (("num_envs", num_envs), ("length", length)):
         there = state_dict[name]
         if here != there:

@@ -83,6 +83,7 @@ class RingWriter(WriterBase, Rings):
         self.init_key = unravel_key(init_key if isinstance(init_key, str) else tuple(init_key))
         self.index: EpisodeIndex | None = None
         self._marks: WriteMarks | None = None
+        self._era = 0  # grows when the rings start again, so that stamps never repeat
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -266,10 +267,27 @@ class RingWriter(WriterBase, Rings):
         super().clear(empty_write_count)
         if self._marks is not None:
             self._marks.restart()
+        self._era += int(self._positions.max())
         self._positions[:], self._floor[:] = 0, 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
+
+    # ------------------------------------------------------------------ stamps
+
+    def stamp(self, index: Tensor) -> Tensor:
+        """How far the ring of each cell is written, over all its restarts; of the shape of ``index``."""
+        if self._common is not None:
+            return torch.tensor(self._common + self._era).expand(index.shape)
+        return self.snapshot()[index.cpu() % self.num_envs]
+
+    def snapshot(self) -> Tensor:
+        """How far every ring is written, over all its restarts, ``[num_envs]``; a copy."""
+        return self.positions + self._era
+
+    def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
+        """Whether cells still hold what they held when they were stamped."""
+        return self.is_filled(index) & (self.position_of(index) + self._era < stamp)
 
     # ------------------------------------------------------------------ state
 
@@ -282,6 +300,7 @@ class RingWriter(WriterBase, Rings):
             "positions": self.positions.clone(),
             "floor": torch.from_numpy(self._floor.copy()),
             "base": 0 if self._marks is None else self._marks.base,
+            "era": self._era,
             "write_count": self.write_count,
             "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
         }
@@ -300,7 +319,7 @@ class RingWriter(WriterBase, Rings):
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
         self._floor[:] = state_dict["floor"].numpy()
-        self.write_count = state_dict["write_count"]
+        self.write_count, self._era = state_dict["write_count"], int(state_dict["era"])
         self._refresh()
         self.index = None
         if state_dict["index"] is not None:

@@ -1,0 +1,131 @@
+"""Entries of a batch that go back into the cells they came from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictRoundRobinWriter
+
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
+
+
+def steps(count: int, start: int = 0, done: tuple[int, ...] = ()) -> TensorDict:
+    number = torch.arange(start, start + count)
+    ends = torch.tensor([int(step) in done for step in number]).unsqueeze(-1)
+    state = {"h": number.float().view(-1, 1, 1).expand(-1, 1, 2), "c": number.double().view(-1, 1)}
+    return TensorDict({"n": number, "recurrent_state": state, "next": {"done": ends}}, [count])
+
+
+def buffer(sampler: object = None, size: int = 8, **kwargs: object) -> ExperienceBuffer:
+    return ExperienceBuffer(storage=RingStorage(size), sampler=sampler, **{"batch_size": 16, **kwargs})
+
+
+def state_of(ours: ExperienceBuffer) -> list[float]:
+    return ours[:]["recurrent_state", "h"][:, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, UniformSampler, lambda: PrioritizedSampler(8, 1.0, 1.0)])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_only_what_was_not_overwritten_changes(sampler: type, prefetch: int) -> None:
+    ours = buffer(sampler(), prefetch=prefetch, batch_size=64)
+    ours.extend(steps(8))
+    batch = ours.sample()
+    assert set(batch["index"].tolist()) == set(range(8))
+    ours.extend(steps(3, 8))
+    batch["recurrent_state"] = batch["recurrent_state"].apply(lambda leaf: leaf + 100)
+    assert ours.write_back(batch, ["recurrent_state"]).tolist() == [3, 4, 5, 6, 7]
+    assert state_of(ours) == [8, 9, 10, 103, 104, 105, 106, 107]
+    assert ours[:]["recurrent_state", "c"].squeeze(-1).tolist() == state_of(ours)
+    assert ours[:]["n"].tolist() == [8, 9, 10, 3, 4, 5, 6, 7]
+
+
+def test_uneven_rings() -> None:
+    ours = buffer(UniformSampler(), num_envs=2, batch_size=64)
+    ours.extend(steps(2), env_ids=torch.tensor([1, 0]))
+    for number in range(2, 5):
+        ours.extend(steps(1, number), env_ids=torch.tensor([1]))
+    batch = ours.sample()
+    ours.extend(steps(1, 5), env_ids=torch.tensor([1]))  # overwrites the first step of this environment
+    batch["recurrent_state", "h"] = batch["recurrent_state", "h"] + 100
+    assert ours.write_back(batch, [("recurrent_state", "h")]).tolist() == [0, 3, 5, 7]
+    stored = ours.storage.get(torch.tensor([0, 1, 3, 5, 7]))["recurrent_state", "h"][:, 0, 0]
+    assert stored.tolist() == [101, 5, 102, 103, 104]
+
+
+def test_emptied_and_filled_again() -> None:
+    ours = buffer()
+    ours.extend(steps(4))
+    batch = ours.sample()
+    ours.empty()
+    assert not len(ours.write_back(batch, ["n"]))
+    ours.extend(steps(4, 20))
+    batch["n"] = batch["n"] * 0
+    assert not len(ours.write_back(batch, ["n"]))
+    assert ours[:]["n"].tolist() == [20, 21, 22, 23]
+
+
+def test_windows_write_what_the_mask_counts_and_the_last_of_each_cell() -> None:
+    ours = buffer(SequenceSampler(3, episode_ends="pad", burn_in=1), batch_size=64)
+    ours.extend(steps(6, done=(5,)))
+    batch = ours.sample()
+    batch["n"] = torch.arange(batch["n"].numel()).view(64, 3) + 100
+    expected = torch.arange(6)
+    for cell, keep, value in zip(batch["index"].flatten(), batch["mask"].flatten(), batch["n"].flatten(), strict=True):
+        if keep:
+            expected[cell] = value
+    written = ours.write_back(batch, ["n"])
+    assert 0 not in written
+    assert ours[:]["n"].tolist() == expected.tolist()
+
+
+def test_gradients_stay_outside() -> None:
+    ours = buffer()
+    ours.extend(steps(4))
+    batch = ours.sample()
+    batch["recurrent_state", "c"] = batch["recurrent_state", "c"] * torch.ones((), requires_grad=True).double()
+    ours.write_back(batch, [("recurrent_state", "c")])
+    assert not ours[:]["recurrent_state", "c"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "error", "says"),
+    [
+        (lambda batch: batch.set("n", batch["n"].float()), ["recurrent_state", "n"], ValueError, "float32"),
+        (lambda batch: batch.set("n", batch["n"].view(-1, 1)), ["n"], ValueError, r"\[16, 1\]"),
+        (lambda batch: batch.set("m", batch["n"]), ["n", "m"], KeyError, "no stored entry 'm'"),
+        (lambda batch: batch.pop("n"), ["recurrent_state", "n"], KeyError, "no entry 'n'"),
+        (lambda batch: batch.pop("index"), ["n"], KeyError, "no entry 'index'"),
+        (lambda batch: batch.pop("write_position"), ["n"], KeyError, "overwritten since"),
+    ],
+)
+def test_nothing_is_written_where_something_does_not_fit(
+    change: object, keys: list[str], error: type[Exception], says: str
+) -> None:
+    ours = buffer()
+    ours.extend(steps(4))
+    batch = ours.sample()
+    batch["recurrent_state", "h"] = batch["recurrent_state", "h"] + 100
+    change(batch)
+    with pytest.raises(error, match=says):
+        ours.write_back(batch, keys)
+    assert state_of(ours) == [0, 1, 2, 3]
+
+
+def test_generations_serve_under_a_foreign_writer() -> None:
+    sampler = PrioritizedSampler(4, 1.0, 1.0)
+    ours = buffer(sampler, 4, writer=TensorDictRoundRobinWriter())
+    ours.extend(steps(4))
+    batch = ours.sample()
+    ours.extend(steps(1, 9))
+    batch["n"] = batch["n"] + 100
+    assert ours.write_back(batch, ["n"]).tolist() == [1, 2, 3]
+
+
+def test_a_foreign_storage_is_refused() -> None:
+    from torchrl.data import LazyTensorStorage
+
+    ours = ExperienceBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2)
+    ours.extend(steps(4))
+    with pytest.raises(TypeError, match="LazyTensorStorage"):
+        ours.write_back(ours.sample(), ["n"])
