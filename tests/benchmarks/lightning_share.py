@@ -1,0 +1,154 @@
+"""Lightning's own share of a DQN update with a tiny network.
+
+    python tests/benchmarks/lightning_share.py [--json timings.json] [--updates 512] [--repetitions 5] [--check]
+
+`Trainer.fit` with a ReplayDataModule, against the same loop written by hand: the same collector steps one environment
+for each update, the same buffer is sampled, the same loss is computed, torch's Adam steps. By hand there is neither
+Trainer nor DataModule nor any hook, so that our DataModule counts as Lightning's share. Runs are interleaved; what
+counts is processor time, which neighbours do not lengthen. ``k updates a step`` serves k times as much per batch
+(`updates_per_step`). ``--check`` exits with 1 where the budget is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Timing, one_thread, say, table, write_json
+
+if __name__ == "__main__":
+    one_thread()
+    warnings.simplefilter("ignore")
+
+import lightning as L
+import torch
+from torch import nn
+
+from torchrl_lightning import GymnasiumCollector, ReplayDataModule, environment_specs, make_vector_env
+from torchrl_lightning.learn import DQNModule
+from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
+
+BATCH, WARMUP, CELLS = 128, 200, 50_000
+BUDGET = 0.15
+
+
+def make_buffer(num_envs: int) -> ExperienceBuffer:
+    """Return a uniform buffer."""
+    return ExperienceBuffer(storage=RingStorage(CELLS), sampler=UniformSampler(), num_envs=num_envs)
+
+
+def in_the_trainer(count: int, parts: int) -> float:
+    """Return the seconds of `count` updates, those of the warm-up and of building everything left out."""
+    began = 0.0
+
+    class Clock(L.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            nonlocal began
+            if trainer.current_epoch == 1:
+                began = time.process_time()
+
+    data = ReplayDataModule(
+        "CartPole-v1",
+        buffer=make_buffer,
+        batch_size=BATCH * parts,
+        updates_per_epoch=count // parts,
+        frames_per_update=parts,
+        frames_per_batch=parts,
+        warmup_frames=WARMUP,
+        seed=0,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(DQNModule(updates_per_step=parts), datamodule=data)
+    return time.process_time() - began
+
+
+def by_hand(count: int, parts: int) -> float:
+    """Return the same, without Lightning."""
+    env = make_vector_env("CartPole-v1", 1)
+    module = DQNModule().build(environment_specs(env))
+    parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=module.learning_rate, fused=True)
+    buffer = make_buffer(1)
+    stream = iter(
+        GymnasiumCollector(env, module.policy, frames_per_batch=parts, num_envs=1, seed=0, init_random_frames=WARMUP)
+    )
+    frames = 0
+    while frames < WARMUP:
+        frames += parts
+        buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
+    began = 0.0
+    for step in range(2 * count // parts):
+        if step == count // parts:
+            began = time.process_time()
+        buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
+        frames += parts
+        batch = buffer.sample(BATCH * parts)
+        errors = []
+        for part in read_transitions(batch, ["observation"], module.gamma).chunk(parts):
+            terms, error = module.loss.terms(part)
+            optimizer.zero_grad()
+            sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
+            nn.utils.clip_grad_norm_(parameters, 10.0)
+            optimizer.step()
+            module.updater.step()
+            errors.append(error)
+        batch["td_error"] = torch.cat(errors)
+        buffer.update_tensordict_priority(batch)
+        module.policy.amount.fill_(module.exploration(frames))
+    seconds = time.process_time() - began
+    env.close()
+    return seconds
+
+
+def share(timings: list[Timing]) -> float:
+    """Return which part of the Trainer's time the loop by hand does not need."""
+    times = {timing.name: timing.median for timing in timings}
+    return 1.0 - times["by hand"] / times["Trainer"]
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--updates", type=int, default=512)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results = {}
+    for parts in (1, 4, 8):
+        samples: dict[str, list[float]] = {"Trainer": [], "by hand": []}
+        for _ in range(arguments.repetitions):
+            samples["Trainer"].append(in_the_trainer(arguments.updates, parts) * 1e6 / arguments.updates)
+            samples["by hand"].append(by_hand(arguments.updates, parts) * 1e6 / arguments.updates)
+        timings = []
+        for name, found in samples.items():
+            low, median, high = statistics.quantiles(found, n=4, method="inclusive")
+            timings.append(Timing(name, median, low, high, min(found)))
+        results[f"DQN update of {BATCH} with its frame, {parts} update(s) a step"] = timings
+    for title, timings in results.items():
+        say(table(title, timings, "by hand"))
+        say(f"  Lightning's share: {share(timings):.1%}\n")
+    if arguments.json:
+        write_json(arguments.json, results)
+    best = min(share(timings) for timings in results.values())
+    if arguments.check and best > BUDGET:
+        say(f"missed: Lightning's share is {best:.1%} at best, the budget is {BUDGET:.0%}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
