@@ -8,13 +8,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
-from torchrl.envs.transforms import UnsqueezeTransform
+from torchrl.envs.transforms import MultiStepTransform, UnsqueezeTransform
 
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
-from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+from torchrl_lightning._compat import entries_of, last_written, new_tensordict, restore_waiting, waiting_steps
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
 
 def row(steps: int = 2, envs: int = 3) -> TensorDict:
@@ -209,3 +210,42 @@ def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
     copied = pickle.loads(pickle.dumps(ours))
     assert copied._prefetch_executor._max_workers == 1
     assert copied.sample().shape == (2,)
+
+
+def test_the_last_written_cell_of_torchrls_storages() -> None:
+    theirs = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    assert last_written(theirs.storage) is None
+    for count, newest in ((3, 2), (2, 0)):
+        theirs.extend(torch.arange(count))
+        assert last_written(theirs.storage) == newest
+
+
+@pytest.mark.parametrize("build", [UniformSampler, lambda: PrioritizedSampler(6, 1.0, 1.0), lambda: SequenceSampler(1)])
+def test_torchrl_hands_over_its_generator_and_empties_through_our_hooks(build: object) -> None:
+    generator, sampler = torch.Generator().manual_seed(1), build()
+    assert sampler._rng is sampler.generator is not generator
+    ours, cleared = replay(sampler=sampler, generator=generator), []
+    assert sampler.generator is generator
+    sampler._rng = None
+    assert sampler.generator is generator
+    sampler.clear = lambda: cleared.append(1)
+    ours.empty()
+    assert cleared == [1]
+
+
+def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
+    assert "_init" in vars(TorchRLPrioritizedSampler)
+    sampler = PrioritizedSampler(6, 1.0, 1.0)
+    sampler.mark_update(torch.arange(3))
+    sampler._init()
+    assert sampler.table.count == 0
+
+
+def test_an_n_step_transform_keeps_the_steps_that_wait() -> None:
+    transform = MultiStepTransform(2, 0.9)
+    flag = torch.zeros(3, 1, dtype=torch.bool)
+    following = {"reward": torch.ones(3, 1), "done": flag, "terminated": flag}
+    assert transform.inv(TensorDict({"a": torch.arange(3), "next": following}, [3])).shape == (1,)
+    assert waiting_steps(transform)["a"].tolist() == [1, 2]
+    restore_waiting(transform, None)
+    assert waiting_steps(transform) is None

@@ -20,8 +20,20 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler, Samp
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
+from torchrl.envs.transforms import MultiStepTransform
 
-__all__ = ["BufferBase", "SamplerBase", "StorageBase", "WriterBase", "entries_of", "last_written", "new_tensordict"]
+__all__ = [
+    "BufferBase",
+    "OwnGenerator",
+    "SamplerBase",
+    "StorageBase",
+    "WriterBase",
+    "entries_of",
+    "last_written",
+    "new_tensordict",
+    "restore_waiting",
+    "waiting_steps",
+]
 
 T = TypeVar("T")
 
@@ -76,6 +88,21 @@ def last_written(storage: Storage) -> int | None:
     """
     cursor = getattr(storage, "_last_cursor_index", None)
     return None if cursor is None else int(torch.as_tensor(cursor).reshape(-1)[-1])
+
+
+def waiting_steps(transform: MultiStepTransform) -> TensorDictBase | None:
+    """The steps ``[N, n]`` that wait in an n-step transform for their successors.
+
+    Example:
+        >>> waiting_steps(MultiStepTransform(3, 0.9)) is None
+        True
+    """
+    return transform._buffer
+
+
+def restore_waiting(transform: MultiStepTransform, waiting: TensorDictBase | None) -> None:
+    """Replace the steps that wait in an n-step transform; None forgets them."""
+    transform._buffer = waiting
 
 
 class StorageBase(LazyTensorStorage):
@@ -177,26 +204,20 @@ class WriterBase(Writer):
         self.clear(empty_write_count)
 
 
-class SamplerBase(SamplerWithoutReplacement):
-    """``SamplerWithoutReplacement`` with its private hooks under public names and a generator of its own."""
+class OwnGenerator:
+    """Gives a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
+
+    Example:
+        >>> sampler = OwnGenerator()
+        >>> sampler.generator is sampler.generator
+        True
+    """
 
     _own_rng: torch.Generator | None = None
-    drop_last: bool
-    shuffle: bool
-    len_storage: int
-
-    @property
-    def remaining(self) -> Tensor | None:
-        """Indices that this epoch has not delivered yet."""
-        return self._sample_list
-
-    @remaining.setter
-    def remaining(self, value: Tensor | None) -> None:
-        self._sample_list = value
 
     @property
     def generator(self) -> torch.Generator:
-        """The random generator; seeded from torch's global one at first use unless one was given."""
+        """The random generator."""
         if self._own_rng is None:
             self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         return self._own_rng
@@ -211,16 +232,42 @@ class SamplerBase(SamplerWithoutReplacement):
         if value is not None:
             self._own_rng = value
 
+    def clear(self) -> None:
+        """Forget what belongs to the stored data; called by ``ReplayBuffer.empty``."""
+
+    def _empty(self) -> None:
+        self.clear()
+
+    def _init(self) -> None:  # TorchRL's prioritized sampler would build its compiled trees here
+        self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class SamplerBase(OwnGenerator, SamplerWithoutReplacement):
+    """``SamplerWithoutReplacement`` with its private hooks under public names and a generator of its own."""
+
+    drop_last: bool
+    shuffle: bool
+    len_storage: int
+
+    @property
+    def remaining(self) -> Tensor | None:
+        """Indices that this epoch has not delivered yet."""
+        return self._sample_list
+
+    @remaining.setter
+    def remaining(self, value: Tensor | None) -> None:
+        self._sample_list = value
+
     def set_remaining_batches(self, count: int) -> None:
         """Tell TorchRL's prefetcher how many batches this epoch still holds."""
         self._remaining_batches = count
 
     def clear(self) -> None:
         """Forget the epoch; called by ``ReplayBuffer.empty``."""
-        super()._empty()
-
-    def _empty(self) -> None:
-        self.clear()
+        SamplerWithoutReplacement._empty(self)
 
 
 class BufferBase(TensorDictReplayBuffer):

@@ -13,8 +13,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.priorities import STATE_KEYS, Priorities
-from torchrl_lightning.replay.sampling import OwnGenerator, check_entries, read_state, save_state, stored_cells
+from torchrl_lightning.replay.sampling import check_entries, read_state, save_state, stored_cells
 
 STATE_VERSION = 1
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -296,12 +297,6 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
     def clear(self) -> None:
         """Forget all priorities; called by ``ReplayBuffer.empty``."""
         self.table.clear()
-
-    def _empty(self) -> None:
-        self.clear()
-
-    def _init(self) -> None:
-        self.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Exponents, priorities, tree leaves and the generator: tensors and scalars, copies, only what is filled."""

@@ -1,4 +1,4 @@
-"""What our samplers share: a generator of their own, which cells a storage holds, and files for their state."""
+"""What our samplers share: which cells a storage holds, and files for their state."""
 
 from __future__ import annotations
 
@@ -15,38 +15,6 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
-
-
-class OwnGenerator:
-    """Gives a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
-
-    Example:
-        >>> sampler = OwnGenerator()
-        >>> sampler.generator is sampler.generator
-        True
-    """
-
-    _own_rng: torch.Generator | None = None
-
-    @property
-    def generator(self) -> torch.Generator:
-        """The random generator."""
-        if self._own_rng is None:
-            self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        return self._own_rng
-
-    # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.
-    @property
-    def _rng(self) -> torch.Generator:
-        return self.generator
-
-    @_rng.setter
-    def _rng(self, value: torch.Generator | None) -> None:
-        if value is not None:
-            self._own_rng = value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
 
 
 def ring_of(storage: Storage) -> RingWriter | None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
-from torchrl_lightning.replay.sampling import OwnGenerator, check_entries
+from torchrl_lightning.replay.sampling import check_entries
 from torchrl_lightning.replay.sequence_reading import first_states
 from torchrl_lightning.replay.trajectories import TrajectoryList
 from torchrl_lightning.replay.windows import (
@@ -100,9 +101,10 @@ class SequenceSampler(OwnGenerator, Sampler):
         self._own_rng = generator
         self._rule = WindowRule(batch_length, burn_in, episode_ends)
         self._steps: Ints = np.arange(batch_length)
-        self._empty()
+        self.clear()
 
-    def _empty(self) -> None:
+    def clear(self) -> None:
+        """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
         self._trajectories = TrajectoryList()
         self._listed = -1  # how much was written when all beginnings had to be listed
         self._list: Starts | None = None
@@ -237,7 +239,7 @@ class SequenceSampler(OwnGenerator, Sampler):
         """
         keys = {"listed", "trajectories", "flat"}
         check_entries(state_dict, "sequence sampler", STATE_VERSION, keys, self.generator)
-        self._empty()
+        self.clear()
         self.generator.set_state(state_dict["generator"].cpu())
         self._listed = int(state_dict["listed"])
         self._trajectories.load_state_dict(state_dict["trajectories"])

@@ -11,7 +11,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning.replay.sampling import OwnGenerator, check_entries, read_state, ring_of, save_state
+from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning.replay.sampling import check_entries, read_state, ring_of, save_state
 from torchrl_lightning.replay.storage import RingStorage
 
 STATE_VERSION = 1
@@ -140,9 +141,6 @@ class UniformSampler(OwnGenerator, Sampler):
     def _integers(self, high: int, count: int) -> Tensor:
         rng = self.generator
         return torch.randint(high, (count,), generator=rng, device=rng.device).cpu()
-
-    def _empty(self) -> None:
-        pass
 
     def state_dict(self) -> dict[str, Any]:
         """Options and generator: tensors and scalars."""
