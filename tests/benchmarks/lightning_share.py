@@ -67,9 +67,16 @@ def in_the_trainer(count: int, parts: int) -> float:
         seed=0,
     )
     trainer = L.Trainer(
-        accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, limit_val_batches=0,
-    )  # fmt: skip
+        accelerator="cpu",
+        callbacks=[Clock()],
+        logger=False,
+        max_epochs=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
     trainer.fit(DQNModule(updates_per_step=parts), datamodule=data)
     return time.process_time() - began
 
