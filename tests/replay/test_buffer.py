@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -267,3 +269,13 @@ def test_consumed_samples() -> None:
     ours = buffer(consume_after_n_samples=1, writer=TensorDictRoundRobinWriter())
     ours.extend(rows(12))
     assert sorted(torch.cat([ours.sample()["a"], ours.sample()["a"]]).tolist()) == list(range(12))
+
+
+def test_two_buffers_cannot_fill_one_storage() -> None:
+    make = partial(ExperienceBuffer, storage=RingStorage(6), batch_size=2)
+    one = make(num_envs=2)
+    with pytest.raises(ValueError, match="already fills this RingStorage"):
+        make(num_envs=2)
+    one.extend(rows(2))
+    shared = ExperienceBuffer(storage=one.storage, writer=one.writer, batch_size=2)
+    assert len(shared) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_lightning._compat import BufferBase, new_tensordict
+from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
 from torchrl_lightning.replay.buffer_state import find_cells, gather_state, place_of, restore_state
 from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
@@ -38,7 +40,7 @@ class ExperienceBuffer(BufferBase):
         kwargs: as for TorchRL's ``TensorDictReplayBuffer``.
 
     Raises:
-        ValueError: ``num_envs`` differs from that of a given writer.
+        ValueError: ``num_envs`` differs from that of a given writer, or another buffer fills the storage.
 
     Example:
         >>> import torch
@@ -60,6 +62,8 @@ class ExperienceBuffer(BufferBase):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(storage, RingStorage):
+            _check_free(storage, writer)
         if isinstance(writer, RingWriter) and num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
@@ -98,11 +102,24 @@ class ExperienceBuffer(BufferBase):
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"Expected a TensorDict, got a {type(data).__name__}.")
-        _, sampler, writer = self.parts
+        writer = self.parts[2]
         if self.has_transform:
+            folding = multi_steps(self.transform)
+            if folding and isinstance(writer, RingWriter):
+                width = writer.num_envs if env_ids is None else len(env_ids)
+                data = _flat(data, width, time_dim).reshape(-1, width).transpose(0, 1)
+                with unharmed(folding):
+                    folded = fold(self.transform.inv, folding, data)
+                    return nothing() if folded is None else self._write(folded, env_ids, None, update_priority)
             data = self.transform.inv(data)
             if data is None:
-                return torch.zeros(0, dtype=torch.long)
+                return nothing()
+        return self._write(data, env_ids, time_dim, update_priority)
+
+    def _write(
+        self, data: TensorDictBase, env_ids: Tensor | None, time_dim: int | None, update_priority: bool | None
+    ) -> Tensor:
+        _, sampler, writer = self.parts
         if isinstance(writer, RingWriter):
             data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         index = self.write(data) if env_ids is None else self.write(data, env_ids)
@@ -121,6 +138,8 @@ class ExperienceBuffer(BufferBase):
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget everything stored, and batches that were prefetched from it."""
         self.drop_prefetched()
+        for transform in multi_steps(self.transform):
+            restore_waiting(transform, None)
         super().empty(empty_write_count)
 
     # ------------------------------------------------------------------ reading
@@ -319,6 +338,17 @@ def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictB
     if data.shape[1] != width:
         raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
     return data.reshape(-1)
+
+
+def _check_free(storage: RingStorage, writer: Any) -> None:
+    if storage.writer not in (None, writer):
+        gc.collect()  # the other buffer may be gone, though not yet collected
+    if storage.writer not in (None, writer):
+        raise ValueError(
+            "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
+            "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. by "
+            "lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same writer."
+        )
 
 
 def _is_prioritized(sampler: Sampler) -> bool:
