@@ -81,8 +81,10 @@ def test_as_computed_step_by_step(n: int, envs: int, pieces: list[int], form: st
 def test_a_failed_write_and_an_emptied_buffer_leave_no_steps_behind() -> None:
     ours, data = buffer(2, 2), rollout(2, 12)
     ours.extend(data[:, :6])
-    with pytest.raises(ValueError, match="1 environments, but those of 2"):
+    with pytest.raises(ValueError, match="all environments at once"):
         ours.extend(data[:1, 6:], env_ids=torch.tensor([0]))
+    with pytest.raises(ValueError, match="all environments at once"):
+        ours.extend(data[:, 6:], env_ids=torch.tensor([1, 0]))
     wrong = data[:, 6:].clone()
     wrong["number"] = wrong["number"].double()
     with pytest.raises((ValueError, RuntimeError)):

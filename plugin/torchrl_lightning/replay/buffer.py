@@ -106,7 +106,9 @@ class ExperienceBuffer(BufferBase):
         if self.has_transform:
             folding = multi_steps(self.transform)
             if folding and isinstance(writer, RingWriter):
-                width = writer.num_envs if env_ids is None else len(env_ids)
+                width = writer.num_envs
+                if env_ids is not None and torch.as_tensor(env_ids).tolist() != list(range(width)):
+                    raise ValueError("N-step returns are written for all environments at once, without env_ids.")
                 data = _flat(data, width, time_dim).reshape(-1, width).transpose(0, 1)
                 with unharmed(folding):
                     folded = fold(self.transform.inv, folding, data)
