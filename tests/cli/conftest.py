@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Run:
             env={**environment(), "HYDRA_FULL_ERROR": "0"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert done.returncode == expect, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

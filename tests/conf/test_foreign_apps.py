@@ -115,7 +115,7 @@ def test_only_schemas_are_stored_in_a_foreign_app(compose_in):
 @pytest.fixture(scope="module")
 def torchrl_app() -> str:
     command = [sys.executable, "-c", COMPOSE, str(TORCHRL_APP), "ours"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

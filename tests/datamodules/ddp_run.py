@@ -9,8 +9,8 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
-from conftest import TinyActorCritic
 
+from conftest import TinyActorCritic
 from torchrl_lightning import OnPolicyDataModule
 
 FOLDER = Path(sys.argv[1])

@@ -98,11 +98,11 @@ def test_no_worker_outlives_the_run(how, tmp_path):
         if how == "interrupt":
             assert len(members(session)) >= 3
             os.killpg(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=600)
         assert process.returncode != 0
         if how == "exception":
             assert "out of luck" in rest
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while members(session) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert members(session) == []

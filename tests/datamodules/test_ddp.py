@@ -17,7 +17,7 @@ def start(folder, what):
     env = environment()
     env["PYTHONPATH"] = f"{HERE}:{env['PYTHONPATH']}"
     command = [sys.executable, str(HERE / "ddp_run.py"), str(folder), what]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")

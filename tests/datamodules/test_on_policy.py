@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torchrl.collectors import Collector
@@ -94,6 +96,25 @@ def test_evaluation_changes_nothing_in_training(make_data, make_trainer, make_mo
         make_trainer(limit_val_batches=limit_val_batches).fit(module, datamodule=make_data())
         weights.append(torch.cat([parameter.flatten() for parameter in module.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_a_buffer_has_its_say_on_environment_and_policy(make_data, make_trainer, make_module):
+    class Wrapping(GAEBuffer):
+        wrapped: ClassVar[list] = []
+
+        def wrap_env(self, env):
+            self.wrapped.append(env)
+            return env
+
+        def wrap_policy(self, policy):
+            self.wrapped.append(policy)
+            return policy
+
+    data, module = make_data(buffer=Wrapping), make_module()
+    make_trainer(max_epochs=2).fit(module, datamodule=data)
+    policy, env = Wrapping.wrapped
+    assert policy is module.policy
+    assert env.num_envs == data.num_envs
 
 
 def test_metrics_tell_returns_and_timings(make_data, make_trainer, make_module):

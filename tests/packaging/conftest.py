@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH would show the checkout to the environments that are to do without it.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     return done

@@ -273,12 +273,21 @@ class ExperienceDataModule(L.LightningDataModule):
         """What the stream asks of the collector that is built here."""
         return {"seed": self._rank_seed, "reset_at_each_batch": self.reset_at_each_batch}
 
+    def _wrap_env(self, env: VectorEnv) -> Any:
+        """Lets the buffer have its say on the environment that is collected from."""
+        return env
+
+    def _wrap_policy(self, policy: Any) -> Any:
+        """Lets the buffer have its say on the policy that collects."""
+        return policy
+
     def _start(self, policy: Any) -> Iterator[TensorDictBase]:
         """Builds the collector at the first iteration, when weights are restored and on their device."""
         if self._stream is None:
+            policy = self._wrap_policy(policy)
             if self._make_collector is None:
                 self.collector = GymnasiumCollector(
-                    self._environment(),
+                    self._wrap_env(self._environment()),
                     policy,
                     num_envs=self.num_envs,
                     frames_per_batch=self.frames_per_batch,

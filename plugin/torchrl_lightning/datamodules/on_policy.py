@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
@@ -166,6 +167,12 @@ class OnPolicyDataModule(ExperienceDataModule):
                 f"rollout has frames_per_batch={frames}."
             )
         return number, size
+
+    def _wrap_env(self, env: VectorEnv) -> Any:
+        return self._require_buffer().wrap_env(env)
+
+    def _wrap_policy(self, policy: Any) -> Any:
+        return self._require_buffer().wrap_policy(policy)
 
     def _require_buffer(self) -> VanillaOnPolicyBuffer:
         if self.buffer is None:
