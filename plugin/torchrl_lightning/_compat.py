@@ -318,11 +318,9 @@ class BufferBase(TensorDictReplayBuffer):
     def conflicts(self, batch_size: int | None) -> bool:
         """Whether TorchRL has yet to say something about this batch size."""
         own = self._batch_size
-        return (
-            own is None
-            if batch_size is None
-            else not (own is None or own == batch_size or self._warned_batch_size_conflict)
-        )
+        if own is None or batch_size is None:
+            return own is None and batch_size is None
+        return not (own == batch_size or self._warned_batch_size_conflict)
 
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T]) -> T:
         """Let the sampler draw and ``fetch(index, info)`` read, under TorchRL's locks."""
@@ -386,16 +384,10 @@ class BufferBase(TensorDictReplayBuffer):
             yield list(state["queue"])
 
     def put_prefetched(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
-        """Replace the prefetched batches.
-
-        Raises:
-            ValueError: there are more than ``prefetch`` allows.
-        """
-        if len(batches) > self._prefetch_cap:
-            raise ValueError(
-                f"The state holds {len(batches)} prefetched batches, this buffer has prefetch={self._prefetch_cap}; "
-                f"build it with prefetch={len(batches)} or more."
-            )
+        """Replace the prefetched batches; a ValueError if there are more than ``prefetch`` allows."""
+        held, cap = len(batches), self._prefetch_cap
+        if held > cap:
+            raise ValueError(f"The state holds {held} prefetched batches, this buffer has prefetch={cap}; raise it.")
         with self._futures_lock:
             self._clear_prefetch_queue_locked()
             state = {"version": 1, "capacity": self._prefetch_cap, "queue": batches}
