@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.batches import ResumableBatches
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
 from torchrl_lightning.datamodules.ranks import state_of_rank
@@ -124,6 +125,10 @@ class ReplayDataModule(ExperienceDataModule):
     def batches_per_epoch(self) -> int:
         """``updates_per_epoch``, the same on every rank."""
         return self.updates_per_epoch
+
+    def train_dataloader(self) -> ResumableBatches:
+        """Gives the sized stream of training batches; nothing is collected before it is iterated."""
+        return ResumableBatches(self.batches_per_epoch, self._epoch)
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last epoch.
