@@ -259,6 +259,11 @@ class ExperienceDataModule(L.LightningDataModule):
     def _epoch(self) -> Iterator[TensorDictBase]:
         raise NotImplementedError
 
+    def _batches_served(self) -> int:
+        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
+        loop = getattr(self.trainer, "fit_loop", None)
+        return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
+
     @property
     def _rank_seed(self) -> int:
         rank = self.trainer.global_rank if self.trainer is not None else 0

@@ -146,10 +146,6 @@ class OnPolicyDataModule(ExperienceDataModule):
                     self._stop_at_total_frames()
                 yield batch
 
-    def _batches_served(self) -> int:
-        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer is not None else 0
-
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch
         for name, value in (("num_mini_batch", number), ("mini_batch_size", size)):

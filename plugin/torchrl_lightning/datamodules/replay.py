@@ -234,11 +234,6 @@ class ReplayDataModule(ExperienceDataModule):
         if self.write_back:
             buffer.write_back(batch, self.write_back)
 
-    def _batches_served(self) -> int:
-        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
-        loop = getattr(self.trainer, "fit_loop", None)
-        return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
-
     def _is_unlearned(self) -> bool:
         """Whether the update that the last batch was served for has not been made, e.g. because it failed."""
         loop = getattr(self.trainer, "fit_loop", None)
