@@ -1,4 +1,4 @@
-"""Memory for cells, and the question whether there is room.
+"""Memory for what is stored, and the question whether there is room.
 
 It is asked before anything is allocated, so that a typo in a size is an error and not a killed process.
 """
@@ -14,32 +14,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room(needed: int, device: torch.device, folder: Path | None, owner: str) -> None:
+def check_room(
+    needed: int, owner: str, remedy: str, *, device: torch.device | str = "cpu", folder: Path | None = None
+) -> None:
     """Compare the bytes that are needed with those that are free.
 
     Args:
         needed: bytes about to be allocated.
+        owner: what asks, for the message.
+        remedy: what its user can do, for the message.
         device: where, unless ``folder`` is given.
         folder: the folder of memory-mapped files.
-        owner: what asks, for the message.
 
     Raises:
         ValueError: there is not enough room; the message gives both numbers.
 
     Example:
-        >>> check_room(1 << 10, torch.device("cpu"), None, "a storage")
+        >>> check_room(1 << 10, "a storage", "lower its size")
     """
-    free = free_bytes(device, folder)
+    free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
         where = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
-        raise ValueError(
-            f"{owner} needs {_readable(needed)}, but only {_readable(free)} are free {where}; "
-            "lower max_size, store smaller dtypes"
-            + (", or give scratch_dir= to keep the data on disk." if folder is None else " or another scratch_dir=.")
-        )
+        raise ValueError(f"{owner} needs {_readable(needed)}, but only {_readable(free)} are free {where}; {remedy}.")
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,7 +76,7 @@ def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
 
 def _available() -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
@@ -90,8 +90,8 @@ def _available() -> int | None:
 def _container() -> int | None:
     # Pages of memory-mapped files count as used here, but the kernel gives them up; only a limit of its own binds.
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return None if limit == "max" else int(limit) - int(used["anon"])
     except (OSError, ValueError, KeyError):
         return None

@@ -136,7 +136,14 @@ class RingStorage(StorageBase):
                 f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it, "
                 f"data.to('{device}'), or build the storage with device=."
             )
-        check_room(row_bytes(tree) * self.max_size, device, self.scratch_dir, f"RingStorage({self.max_size})")
+        where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
+        check_room(
+            row_bytes(tree) * self.max_size,
+            f"RingStorage({self.max_size})",
+            f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}",
+            device=device,
+            folder=self.scratch_dir,
+        )
         self.device = device
         with torch.inference_mode(False):
             if self.scratch_dir is not None:

@@ -147,7 +147,8 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
     # The buffer, and as much again while the file is read. Its own size bounds what the metadata can ask for.
-    check_room(2 * path.stat().st_size, torch.device(checked["device"] or "cpu"), None, str(path))
+    needed = 2 * path.stat().st_size
+    check_room(needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu")
 
     def opened() -> Any:
         return safe_open(path, framework="pt", device="cpu")

@@ -13,8 +13,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
-from torchrl_lightning.rollout.memory import check_room
 
 STATE_VERSION = 1
 
@@ -94,8 +94,7 @@ class RolloutStorage(StorageBase):
         """Reserve memory for ``size`` rows like ``row`` (batch size ``[N]``).
 
         Raises:
-            ValueError: the number of environments differs from ``num_envs``.
-            MemoryError: there is less memory than that; names both.
+            ValueError: the number of environments differs from ``num_envs``, or there is less memory than that.
         """
         if row.ndim != 1 or (self.num_envs is not None and row.shape[0] != self.num_envs):
             raise ValueError(f"Expected rows of {self.num_envs} environments, got batch size {list(row.shape)}.")
@@ -111,7 +110,12 @@ class RolloutStorage(StorageBase):
 
     def _check_room(self, row: Schema, rows: int) -> None:
         needed = rows * sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
-        check_room(needed, self.device, f"A rollout storage of size={rows}")
+        check_room(
+            needed,
+            f"RolloutStorage(size={rows})",
+            "lower size, take fewer environments, or store smaller dtypes",
+            device=self.device,
+        )
 
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write rows: an integer cursor takes ``[N]``, a slice takes ``[T, N]``.
@@ -159,7 +163,7 @@ class RolloutStorage(StorageBase):
         """Change the capacity along time and keep what is stored.
 
         Raises:
-            ValueError: more steps are stored than fit.
+            ValueError: more steps are stored than fit, or there is too little memory.
         """
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"size must be a positive integer, got {size!r}.")

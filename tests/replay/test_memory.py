@@ -1,0 +1,43 @@
+"""How much memory is free is asked of the system and of the container; the smaller answer counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_lightning.replay import memory
+
+CPU = torch.device("cpu")
+
+
+def test_nobody_knows_means_no_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert memory.free_bytes(torch.device("meta")) is None
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path / "absent")
+    monkeypatch.delattr(os, "sysconf")
+    assert memory.free_bytes(CPU) is None
+    memory.check_room(2**62, "anything", "lower its size")
+
+
+def test_a_container_allows_less_than_the_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 5 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.stat").write_text("anon 200\nfile 700\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(CPU) == 5 * 1024
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory.free_bytes(CPU) == 800  # what files occupy can be had back
+    with pytest.raises(ValueError, match=r"a cupboard needs 801 bytes, but only 800 bytes are free .*; buy another"):
+        memory.check_room(801, "a cupboard", "buy another")
+
+
+def test_a_folder_that_is_yet_to_be_made_is_on_the_disk_of_its_parent(tmp_path: Path) -> None:
+    free = memory.free_bytes(CPU, tmp_path / "a" / "b")
+    assert free is not None
+    assert free > 0
+    with pytest.raises(ValueError, match=f"on the disk of {tmp_path}"):
+        memory.check_room(2**70, "a cupboard", "buy another", folder=tmp_path)
