@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import lightning as L
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -16,15 +15,15 @@ from torchrl.objectives import LossModule, ValueEstimators
 from torchrl_lightning.learn.actors import Actor, build_actor
 from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.losses import target_key
-from torchrl_lightning.learn.metrics import MetricSums
 from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class ActorCriticModule(L.LightningModule):
+class ActorCriticModule(ReportingModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
@@ -74,8 +73,6 @@ class ActorCriticModule(L.LightningModule):
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.schedule, self.entropy_schedule = as_schedule(schedule), as_schedule(entropy_schedule)
         self.loss: LossModule | None = None
-        self.metric_sums = MetricSums()
-        self.epoch_metrics: dict[str, float] = {}
         self._groups: list[list[nn.Parameter]] = []
         self._coefficients: dict[str, float] = {}
         self._stopped = False
@@ -119,20 +116,18 @@ class ActorCriticModule(L.LightningModule):
                 "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
             )
         if self.loss is None:
-            data: Any = getattr(self.trainer, "datamodule", None)
-            if not hasattr(data, "specs"):
+            if not hasattr(self._data, "specs"):
                 raise RuntimeError(
                     f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
-                    f"{type(data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
                 )
-            self.build(data.specs)
+            self.build(self._data.specs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Lightning's hook: refuse the checkpoint of another environment before its weights are looked at."""
-        data: Any = getattr(self._trainer, "datamodule", None)
-        state = checkpoint.get(type(data).__qualname__)
-        if state is not None and hasattr(data, "check_state"):
-            data.check_state(state)
+        state = checkpoint.get(type(self._data).__qualname__)
+        if state is not None and hasattr(self._data, "check_state"):
+            self._data.check_state(state)
 
     @property
     def policy(self) -> Actor:
@@ -175,13 +170,6 @@ class ActorCriticModule(L.LightningModule):
     def scheduled_coefficients(self) -> Mapping[str, Schedule]:
         """Buffers of the loss that follow a schedule."""
         return {"entropy_coeff": self.entropy_schedule}
-
-    @property
-    def progress(self) -> float:
-        """Share of the run's frames already collected; 0 where the DataModule does not say."""
-        data = getattr(self.trainer, "datamodule", None)
-        total = getattr(data, "total_frames", None) or 0
-        return data.frames / total if data is not None and total > 0 else 0.0
 
     def on_train_epoch_start(self) -> None:
         """Lightning's hook: set learning rates and coefficients from the frames, so that a resumed run has the same."""
@@ -240,40 +228,6 @@ class ActorCriticModule(L.LightningModule):
             optimizer.step()
         return norms
 
-    # -- metrics ----------------------------------------------------------------------------------------------------
-
-    def accumulate(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Add scalars to this epoch's means, logged as `train/...` when it ends."""
-        self.metric_sums.add(metrics)
-
-    def on_train_epoch_end(self) -> None:
-        """Lightning's hook: write the epoch's means to the loggers, over the frames collected so far.
-
-        Not by `self.log`, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
-        """
-        metrics = {f"train/{name}": value for name, value in self.metric_sums.flush().items()}
-        metrics["train/learning_rate"] = float(self._optimizers()[0].param_groups[0]["lr"])
-        step = getattr(getattr(self.trainer, "datamodule", None), "frames", self.global_step)
-        self.epoch_metrics = metrics
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-
-    def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Lightning's hook: log the returns and lengths `[E]` of finished evaluation episodes."""
-        returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
-        metrics: dict[str, Any] = {
-            "eval/return": returns.mean(),
-            "eval/return_std": returns.std(correction=0),
-            "eval/length": lengths.mean(),
-        }
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if hasattr(data, "frames"):
-            # Lightning's loggers take an entry called "step" for their x axis.
-            metrics["step"] = float(data.frames)
-        self.log_dict(
-            metrics,
-            batch_size=returns.numel(),
-            sync_dist=self.trainer.world_size > 1,
-            on_step=False,
-            on_epoch=True,
-        )
+    def report(self) -> dict[str, float]:
+        """Return the learning rate."""
+        return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
