@@ -13,7 +13,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
-from torchrl_lightning.learn.layers import mlp
+from torchrl_lightning.learn.layers import mlp, orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.trunks import FEATURES
 
@@ -110,9 +110,8 @@ def build_actor(
         >>> td["action"].shape, td["action_log_prob"].shape
         (torch.Size([3]), torch.Size([3]))
     """
-    keys, entries = observation_entries(specs)
     network = network or MLPNetwork()
-    trunk = network.trunk(keys, entries)
+    trunk = network.trunk(*observation_entries(specs))
     hidden, features = private_layers(network, trunk.features)
     head = build_head(specs.action, features, distribution, initial_std, hidden)
     return Actor(trunk, head, specs.action)
@@ -123,6 +122,13 @@ def private_layers(network: Network, features: int) -> tuple[nn.Module | None, i
     if not network.head_sizes:
         return None, features
     return mlp(features, network.head_sizes, network.activation), int(network.head_sizes[-1])
+
+
+def linear_head(network: Network, features: int, size: int) -> nn.Module:
+    """Return a head of values over a trunk's features: the network's hidden layers, if any, and a linear one."""
+    hidden, features = private_layers(network, features)
+    last = orthogonal(nn.Linear(features, size), 1.0)
+    return last if hidden is None else nn.Sequential(hidden, last)
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:

@@ -11,8 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import ValueOperator
 
-from torchrl_lightning.learn.actors import Actor, observation_entries, private_layers
-from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.actors import Actor, linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 
 
@@ -104,13 +103,7 @@ def build_critic(
             )
         trunks = [actor.trunk]
     else:
-        keys, entries = observation_entries(specs)
-        trunks = [network.trunk(keys, entries) for _ in range(len(out_keys) if separate else 1)]
-    heads = [_head(network, trunks[0].features) for _ in out_keys]
+        entries = observation_entries(specs)
+        trunks = [network.trunk(*entries) for _ in range(len(out_keys) if separate else 1)]
+    heads = [linear_head(network, trunks[0].features, 1) for _ in out_keys]
     return Critic(heads, out_keys, trunks, shared=network.shared)
-
-
-def _head(network: Network, features: int) -> nn.Module:
-    hidden, features = private_layers(network, features)
-    last = orthogonal(nn.Linear(features, 1), 1.0)
-    return last if hidden is None else nn.Sequential(hidden, last)

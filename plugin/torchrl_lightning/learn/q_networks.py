@@ -12,8 +12,7 @@ from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
-from torchrl_lightning.learn.actors import observation_entries, private_layers
-from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.trunks import FEATURES
@@ -36,7 +35,7 @@ class DuelingHead(nn.Module):
 
     def __init__(self, features: int, actions: int, network: Network) -> None:
         super().__init__()
-        self.value, self.advantage = _linear(features, 1, network), _linear(features, actions, network)
+        self.value, self.advantage = linear_head(network, features, 1), linear_head(network, features, actions)
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features `[*B, H]` to action values `[*B, A]`."""
@@ -91,16 +90,9 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
             "continuous actions"
         )
     network = network or MLPNetwork()
-    keys, entries = observation_entries(specs)
-    trunk, actions = network.trunk(keys, entries), int(spec.space.n)
-    head = DuelingHead(trunk.features, actions, network) if dueling else _linear(trunk.features, actions, network)
+    trunk, actions = network.trunk(*observation_entries(specs)), int(spec.space.n)
+    head = DuelingHead(trunk.features, actions, network) if dueling else linear_head(network, trunk.features, actions)
     return QNetwork(trunk, head, spec)
-
-
-def _linear(features: int, out: int, network: Network) -> nn.Module:
-    hidden, features = private_layers(network, features)
-    last = orthogonal(nn.Linear(features, out), 1.0)
-    return last if hidden is None else nn.Sequential(hidden, last)
 
 
 class ActionValue(nn.Module):
@@ -119,7 +111,7 @@ class ActionValue(nn.Module):
         _, entries = observation_entries(specs)
         center, half_range = action_range(specs.action)
         self.encoder = network.encoder([*entries, specs.action])
-        self.last = _linear(self.encoder.features, 1, network)  # type: ignore[arg-type]
+        self.last = linear_head(network, self.encoder.features, 1)  # type: ignore[arg-type]
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
 

@@ -152,8 +152,7 @@ class DeterministicActor(TensorDictSequential):
 
 def _trunk_and_layers(specs: Any, network: Network | None) -> tuple[Any, int, nn.Module | None]:
     network = network or MLPNetwork([256, 256], "relu")
-    keys, entries = observation_entries(specs)
-    trunk = network.trunk(keys, entries)
+    trunk = network.trunk(*observation_entries(specs))
     hidden, features = private_layers(network, trunk.features)
     return trunk, features, hidden
 
@@ -181,14 +180,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
 
 
 def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
-    """Build the actor of TD3.
-
-    Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: What comes before the head; two layers of 256 rectified units when not given.
-
-    Raises:
-        TypeError: The actions are not bounded floating-point vectors.
+    """Build the actor of TD3; arguments and errors as of `build_squashed_actor`.
 
     Example:
         >>> from types import SimpleNamespace
