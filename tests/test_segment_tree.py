@@ -257,6 +257,9 @@ def test_bad_constructions() -> None:
         SumSegmentTree(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="backend"):
         SumSegmentTree(2, backend="cuda")  # type: ignore[arg-type]
+    for initial in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="SumSegmentTree: a leaf must be finite and not negative"):
+            SumSegmentTree(4, initial=initial)
 
 
 def test_exports() -> None:

@@ -10,7 +10,7 @@ are a function of the leaves alone, and rounding cannot pile up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class SegmentTree:
 
     Raises:
         TypeError: the dtype is not one of the two, or the capacity is not an integer.
-        ValueError: the capacity is not positive, or the operation or the backend is unknown or cannot serve the device.
+        ValueError: the capacity is not positive, no leaf may have the initial value, or the operation or the backend is
+            unknown or cannot serve the device.
 
     Example:
         >>> tree = SegmentTree(3, "max")
@@ -84,6 +85,7 @@ class SegmentTree:
         if backend == "numba" and not self._compiled:
             raise ValueError(f"{name}: the numba backend serves the CPU only, got {device}; use backend='auto'.")
         self._nonzero: int | Tensor = 0
+        self._check_leaves(torch.tensor([self.initial], dtype=torch.float64))
         self.clear()
 
     @property
@@ -246,9 +248,7 @@ class SegmentTree:
         new = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
         if new.numel() > self.capacity:
             raise ValueError(f"{self.name}: got {new.numel()} leaves, but holds {self.capacity}.")
-        bad = new.isnan() if self.op != "sum" else ~((new >= 0) & (new <= self._largest))
-        if bad.any():
-            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {new[bad][0].item()}.")
+        self._check_leaves(new)
         self.leaves[: new.numel()].copy_(new)
         self.leaves[new.numel() :].fill_(self.initial)
         self._rebuild()
@@ -273,11 +273,33 @@ class SegmentTree:
     def _out_of_range(self, index: int) -> IndexError:
         return IndexError(f"{self.name}: index {index} is out of range; the tree has {self.capacity} leaves.")
 
+    def _check_leaves(self, leaves: Tensor) -> None:
+        bad = leaves.isnan() if self.op != "sum" else ~((leaves >= 0) & (leaves <= self._largest))
+        if bad.any():
+            raise ValueError(f"{self.name}: a leaf must be {self._wanted()}, got {leaves[bad][0].item()}.")
+
     def _wanted(self) -> str:
         return "a number" if self.op != "sum" else f"finite and not negative (at most {self._largest:.3g})"
 
 
-class SumSegmentTree(SegmentTree):
+class _NamedTree(SegmentTree):
+    _operation: ClassVar[str]
+
+    def __init__(
+        self,
+        capacity: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        name: str | None = None,
+        *,
+        initial: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
+        name = name or type(self).__name__
+        super().__init__(capacity, self._operation, dtype, device, name, initial=initial, backend=backend)
+
+
+class SumSegmentTree(_NamedTree):
     """The sum of an array, and the search for the element in which a partial sum falls.
 
     Arguments as in :class:`SegmentTree`.
@@ -291,16 +313,7 @@ class SumSegmentTree(SegmentTree):
         2
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
-        name: str = "SumSegmentTree",
-        *,
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__(capacity, "sum", dtype, device, name, backend=backend)
+    _operation = "sum"
 
     @property
     def nnz(self) -> int:
@@ -353,7 +366,7 @@ class SumSegmentTree(SegmentTree):
         return found
 
 
-class MinSegmentTree(SegmentTree):
+class MinSegmentTree(_NamedTree):
     """The minimum of an array; arguments as in :class:`SegmentTree`, ``initial=math.inf`` leaves unset leaves out.
 
     Example:
@@ -363,20 +376,10 @@ class MinSegmentTree(SegmentTree):
         2.0
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
-        name: str = "MinSegmentTree",
-        *,
-        initial: float = 0.0,
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__(capacity, "min", dtype, device, name, initial=initial, backend=backend)
+    _operation = "min"
 
 
-class MaxSegmentTree(SegmentTree):
+class MaxSegmentTree(_NamedTree):
     """The maximum of an array; arguments as in :class:`SegmentTree`, ``initial=-math.inf`` leaves unset leaves out.
 
     Example:
@@ -386,14 +389,4 @@ class MaxSegmentTree(SegmentTree):
         4.0
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
-        name: str = "MaxSegmentTree",
-        *,
-        initial: float = 0.0,
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__(capacity, "max", dtype, device, name, initial=initial, backend=backend)
+    _operation = "max"
