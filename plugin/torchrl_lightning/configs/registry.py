@@ -8,64 +8,38 @@ from typing import Any
 import torchrl.trainers.algorithms.configs  # noqa: F401
 from hydra.core.config_store import ConfigStore
 
-from torchrl_lightning.configs.buffers import (
-    GAEBufferConfig,
-    PPOBufferConfig,
-    VanillaOnPolicyBufferConfig,
-    VTraceBufferConfig,
-)
-from torchrl_lightning.configs.parts import (
-    MinibatchSamplerConfig,
-    PrioritizedSamplerConfig,
-    RingStorageConfig,
-    RingWriterConfig,
-    RolloutStorageConfig,
-    RolloutWriterConfig,
-    SequenceSamplerConfig,
-    UniformSamplerConfig,
-)
-from torchrl_lightning.configs.replay_buffers import (
-    ExperienceBufferConfig,
-    RecurrentReplayBufferConfig,
-    SimpleReplayBufferConfig,
-)
-from torchrl_lightning.configs.transforms import (
-    DiscountedReturnsConfig,
-    GeneralizedAdvantagesConfig,
-    IntrinsicReturnsConfig,
-    VTraceAdvantagesConfig,
-)
+from torchrl_lightning.configs import buffers, parts, replay_buffers, transforms
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
 
 # Each is a transform of its own, and the module of TorchRL's ModuleTransform, which is what the group `value` is for.
 _ESTIMATORS: dict[str, type[Any]] = {
-    "discounted_returns": DiscountedReturnsConfig,
-    "generalized_advantages": GeneralizedAdvantagesConfig,
-    "vtrace_advantages": VTraceAdvantagesConfig,
-    "intrinsic_returns": IntrinsicReturnsConfig,
+    "discounted_returns": transforms.DiscountedReturnsConfig,
+    "generalized_advantages": transforms.GeneralizedAdvantagesConfig,
+    "vtrace_advantages": transforms.VTraceAdvantagesConfig,
+    "intrinsic_returns": transforms.IntrinsicReturnsConfig,
 }
 
 COMPONENTS: dict[str, dict[str, type[Any]]] = {
-    "storage": {"rollout": RolloutStorageConfig, "ring": RingStorageConfig},
-    "writer": {"rollout": RolloutWriterConfig, "ring": RingWriterConfig},
+    "storage": {"rollout": parts.RolloutStorageConfig, "ring": parts.RingStorageConfig},
+    "writer": {"rollout": parts.RolloutWriterConfig, "ring": parts.RingWriterConfig},
     "sampler": {
-        "minibatch": MinibatchSamplerConfig,
-        "uniform": UniformSamplerConfig,
-        "prioritized": PrioritizedSamplerConfig,
-        "sequence": SequenceSamplerConfig,
+        "minibatch": parts.MinibatchSamplerConfig,
+        "uniform": parts.UniformSamplerConfig,
+        "prioritized": parts.PrioritizedSamplerConfig,
+        "sequence": parts.SequenceSamplerConfig,
     },
     "transform": _ESTIMATORS,
     "value": _ESTIMATORS,
     "replay_buffer": {
-        "vanilla": VanillaOnPolicyBufferConfig,
-        "gae": GAEBufferConfig,
-        "vtrace": VTraceBufferConfig,
-        "ppo": PPOBufferConfig,
-        "experience": ExperienceBufferConfig,
-        "recurrent": RecurrentReplayBufferConfig,
-        "simple": SimpleReplayBufferConfig,
+        "vanilla": buffers.VanillaOnPolicyBufferConfig,
+        "gae": buffers.GAEBufferConfig,
+        "vtrace": buffers.VTraceBufferConfig,
+        "ppo": buffers.PPOBufferConfig,
+        "experience": replay_buffers.ExperienceBufferConfig,
+        "recurrent": replay_buffers.RecurrentReplayBufferConfig,
+        "simple": replay_buffers.SimpleReplayBufferConfig,
     },
 }
 
