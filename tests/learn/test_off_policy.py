@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from tensordict import TensorDict
@@ -201,8 +202,11 @@ def test_one_hot_actions() -> None:
     assert ONE_HOT.action.expand(7, 3).is_in(action)
 
 
-def test_td3_delays_its_policy() -> None:
-    module = small("td3", target_interval=3, optimizer=partial(torch.optim.SGD, lr=0.1)).build(BOX)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_td3_delays_its_policy(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranks exchange a gradient of zeros meanwhile: Adam would move on along its momentum."""
+    monkeypatch.setattr(L.Trainer, "world_size", ranks)
+    module = small("td3", target_interval=3).build(BOX)
     actors = []
 
     class Recorder(FakeReplay):

@@ -223,13 +223,21 @@ class OffPolicyModule(ReportingModule):
         terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch)
         return terms
 
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the learnt parameters that the loss of this update leaves out."""
+        return []
+
     def update(self, loss: Tensor) -> dict[str, Tensor]:
         """Step all optimizers along the loss; return the gradient norms before clipping."""
         norms: dict[str, Tensor] = {}
         for group in self._groups:
             for parameter in group:
                 parameter.grad = None
-        self.manual_backward(loss)
+        idle = self.idle_parameters() if self.trainer.world_size > 1 else []
+        # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
+        self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
+        for parameter in idle:
+            parameter.grad = None
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
             if self.max_grad_norm is not None:

@@ -89,10 +89,16 @@ class TD3Module(OffPolicyModule):
 
     def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return the parts of the loss; the policy's only with every `target_interval`-th update."""
-        terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(
-            batch, with_actor=(self.updates + 1) % self.target_interval == 0
-        )
+        terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch, with_actor=self._moves_actor)
         return terms
+
+    @property
+    def _moves_actor(self) -> bool:
+        return (self.updates + 1) % self.target_interval == 0
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the policy's parameters where its update is delayed."""
+        return [] if self._moves_actor else self.parameter_groups()["actor"]
 
     def exploration(self, frames: int) -> float:
         """Return the deviation of the exploration noise."""
