@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.replay_parts import dqn, fit, in_files, parameters, prioritized, replay_data
+from datamodules.replay_parts import dqn, fit, in_files, parameters, prioritized, replay_data, trainer
 from torchrl_lightning.learn import RecurrentNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -199,6 +199,16 @@ def test_a_checkpoint_of_another_run_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(written.state_dict())
     assert other.updates == 0
+
+
+def test_evaluating_a_checkpoint_needs_no_buffer(tmp_path):
+    _, run = fit(tmp_path, replay_data(checkpoint_buffer="beside"))
+    run.save_checkpoint(tmp_path / "old.ckpt")
+    shutil.rmtree(tmp_path / "buffer")
+    data, judge = replay_data(checkpoint_buffer="beside"), trainer(tmp_path, limit_val_batches=1)
+    (scores,) = judge.validate(dqn(), data, ckpt_path=tmp_path / "old.ckpt")
+    assert scores["eval/length"] > 5
+    assert data.frames == 60
 
 
 def test_several_ranks_keep_their_buffers_apart(tmp_path, monkeypatch):

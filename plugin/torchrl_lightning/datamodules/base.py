@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from gymnasium.vector import VectorEnv
+from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_lightning.collectors import (
@@ -188,14 +189,16 @@ class ExperienceDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state of :meth:`state_dict`.
+        """Takes the state of :meth:`state_dict`; for an evaluation only the count of frames, on any number of ranks.
 
         Raises:
             ValueError: if it comes from another environment, capacity, number of ranks or state version.
         """
         self.check_state(state)
-        rank = self.trainer.global_rank if self.trainer is not None else 0
-        own = state_of_rank(state["ranks"], rank, self.world_size)
+        if self._only_evaluates:
+            self.frames = self.state_frames(state)
+            return
+        own = state_of_rank(state["ranks"], self._rank, self.world_size)
         self.frames = int(own["frames"])
         self._num_evaluations = int(own["num_evaluations"])
         self._restored = own
@@ -265,9 +268,16 @@ class ExperienceDataModule(L.LightningDataModule):
         return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
 
     @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def _only_evaluates(self) -> bool:
+        return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
+
+    @property
     def _rank_seed(self) -> int:
-        rank = self.trainer.global_rank if self.trainer is not None else 0
-        return (self.seed or 0) + rank * self.num_envs
+        return (self.seed or 0) + self._rank * self.num_envs
 
     def _environment(self) -> VectorEnv:
         if self._vector_env is None:

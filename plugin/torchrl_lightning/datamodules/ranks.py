@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+
+def of_first_rank(value: Value) -> Value:
+    """Gives all ranks the value of rank 0; the value itself without a process group.
+
+    Example:
+        >>> of_first_rank("a name")
+        'a name'
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:

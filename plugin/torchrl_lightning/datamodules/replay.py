@@ -14,10 +14,11 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.batches import ResumableBatches
+from torchrl_lightning.datamodules.cell_files import keep_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
-from torchrl_lightning.datamodules.ranks import state_of_rank
-from torchrl_lightning.datamodules.snapshots import BufferSnapshots
+from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
+from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.replay import ExperienceBuffer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     Args:
         env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
-        buffer: a callable that takes ``num_envs`` and gives the replay buffer.
+        buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own;
+            memory-mapped cells lie in ``rank_R`` below their ``scratch_dir`` then.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: batches of one epoch.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
@@ -156,6 +158,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _build_buffer(self) -> ExperienceBuffer:
         buffer = self._make_buffer(num_envs=self.num_envs)
+        keep_files_apart(buffer.storage, self._rank, self.world_size)
         if self._lookahead is not None:
             buffer.append_transform(self._lookahead.transform)
         return buffer
@@ -296,13 +299,17 @@ class ReplayDataModule(ExperienceDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores counters, generators and, if it was kept, the buffer; the collector follows at the first update.
 
+        An evaluation takes the count of frames alone.
+
         Raises:
             ValueError: if it comes from another environment, buffer, ratio, number of ranks or state version.
             FileNotFoundError: if the buffer beside the checkpoint is gone.
         """
+        if self._only_evaluates:
+            super().load_state_dict(state)
+            return
         self.check_state(state)
-        rank = self.trainer.global_rank if self.trainer is not None else 0
-        own = state_of_rank(state["ranks"], rank, self.world_size)
+        own = state_of_rank(state["ranks"], self._rank, self.world_size)
         buffer = self.buffer if self.buffer is not None else self._build_buffer()
         refilled = int(own["refilled"])
         if "buffer" in own:
@@ -336,5 +343,5 @@ class ReplayDataModule(ExperienceDataModule):
         if self._snapshots is None:
             trainer = self.trainer
             root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
-            self._snapshots = BufferSnapshots(Path(root), trainer.global_rank if trainer is not None else 0)
+            self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(new_run()))
         return self._snapshots

@@ -14,6 +14,11 @@ KEPT = 2
 _RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
+def new_run() -> str:
+    """Draws the name of a run's folder."""
+    return secrets.token_hex(4)
+
+
 class BufferSnapshots:
     """A folder of buffer states, one subfolder for each, of which a run keeps the newest.
 
@@ -25,6 +30,7 @@ class BufferSnapshots:
     Args:
         root: where all runs' folders lie; made when the first state is written.
         rank: which process this is; each has a folder of its own.
+        run: name of the run's folder, eight hexadecimal digits; drawn if None.
 
     Example:
         >>> import tempfile
@@ -40,10 +46,10 @@ class BufferSnapshots:
         3
     """
 
-    def __init__(self, root: Path, rank: int = 0) -> None:
+    def __init__(self, root: Path, rank: int = 0, run: str | None = None) -> None:
         self.root = Path(root).absolute()
         self.rank = rank
-        self.run = secrets.token_hex(4)
+        self.run = new_run() if run is None else run
         self._written: list[str] = []
 
     @property
@@ -87,7 +93,7 @@ class BufferSnapshots:
 
         Raises:
             FileNotFoundError: if it is not there any more; names those that are.
-            ValueError: if it is damaged does not fit the buffer, or the reference is none of ours.
+            ValueError: if it is damaged or does not fit the buffer, or the reference is none of ours.
         """
         run, name = str(reference["run"]), str(reference["name"])
         if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):

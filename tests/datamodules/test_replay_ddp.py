@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.processes import environment
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder of what all the runs of replay_ddp_run.py wrote down."""
+    folder = tmp_path_factory.mktemp("replay_ddp")
+    env = environment()
+    env["PYTHONPATH"] = f"{HERE.parent}:{env['PYTHONPATH']}"
+    command = [sys.executable, str(HERE / "replay_ddp_run.py"), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def reports(folder, name):
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("name", "updates", "frames"), [("memory_whole", 40, 2 * 72), ("delayed_whole", 28, 2 * 64)])
+def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates, frames):
+    first, second = reports(folder, name)
+    assert (first["seed"], second["seed"]) == (0, 2)
+    assert first["first"] != second["first"]
+    assert first["cells"] != second["cells"]
+    assert first["next_sample"] != second["next_sample"]
+    # Each rank had built other networks; those of rank 0 count, target networks included.
+    assert first["started"] == second["started"]
+    assert first["ended"] == second["ended"] != first["started"]
+    assert first["updates"] == second["updates"] == [updates, updates]
+    assert first["frames"] == second["frames"] == frames
+
+
+@pytest.mark.parametrize("kept", ["memory", "files"])
+def test_two_ranks_go_on_as_if_never_stopped(folder, kept):
+    for whole, resumed in zip(reports(folder, "memory_whole"), reports(folder, f"{kept}_resumed"), strict=True):
+        for name in ("updates", "frames", "ended", "cells", "next_sample"):
+            assert resumed[name] == whole[name], name
+        assert resumed["started"] != whole["started"]
+
+
+@pytest.mark.parametrize("kept", ["memory", "files"])
+def test_each_rank_keeps_its_buffer_beside_the_checkpoint(folder, kept):
+    states = torch.load(folder / f"{kept}_half.ckpt", weights_only=True)["ReplayDataModule"]["ranks"]
+    snapshots = [state["snapshot"] for state in states]
+    assert [Path(snapshot["folder"]).name for snapshot in snapshots] == ["rank_0", "rank_1"]
+    assert snapshots[0]["run"] == snapshots[1]["run"]
+    assert all((Path(snapshot["folder"]) / snapshot["name"]).is_dir() for snapshot in snapshots)
+    assert not any("buffer" in state for state in states)
+
+
+def test_memory_mapped_cells_lie_in_a_folder_for_each_rank(folder):
+    assert sorted(path.name for path in (folder / "cells").iterdir()) == ["rank_0", "rank_1"]
+    places = [report["scratch_dir"] for report in reports(folder, "files_resumed")]
+    assert places == [str(folder / "cells" / f"rank_{rank}") for rank in range(2)]
+
+
+def test_resuming_on_one_rank_is_refused_but_evaluating_is_not(folder):
+    refused = (folder / "alone.txt").read_text()
+    assert "of 2 rank(s), but this run has 1. Resume with 2 device(s)" in refused
+    validated = json.loads((folder / "validated.json").read_text())
+    assert (
+        validated["frames"]
+        == torch.load(folder / "memory_half.ckpt", weights_only=True)["ReplayDataModule"]["ranks"][0]["frames"]
+    )
+    assert validated["length"] > 5
