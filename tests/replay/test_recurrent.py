@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from torchrl_lightning.replay.experience import BatchExperience
 from torchrl_lightning.replay.recurrent import RecurrentReplayBuffer
+from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.velora_base import BufferBase
 from torchrl_lightning.replay.velora_files import NAMES
 
@@ -484,3 +485,10 @@ def test_warm_repeats_with_the_same_generator() -> None:
     second.warm(Agent(), 12)
     assert stored(first)["states"].equal(stored(second)["states"])
     assert first.sample(5).states.equal(second.sample(5).states)
+
+
+@pytest.mark.parametrize("given", [{}, {"sampler": None}])
+def test_no_sampler_means_uniform_with_replacement(given: dict[str, Any]) -> None:
+    sampler = build(**given).sampler
+    assert isinstance(sampler, UniformSampler)
+    assert sampler.with_replacement

@@ -182,6 +182,13 @@ def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
         SimpleReplayBuffer(**{"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1, **wrong})
 
 
+@pytest.mark.parametrize("given", [{}, {"sampler": None}])
+def test_no_sampler_means_uniform_without_replacement(given: dict[str, Any]) -> None:
+    sampler = build(**given).sampler
+    assert isinstance(sampler, UniformSampler)
+    assert not sampler.with_replacement
+
+
 def test_another_sampler_may_be_given() -> None:
     buffer = build(batch_size=4, sampler=UniformSampler(with_replacement=True))
     buffer.store(step(1.0))

@@ -1,4 +1,4 @@
-"""Arguments that YAML cannot write as a constructor wants them: dtypes, and defaults that are objects."""
+"""Arguments that YAML cannot write as a constructor wants them: dtypes."""
 
 from __future__ import annotations
 
@@ -39,23 +39,6 @@ def with_dtype(component: Callable[..., T]) -> Callable[..., T]:
     def make(*args: Any, **kwargs: Any) -> T:
         if "dtype" in kwargs:
             kwargs["dtype"] = dtype_of(kwargs["dtype"])
-        return component(*args, **kwargs)
-
-    return make
-
-
-def with_own_sampler(component: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a constructor so that ``sampler=None``, which a config without one says, leaves it its own sampler.
-
-    Example:
-        >>> with_own_sampler(lambda sampler="mine": sampler)(sampler=None)
-        'mine'
-    """
-
-    @functools.wraps(component, updated=())
-    def make(*args: Any, **kwargs: Any) -> T:
-        if "sampler" in kwargs and kwargs["sampler"] is None:
-            del kwargs["sampler"]
         return component(*args, **kwargs)
 
     return make

@@ -6,7 +6,7 @@ Each has the name, the signature and the documentation of the component that it 
 from __future__ import annotations
 
 from torchrl_lightning import replay, rollout
-from torchrl_lightning.configs.arguments import with_dtype, with_own_sampler
+from torchrl_lightning.configs.arguments import with_dtype
 from torchrl_lightning.configs.keys import with_keys
 
 RolloutWriter = with_keys(rollout.RolloutWriter)
@@ -25,5 +25,5 @@ VTraceBuffer = with_keys(rollout.VTraceBuffer)
 PPOBuffer = with_keys(rollout.PPOBuffer)
 
 ExperienceBuffer = with_keys(replay.ExperienceBuffer)
-RecurrentReplayBuffer = with_own_sampler(with_keys(replay.RecurrentReplayBuffer))
-SimpleReplayBuffer = with_own_sampler(with_keys(replay.SimpleReplayBuffer))
+RecurrentReplayBuffer = with_keys(replay.RecurrentReplayBuffer)
+SimpleReplayBuffer = with_keys(replay.SimpleReplayBuffer)

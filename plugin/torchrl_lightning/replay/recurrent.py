@@ -35,7 +35,7 @@ class RecurrentReplayBuffer(BufferBase):
 
     Args:
         *args: ``capacity, state_dim, action_dim, hidden_dim``, see :class:`BufferBase`.
-        **kwargs: ``device`` and the options of :class:`BufferBase`.
+        **kwargs: ``device`` and options of :class:`BufferBase`; the default ``sampler`` is a :class:`UniformSampler`.
 
     Source:
         https://github.com/Achronus/Velora
@@ -49,7 +49,8 @@ class RecurrentReplayBuffer(BufferBase):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("sampler", UniformSampler())
+        if kwargs.get("sampler") is None:
+            kwargs["sampler"] = UniformSampler()
         super().__init__(*args, **kwargs)
 
     def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> BatchExperience:

@@ -53,7 +53,8 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         batch_size: steps in a batch.
         device: where steps lie and batches come out.
         scratch_dir: folder for memory-mapped files; ``None`` keeps the steps in memory.
-        **kwargs: ``sampler``, ``num_envs``, ``transform``, ``generator``, ... of :class:`ExperienceBuffer`.
+        **kwargs: ``sampler`` (a :class:`UniformSampler` without replacement by default), ``num_envs``, ``transform``,
+            ``generator``, ... of :class:`ExperienceBuffer`.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -88,7 +89,8 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             unset = number is None and name.endswith("dim")
             if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be a positive integer, got {number!r}.")
-        kwargs.setdefault("sampler", UniformSampler(with_replacement=False))
+        if kwargs.get("sampler") is None:
+            kwargs["sampler"] = UniformSampler(with_replacement=False)
         super().__init__(
             storage=RingStorage(size, device=device, scratch_dir=scratch_dir), batch_size=batch_size, **kwargs
         )
