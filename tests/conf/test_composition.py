@@ -11,12 +11,13 @@ import pytest
 import torch
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from configs.signatures import constructor_arguments
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
@@ -163,6 +164,16 @@ MODELS = [option for option in options("model") if option != "default"]
 @pytest.mark.parametrize("option", MODELS)
 def test_a_model_is_built(compose_train, option):
     assert isinstance(instantiate(compose_train(f"model={option}").model), L.LightningModule)
+
+
+@pytest.mark.parametrize("option", ["dqn", "ppo", "reinforce", "sac", "td3"])
+def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
+    cfg = compose_train(f"model={option}", "~experiment").model
+    component = get_class(cfg._target_)
+    defaults = {name: parameter.default for name, parameter in constructor_arguments(component).items()}
+    said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", "network")}
+    assert said == {name: defaults[name] for name in said}
+    assert instantiate(cfg).network == component().network
 
 
 @pytest.mark.parametrize("option", options("model/network"))
