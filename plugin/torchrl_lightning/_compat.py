@@ -47,7 +47,7 @@ def new_tensordict(
     """Build a TensorDict without checking its entries, several times faster than the constructor.
 
     Args:
-        source: string keys; every value is a tensor or TensorDict that starts with ``batch_size``.
+        source: string keys; every value is a tensor or TensorDict (no dict) that starts with ``batch_size``.
         batch_size: the batch size, as a ``torch.Size``.
         names: dimension names, if any.
         device: the device that all entries are on, if it shall be known.
@@ -57,7 +57,7 @@ def new_tensordict(
         >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
         torch.Size([3, 2])
     """
-    data = TensorDict._new_unsafe(source, batch_size=batch_size, names=names)
+    data = TensorDict._new_unsafe(source, batch_size=batch_size, names=names, nested=False)
     data._device = device  # given to the constructor, it costs as much again
     return data
 
@@ -357,7 +357,7 @@ class BufferBase(TensorDictReplayBuffer):
 
     def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
         """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""
-        with self.locked():
+        with self._replay_lock, self._write_lock:
             self._sampler.update_priority(index, priority, storage=self._storage, **kwargs)
 
     @property

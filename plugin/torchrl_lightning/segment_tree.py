@@ -4,7 +4,7 @@ A tree over ``capacity`` leaves is one tensor of ``2 * width`` nodes, ``width`` 
 has the children ``2i`` and ``2i + 1``, the leaves lie at ``width + index`` in the order of their indices. Updates and
 searches go level by level over the whole batch, so that the memory accesses of a level do not wait for one another:
 numba on the CPU, torch anywhere else. Inner nodes are always computed from their children, never by difference: they
-are a function of the leaves alone, and rounding cannot pile up.
+are a function of the leaves alone, and rounding cannot pile up. Numba's walks keep only every third level.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class SegmentTree:
 
     @property
     def nodes(self) -> Tensor:
-        """All nodes, for kernels of other modules; who writes leaves there reports to :meth:`count`."""
+        """All nodes, for kernels of other modules; who writes leaves there reports to :meth:`count`.
+
+        On the compiled path inner nodes are up to date on every third level above the leaves only, and near the root.
+        """
         return self._nodes
 
     def count(self, change: int) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,19 @@ class Priorities:
         self.highest = MaxSegmentTree(capacity, initial=0.0, **kwargs) if keep_highest else None
         self._compiled = backend != "torch" and self.priorities.device.type == "cpu"
         self._limit = torch.finfo(dtype).max / capacity
+        self._views: tuple[Any, ...] = ()
+        self._address = 0
+
+    def _arrays(self) -> tuple[Any, ...]:
+        # Nodes, priorities and generations for the kernels. Handing them to another process moves their memory.
+        address = self.priorities.data_ptr()
+        if address != self._address:
+            tensors = (self.tree.nodes, self.priorities, self.generations)
+            self._views, self._address = tuple(tensor.numpy() for tensor in tensors), address
+        return self._views
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": (), "_address": 0}
 
     @property
     def capacity(self) -> int:
@@ -106,8 +120,7 @@ class Priorities:
         value = torch.full((1,), priority, dtype=self.priorities.dtype, device=self.priorities.device)
         self.tree.assign(index, self.power(value))
         if self._compiled:
-            table = (self.priorities.numpy(), self.generations.numpy())
-            self.count += jitted(priority_kernels.mark)(*table, index.numpy(), priority)
+            self.count += jitted(priority_kernels.mark)(*self._arrays()[1:], index.numpy(), priority)
         else:
             cells = index[last_of_each(index)]
             self.count += int((self.priorities[cells] < 0).sum())
@@ -134,12 +147,10 @@ class Priorities:
             self._update_torch(index, priority.to(self.priorities.dtype), generation)
         else:
             place, change, largest = jitted(priority_kernels.update)(
-                self.tree.nodes.numpy(),
-                self.priorities.numpy(),
-                self.generations.numpy(),
-                index.numpy(),
-                priority.numpy(),
-                priority_kernels.NOTHING if generation is None else generation.numpy(),
+                *self._arrays(),
+                _packed(index),
+                _packed(priority),
+                priority_kernels.NOTHING if generation is None else _packed(generation),
                 self.eps,
                 self.alpha,
                 self._limit,
@@ -192,15 +203,13 @@ class Priorities:
         mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
         if not self._compiled:
             return self._draw_torch(mass.to(device), stratified, beta, base)
-        mass = mass.to(device)
-        cells = torch.empty(count, dtype=torch.int64)
-        weights, stamps = torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.int32)
-        nodes, table, results = self.tree.nodes.numpy(), self.generations.numpy(), (cells, weights, stamps)
+        # numpy's empty arrays cost a quarter of torch's.
+        cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
         if not jitted(priority_kernels.draw)(
-            nodes, table, mass.numpy(), stratified, beta, base, *(result.numpy() for result in results)
+            *self._arrays(), mass.cpu().numpy(), stratified, beta, base, cells, weights, stamps
         ):
             raise self._all_zero()
-        return results
+        return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
 
     def _draw_torch(self, mass: Tensor, stratified: bool, beta: float, base: float) -> tuple[Tensor, Tensor, Tensor]:
         total, count = self.total, len(mass)
@@ -298,3 +307,8 @@ class Priorities:
             return IndexError(f"index {cell} is out of range; there are priorities for {self.capacity} cells.")
         value = float(priority[place])
         return ValueError(f"A priority must be finite and not negative, got {value} for cell {cell}.")
+
+
+def _packed(value: Tensor) -> Any:
+    # Without gaps: kernels are compiled for such arrays.
+    return value.numpy() if value.is_contiguous() else value.contiguous().numpy()

@@ -185,7 +185,6 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
         return 0.0 if table.lowest is None else float(table.power(table.lowest.summary()))
 
-    @torch.no_grad()
     def update_priority(
         self,
         index: int | Tensor | tuple[Tensor, ...],
@@ -219,14 +218,15 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             and priority.dtype in FLOATS
             and index.device == priority.device == self.device
         ):
-            cells, value = index.contiguous(), priority.detach().contiguous()
+            cells, value = index, priority.detach()
         else:
             cells, value = self._flat(index, priority, storage)
         if generation is not None:
-            generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1).contiguous()
-            if len(generation) != len(cells):
+            if generation.dtype != torch.int32 or generation.ndim != 1 or generation.device != cells.device:
+                generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1)
+            if generation.numel() != cells.numel():
                 raise ValueError(
-                    f"Got {len(generation)} generations for {len(cells)} cells; hand back the batch's own."
+                    f"Got {generation.numel()} generations for {cells.numel()} cells; hand back the batch's own."
                 )
         self.table.update(cells, value, generation)
 
@@ -242,7 +242,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
                     f"Got priorities of shape {list(value.shape)} for {count} cells; expected one number, or [{count}]."
                 )
             value = REDUCTIONS[self.reduction](value.reshape(count, -1), 1)
-        return cells, value.to(self.dtype).reshape(-1).contiguous()
+        return cells, value.to(self.dtype).reshape(-1)
 
     @torch.no_grad()
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:

@@ -51,7 +51,7 @@ def update(
         if index[i] < -1 or index[i] >= len(priorities) or not sound:
             return i, 0, 0.0
     pending = np.empty(count, np.int64)
-    size, change, largest = 0, 0, 0.0
+    size, last, change, largest = 0, -1, 0, 0.0
     for i in range(count):
         cell = index[i]
         if cell < 0 or priorities[cell] < 0 or (len(given) and given[i] != generations[cell]):
@@ -60,16 +60,16 @@ def update(
         largest = max(largest, priority[i])
         change += int(leaves[i] != 0.0) - int(nodes[width + cell] != 0.0)
         nodes[width + cell] = leaves[i]
-        parent = (width + cell) >> 1
-        if size == 0 or pending[size - 1] != parent:
-            pending[size] = parent
-            size += 1
-    segment_kernels.climb(nodes, segment_kernels.SUM, pending, size)
+        parent = (width + cell) >> segment_kernels.LEVELS
+        size += int(parent != last)
+        pending[size - 1] = last = parent
+    segment_kernels.climb(nodes, width, segment_kernels.SUM, pending, size)
     return -1, change, largest
 
 
 def draw(
     nodes: Any,
+    priorities: Any,
     generations: Any,
     mass: Any,
     stratified: bool,
@@ -83,6 +83,7 @@ def draw(
 
     Args:
         nodes: of the sum tree.
+        priorities: of all cells; only fetched, for the update that follows.
         generations: of all cells.
         mass: uniform numbers in [0, 1).
         stratified: each number falls into a share of its own.
@@ -102,14 +103,17 @@ def draw(
     for i in range(count):
         mass[i] = (mass[i] + i if stratified else mass[i]) * scale
     segment_kernels.descend(nodes, width, mass, cells)
+    for i in range(count):
+        segment_kernels.prefetch(generations.ctypes.data + cells[i] * generations.itemsize)
+        segment_kernels.prefetch(priorities.ctypes.data + cells[i] * priorities.itemsize)
     lowest = np.inf
     for i in range(count):
         leaf = nodes[width + cells[i]]
         mass[i] = leaf
         lowest = min(lowest, leaf)
-        stamps[i] = generations[cells[i]]
     if base > 0.0:
         lowest = base
     for i in range(count):
         weights[i] = np.float32(mass[i] / lowest) ** np.float32(-beta)
+        stamps[i] = generations[cells[i]]
     return True

@@ -278,7 +278,7 @@ class RingWriter(WriterBase, Rings):
     def stamp(self, index: Tensor) -> Tensor:
         """How far the ring of each cell is written, over all its restarts; of the shape of ``index``."""
         if self._common is not None:
-            return torch.tensor(self._common + self._era).expand(index.shape)
+            return torch.from_numpy(np.full(index.shape, self._common + self._era))
         return self.snapshot()[index.cpu() % self.num_envs]
 
     def snapshot(self) -> Tensor:
