@@ -105,6 +105,22 @@ def test_inner_nodes_depend_on_the_leaves_alone(history: tuple[int, Writes]) -> 
     assert fresh.nnz == tree.nnz == other.nnz
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 7, 8, 9, 16, 31, 33, 64, 65, 128, 500, 512, 1000, 4096, 5000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_agree_bit_for_bit_at_every_depth(kind: type[SegmentTree], capacity: int) -> None:
+    generator = torch.Generator().manual_seed(capacity)
+    compiled, plain = (kind(capacity, backend=backend) for backend in BACKENDS)
+    for count in (1, 3, 40, capacity):
+        index = torch.randint(capacity, (count,), generator=generator)
+        value = torch.rand(count, dtype=torch.float64, generator=generator)
+        for tree in (compiled, plain):
+            tree[index] = value
+        assert compiled.summary() == plain.summary()
+        if isinstance(compiled, SumSegmentTree) and isinstance(plain, SumSegmentTree):
+            where = torch.rand(200, dtype=torch.float64, generator=generator) * plain.summary()
+            assert torch.equal(compiled.find_sum_bound(where), plain.find_sum_bound(where))
+
+
 @backends
 def test_last_duplicate_wins(backend: Any) -> None:
     tree = SumSegmentTree(10, backend=backend)

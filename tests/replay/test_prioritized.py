@@ -405,6 +405,18 @@ def test_same_seed_same_batches_and_no_global_randomness() -> None:
 # ------------------------------------------------------------------------------------------------------- state
 
 
+def test_memory_that_moves_is_followed() -> None:
+    sampler, storage = make(), LazyTensorStorage(20)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    buffer.extend(rows(3))
+    buffer.sample()
+    for part in (sampler.table.tree.nodes, sampler.table.priorities, sampler.table.generations):
+        part.share_memory_()  # as on the way to another process
+    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 5.0, 0.0]))
+    assert sampler.table.priorities[:3].tolist() == [0.0, 5.0, 0.0]
+    assert buffer.sample()["index"].tolist() == [1, 1, 1, 1]
+
+
 WAYS = ("state_dict", "dumps", "pickle", "deepcopy")
 
 
