@@ -32,6 +32,33 @@ def test_a_mistake_is_named(arguments, message, run, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("chosen", "fitting"),
+    [
+        (["data=uniform", "model=dqn"], "; or take one that fits: experiment=dqn_cartpole"),
+        (["data=uniform", "model=a2c"], ""),
+    ],
+)
+def test_the_experiment_that_nobody_asked_for_is_named_where_it_does_not_fit(chosen, fitting, run):
+    said = run("train", *chosen, expect=1).stderr
+    assert "Key 'num_epochs' not in 'ReplayDataSchema'" in said
+    assert said.splitlines()[-1] == (
+        f"error: the default experiment=ppo_cartpole is still composed in, and sets what {' '.join(chosen)} does not "
+        f"have. Leave it out: '~experiment' data.total_frames=N{fitting}."
+    )
+    assert "error: the default" not in run("train", *chosen, "experiment=ppo_cartpole", expect=1).stderr
+
+
+def test_groups_run_without_the_experiment_and_with_it_are_told_of_it(run):
+    few = ["data.total_frames=256", "data.eval_episodes=1", "eval_episodes=1"]
+    replay = ["data.warmup_frames=64", "data.updates_per_epoch=2", "trainer.check_val_every_n_epoch=64"]
+    done = run("train", "data=uniform", "model=dqn", "~experiment", *few, *replay)
+    assert "mean evaluation return" in done.stdout
+    assert "note:" not in done.stderr
+    done = run("train", "data=vanilla", "model=a2c", *few)
+    assert "note: experiment=ppo_cartpole is composed in as well; '~experiment' leaves it out." in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["env=pendulum"], "environment='CartPole-v1', but this run has environment='Pendulum-v1'"),

@@ -6,12 +6,14 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from torchrl_lightning._conf import CONF_DIR
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 
@@ -32,6 +34,45 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # as the shell counts it
+
+
+@contextmanager
+def explain_experiment() -> Iterator[None]:
+    """Adds to Hydra's error how to mend it, where the experiment that nobody asked for does not fit the groups chosen.
+
+    Hydra prints an error of composition and exits, so that only the exit can be caught.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        failed = re.match(r"In 'experiment/(\w+)'", str(end.__context__))
+        chosen = chosen_groups(sys.argv[1:])
+        if failed is not None and chosen and "experiment" not in chosen:
+            asked = " ".join(f"{group}={option}" for group, option in chosen.items())
+            print(
+                f"error: the default experiment={failed[1]} is still composed in, and sets what {asked} does not have. "
+                "Leave it out: '~experiment' data.total_frames=N" + _fitting_experiments(chosen) + ".",
+                file=sys.stderr,
+            )
+        raise
+
+
+def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
+    """Finds which options of ``data``, ``model`` and ``experiment`` a command line asks for.
+
+    Example:
+        >>> chosen_groups(["data=uniform", "data.batch_size=8", "~experiment"])
+        {'data': 'uniform', 'experiment': ''}
+    """
+    found = (re.fullmatch(r"[+~]*(data|model|experiment)(?:=(.*))?", override) for override in overrides)
+    return {match[1]: match[2] or "" for match in found if match is not None}
+
+
+def _fitting_experiments(chosen: Mapping[str, str]) -> str:
+    wanted = {f"  - override /{group}: {option}" for group, option in chosen.items()}
+    paths = sorted(CONF_DIR.glob("experiment/*.yaml"))
+    fitting = [f"experiment={path.stem}" for path in paths if wanted <= set(path.read_text().splitlines())]
+    return f"; or take one that fits: {', '.join(fitting)}" if fitting else ""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -76,7 +117,7 @@ def check_is_file(checkpoint: str | Path) -> None:
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Refuses what the command line asks of Hydra that would not give what was meant.
+    """Refuses what the command line asks of Hydra that would not give what was meant; says what it may not mean.
 
     Raises:
         UsageError: for a group selected with a plus sign, or a sweep over a strategy that starts processes by running
@@ -88,6 +129,9 @@ def check_command(cfg: DictConfig) -> None:
     if not HydraConfig.initialized():
         return
     hydra = HydraConfig.get()
+    chosen, experiment = chosen_groups(hydra.overrides.task), hydra.runtime.choices.get("experiment")
+    if experiment and chosen and "experiment" not in chosen:
+        print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
     for override in hydra.overrides.task:
         added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if added is not None:

@@ -8,16 +8,23 @@ import hydra
 from omegaconf import DictConfig
 
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.checks import (
+    check_checkpoint,
+    check_command,
+    check_config,
+    check_data,
+    explain_experiment,
+    plain_errors,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+@explain_experiment()
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
 def main(cfg: DictConfig) -> float:
     """Trains; gives the mean evaluation return, for sweepers that maximise it."""
-    from torchrl_lightning.cli.checks import check_command, check_config, plain_errors
-
     with plain_errors():
         check_command(cfg)
         check_config(cfg)
@@ -37,7 +44,6 @@ def train(cfg: DictConfig) -> float:
     import torch
     from hydra.utils import instantiate
 
-    from torchrl_lightning.cli.checks import check_checkpoint, check_data
     from torchrl_lightning.cli.quiet import quiet
 
     quiet()
