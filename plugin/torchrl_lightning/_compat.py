@@ -22,19 +22,6 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import MultiStepTransform
 
-__all__ = [
-    "BufferBase",
-    "OwnGenerator",
-    "SamplerBase",
-    "StorageBase",
-    "WriterBase",
-    "entries_of",
-    "last_written",
-    "new_tensordict",
-    "restore_waiting",
-    "waiting_steps",
-]
-
 T = TypeVar("T")
 
 
@@ -53,7 +40,6 @@ def new_tensordict(
         device: the device that all entries are on, if it shall be known.
 
     Example:
-        >>> import torch
         >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
         torch.Size([3, 2])
     """
@@ -63,13 +49,9 @@ def new_tensordict(
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """The entries of one level, for reading only: no copy, no checks.
-
-    Args:
-        data: any TensorDict; only a plain one is read directly.
+    """The entries of one level of any TensorDict, for reading only: no checks, and no copy of a plain one.
 
     Example:
-        >>> import torch
         >>> list(entries_of(TensorDict({"a": torch.zeros(3)}, [3])))
         ['a']
     """
@@ -77,10 +59,7 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
 
 
 def last_written(storage: Storage) -> int | None:
-    """The cell of a one-dimensional storage that was written last, if the storage knows it.
-
-    Args:
-        storage: any TorchRL storage; one that was restored has forgotten it.
+    """The cell of a one-dimensional storage that was written last, if it knows: one that was restored does not.
 
     Example:
         >>> last_written(LazyTensorStorage(4)) is None
