@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.replay.tree import Plan, Tree, difference, leaves_of, match, plan_of
+from torchrl_lightning.replay.tree import Path, Plan, Tree, difference, leaves_of, match, plan_of
 
 SMALL = 1024
 """Up to so many rows, numpy's smaller overhead wins."""
@@ -99,43 +99,57 @@ class Cells:
         for store, leaf in zip(self.leaves, leaves, strict=True):
             store.index_copy_(0, index, leaf)
 
-    def gather(self, index: Tensor) -> dict[str, Any]:
-        """Entries of the cells ``index`` (``[B]``), unchecked; nested levels become TensorDicts.
+    def gather(self, index: Tensor, names: Names = None, skip: Collection[Path] = ()) -> dict[str, Any]:
+        """Entries of the cells ``index`` (any shape, on the device of the leaves), unchecked.
+
+        Nested levels become TensorDicts of the index's shape.
+
+        Args:
+            index: cells, int64.
+            names: of the dimensions of nested levels.
+            skip: leaves that are not read.
 
         Raises:
             IndexError: a cell beyond the last one.
         """
         self._follow()
         rows = index.numpy() if index.device.type == "cpu" else None
-        return _gather(self._reading, index, rows)
+        return _gather(self._reading, index, rows, names, skip)
 
 
-Reading = list[tuple[str, Any, Any, int]]
-"""One level of the tree: key, then what is below, or leaf, its array and up to how many rows numpy reads them."""
+Names = tuple[str | None, ...] | None
+Reading = list[tuple[Path, Any, Any, int]]
+"""One level of the tree: path, then what is below, or leaf, its array and up to how many rows numpy reads them."""
 
 
-def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None]) -> Reading:
+def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None], above: Path = ()) -> Reading:
     level: Reading = []
     for key, leaf in tree.items():
+        path = (*above, key)
         if isinstance(leaf, dict):
-            level.append((key, _reading(leaf, arrays), None, -1))
+            level.append((path, _reading(leaf, arrays, path), None, -1))
         else:
             array = next(arrays)
             size = max(1, leaf[:1].numel() * leaf.element_size())
-            level.append((key, leaf, array, 0 if array is None else TAKEN // size))
+            level.append((path, leaf, array, 0 if array is None else TAKEN // size))
     return level
 
 
-def _gather(level: Reading, index: Tensor, rows: NDArray[Any] | None) -> dict[str, Any]:
+def _gather(
+    level: Reading, index: Tensor, rows: NDArray[Any] | None, names: Names, skip: Collection[Path]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    count = len(index)
-    for key, leaf, array, most in level:
+    count, shape = index.numel(), index.shape
+    for path, leaf, array, most in level:
+        if path in skip:
+            continue
         if most < 0:
-            found[key] = new_tensordict(_gather(leaf, index, rows), index.shape, None, index.device)
+            below = _gather(leaf, index, rows, names, skip)
+            found[path[-1]] = new_tensordict(below, shape, names, index.device)
         elif rows is not None and count <= most:
-            found[key] = torch.from_numpy(array.take(rows, 0))
+            found[path[-1]] = torch.from_numpy(array.take(rows, 0))
         else:
-            found[key] = leaf.index_select(0, index)
+            found[path[-1]] = leaf.index_select(0, index.reshape(-1)).view(shape + leaf.shape[1:])
     return found
 
 

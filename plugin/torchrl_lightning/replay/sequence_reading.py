@@ -17,36 +17,6 @@ from torchrl_lightning.replay.tree import Path, Tree, leaves_of, tree_of
 NAMES = (None, "time")
 
 
-def gather_windows(tree: Tree, index: Tensor, skip: Collection[Path] = (), path: Path = ()) -> dict[str, Any]:
-    """Read cells ``index`` (``[B, T]``) of every leaf; nested levels become TensorDicts named ``(None, "time")``.
-
-    Args:
-        tree: leaves ``[max_size, ...]``.
-        index: cells, on the device of the leaves.
-        skip: leaves that are not read.
-        path: where ``tree`` is.
-
-    Example:
-        >>> gather_windows({"a": torch.arange(4)}, torch.tensor([[0, 1], [2, 3]]))["a"]
-        tensor([[0, 1],
-                [2, 3]])
-    """
-    return _gather(tree, index.reshape(-1), index.shape, skip, path)
-
-
-def _gather(tree: Tree, flat: Tensor, batch: torch.Size, skip: Collection[Path], path: Path) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for key, leaf in tree.items():
-        if skip and (*path, key) in skip:
-            continue
-        if type(leaf) is dict:
-            below = _gather(leaf, flat, batch, skip, (*path, key))
-            entries[key] = new_tensordict(below, batch, NAMES, flat.device)
-        else:
-            entries[key] = leaf.index_select(0, flat).view(batch + leaf.shape[1:])
-    return entries
-
-
 def first_states(storage: Storage, index: Tensor, keys: Collection[Path], across: bool) -> dict[Path, Tensor]:
     """Recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
 
@@ -98,13 +68,13 @@ def read_windows(storage: RingStorage, index: Tensor, info: Mapping[Any, Any]) -
         info: entries beside those that are stored, or in their place.
     """
     device = storage.device if isinstance(storage.device, torch.device) else index.device
-    index = index.to(device)
+    index = index if index.device == device else index.to(device)
     own = {key: value for key, value in info.items() if isinstance(key, tuple)}
-    entries = gather_windows(storage.tree, index, own)
+    entries = storage.gather(index, NAMES, own)
     entries["index"] = index
     for key, value in info.items():
         if isinstance(key, str):
-            entries[key] = value.to(device)
+            entries[key] = value if value.device == device else value.to(device)
     batch = new_tensordict(entries, index.shape, NAMES, device)
     for key, value in own.items():
         batch.set(key, value)

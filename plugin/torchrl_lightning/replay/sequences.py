@@ -149,9 +149,7 @@ class SequenceSampler(OwnGenerator, Sampler):
             raise self._too_long(rings)
         cells, mask = lay_out(rings, self._rule, starts, self._steps)
         index = torch.from_numpy(cells)
-        info: dict[Any, Any] = {
-            "mask": torch.ones(index.shape, dtype=torch.bool) if mask is None else torch.from_numpy(mask)
-        }
+        info: dict[Any, Any] = {"mask": torch.from_numpy(np.ones(cells.shape, np.bool_) if mask is None else mask)}
         info.update(first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
         return index, info
 

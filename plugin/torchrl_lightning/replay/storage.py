@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.replay.cells import Cells
+from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.files import Rows, read_state, write_state
 from torchrl_lightning.replay.memmap import WriteMarks, allocate_files, map_files, sync_files
@@ -190,10 +190,10 @@ class RingStorage(StorageBase):
 
     # ------------------------------------------------------------------ reading
 
-    def gather(self, index: Tensor) -> dict[str, Any]:
-        """Entries of the cells ``index`` (``[B]`` int64 on the storage's device), unchecked."""
+    def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
+        """Entries of the cells ``index`` (int64 on the storage's device), as :meth:`Cells.gather` gives them."""
         assert self.cells is not None
-        return self.cells.gather(index)
+        return self.cells.gather(index, names, skip)
 
     def get(self, index: Any) -> TensorDictBase:
         """Read cells; a tensor of indices of any shape is gathered leaf by leaf, anything else is a view.
@@ -212,15 +212,10 @@ class RingStorage(StorageBase):
             index = torch.as_tensor(index)
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
-        flat = index.reshape(-1).to(self.device)
-        self.check_filled(flat)
-        batch = new_tensordict(self.gather(flat), flat.shape, None, flat.device)
-        if index.ndim == 1:
-            return batch
-        batch = batch.reshape(index.shape)
-        if index.ndim == 2:
-            batch.names = [None, "time"]
-        return batch
+        index = index.to(self.device)
+        self.check_filled(index)
+        names = (None, "time") if index.ndim == 2 else None
+        return new_tensordict(self.gather(index, names), index.shape, names, index.device)
 
     def _view(self, index: Any) -> TensorDictBase:
         assert self.data is not None

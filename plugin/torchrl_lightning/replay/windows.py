@@ -130,7 +130,7 @@ def _aligned(rings: IndexedRings, reach: int) -> Candidates | None:
     if oldest is None:
         return None
     num_envs = rings.num_envs
-    total = (int(rings.positions[0]) - oldest - reach) * num_envs
+    total = (int(rings.positions.numpy()[0]) - oldest - reach) * num_envs
 
     def locate(rank: Ints) -> tuple[Ints, Ints]:
         slot, env = np.divmod(rank, num_envs)
