@@ -25,7 +25,7 @@ class ReplayDataSchema:
     warmup_frames: int = 1000
     n_steps: int = 1
     gamma: float = 0.99
-    write_back: Any = field(default_factory=list)
+    write_back: Any = None
     checkpoint_buffer: str = "inside"
     buffer_dir: str | None = None
     collector: Any = None

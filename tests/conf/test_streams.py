@@ -72,6 +72,23 @@ def test_priorities_come_back(fit):
         assert priority in last["td_error"][last["index"] == cell].tolist()
 
 
+@pytest.mark.parametrize("refresh", [True, False])
+@pytest.mark.parametrize(
+    ("model", "env"),
+    [("dqn_recurrent", "cartpole_hidden_velocity"), ("sac_recurrent", "pendulum_hidden_velocity")],
+)
+def test_refreshed_states_come_back(fit, model, env, refresh):
+    options = (f"model={model}", f"env={env}", f"model.refresh_states={refresh}")
+    data, _, served = fit("data=sequence", *options, *REPLAY)
+    batch = served[-1]
+    cells, states = batch["index"][batch["mask"]], batch["recurrent_state"][batch["mask"]]
+    stored = data.buffer.storage.get(cells)["recurrent_state"]
+    # Windows that overlap give a cell several times; the last one stays.
+    last = {int(cell): row for row, cell in enumerate(cells)}
+    rows = torch.tensor(list(last.values()))
+    assert torch.equal(stored[rows], states[rows]) == refresh
+
+
 def test_velora_buffer_gives_windows_too(fit):
     data, module, served = fit(
         "data=recurrent",

@@ -48,7 +48,8 @@ class ReplayDataModule(ExperienceDataModule):
         n_steps: length of the returns that TorchRL's ``MultiStepTransform`` folds each transition into.
         gamma: their discount.
         write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
-            stored.
+            stored. If None, what its method ``rewritten_keys(batch)`` names, where it has one (our off-policy modules
+            do: the states that ``refresh_states=True`` rewrites).
         checkpoint_buffer: ``"inside"`` the checkpoint; ``"beside"`` it, in ``buffer_dir``, written once for each state
             and without a copy where the cells are memory-mapped files; or ``"none"``: a resumed run then collects
             ``warmup_frames`` anew, with a warning. Under several ranks ``"inside"`` means ``"beside"``: buffers are not
@@ -80,7 +81,7 @@ class ReplayDataModule(ExperienceDataModule):
         warmup_frames: int = 1000,
         n_steps: int = 1,
         gamma: float = 0.99,
-        write_back: Sequence[NestedKey] = (),
+        write_back: Sequence[NestedKey] | None = None,
         checkpoint_buffer: str = "inside",
         buffer_dir: str | Path | None = None,
         frames_per_batch: int | None = None,
@@ -107,7 +108,7 @@ class ReplayDataModule(ExperienceDataModule):
         self.frames_per_update = frames_per_update
         self.warmup_frames = warmup_frames
         self.n_steps, self.gamma = n_steps, gamma
-        self.write_back = list(write_back)
+        self.write_back = None if write_back is None else list(write_back)
         self.checkpoint_buffer = checkpoint_buffer
         self.buffer_dir = buffer_dir
         self.updates = 0
@@ -234,8 +235,12 @@ class ReplayDataModule(ExperienceDataModule):
             return
         self._snapshot = None
         buffer.update_tensordict_priority(batch)
-        if self.write_back:
-            buffer.write_back(batch, self.write_back)
+        keys = self.write_back
+        if keys is None:
+            rewritten_keys = getattr(getattr(self.trainer, "lightning_module", None), "rewritten_keys", None)
+            keys = [] if rewritten_keys is None else rewritten_keys(batch)
+        if keys:
+            buffer.write_back(batch, keys)
 
     def _is_unlearned(self) -> bool:
         """Whether the update that the last batch was served for has not been made, e.g. because it failed."""

@@ -95,6 +95,28 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     return replace(batch, now=[now], after=[after], after_target=[after_target])
 
 
+def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:
+    """Return the states before and after each step that a memory as it is now would have met on its way.
+
+    Stored states grow stale as the memory learns, and a window begins with one (Kapturowski et al., 2019, section 3).
+    The state before the first step stays as it is: only the steps before the window could tell a newer one.
+
+    Args:
+        batch: Sequences with `is_init` and stored states, as `remember` takes them.
+        memory: The online one.
+    """
+    assert batch.is_init is not None
+    assert batch.states is not None
+    sequence = TensorDict({"is_init": batch.is_init.unsqueeze(-1)}, batch.is_init.shape)
+    for keys, entries in ((memory.observation_keys, batch.now), (memory.state_keys, batch.states)):
+        for key, entry in zip(keys, entries, strict=True):
+            sequence.set(key, entry)
+    before, after = memory.unroll(sequence)
+    for state, stored in zip(before, batch.states, strict=True):
+        state[:, 0] = stored[:, 0]
+    return before, after
+
+
 def _sequence(trunk: RecurrentTrunk, entries: Entries, is_init: Tensor, states: Entries) -> TensorDict:
     shape = is_init.shape
     sequence = TensorDict({}, shape)

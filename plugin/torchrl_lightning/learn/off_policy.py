@@ -15,12 +15,13 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.exploration import ExploringPolicy
+from torchrl_lightning.learn.memory import refreshed_states
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.q_networks import write_error
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.target_networks import build_updater
-from torchrl_lightning.learn.transitions import Transitions, read_transitions
+from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -49,9 +50,11 @@ class OffPolicyModule(ReportingModule):
         target_interval: Updates between two updates of the target networks.
         updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
             several small updates.
+        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
+            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
 
     Raises:
-        ValueError: An interval or number is below 1, or `tau` is not in (0, 1].
+        ValueError: An interval or number is below 1, `tau` is not in (0, 1], or there are no states to refresh.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class OffPolicyModule(ReportingModule):
         tau: float = 0.005,
         target_interval: int = 1,
         updates_per_step: int = 1,
+        refresh_states: bool = False,
     ) -> None:
         super().__init__()
         if target_interval < 1 or updates_per_step < 1:
@@ -77,6 +81,12 @@ class OffPolicyModule(ReportingModule):
             raise ValueError(f"tau={tau} must be in (0, 1]")
         self.automatic_optimization = False
         self.network: Network = network or self.default_network()
+        if refresh_states and not isinstance(self.network, RecurrentNetwork):
+            raise ValueError(
+                f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
+                "which has no states; leave it out"
+            )
+        self.refresh_states = refresh_states
         self.gamma, self.learning_rate, self.max_grad_norm = gamma, learning_rate, max_grad_norm
         self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
         self.schedule = as_schedule(schedule)
@@ -86,6 +96,7 @@ class OffPolicyModule(ReportingModule):
         self.updater: Any = None
         self._keys: list[NestedKey] = []
         self._state_keys: list[NestedKey] = []
+        self._rewritten: tuple[TensorDictBase | None, list[NestedKey]] = None, []
         self._groups: list[list[nn.Parameter]] = []
         self._restored: dict[str, Any] | None = None
 
@@ -205,9 +216,11 @@ class OffPolicyModule(ReportingModule):
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Lightning's hook: `updates_per_step` updates, and the TD errors written into the batch."""
         parts = read_transitions(batch, self._keys, self.gamma, self._state_keys).chunk(self.updates_per_step)
-        errors = []
+        errors, states = [], []
         for part in parts:
             terms, error = self.terms(part)
+            if self.refresh_states:
+                states.append(refreshed_states(part, self.loss.memory_network))
             losses = [value for name, value in terms.items() if name.startswith("loss_")]
             norms = self.update(sum(losses[1:], start=losses[0]))
             self.updates += 1
@@ -216,7 +229,26 @@ class OffPolicyModule(ReportingModule):
             self.accumulate({**terms, **norms})
             errors.append(error)
         write_error(batch, errors[0] if len(errors) == 1 else torch.cat(errors))
+        if states:
+            self._rewrite(batch, states)
         self.explore()
+
+    def _rewrite(self, batch: TensorDictBase, states: list[tuple[Entries, Entries]]) -> None:
+        """Put refreshed states into a batch, those after each step where it has any."""
+        written: list[NestedKey] = []
+        for prefix, parts in zip(((), ("next",)), zip(*states, strict=True), strict=True):
+            for key, values in zip(self._state_keys, zip(*parts, strict=True), strict=True):
+                path = (*prefix, *((key,) if isinstance(key, str) else key))
+                stored = batch.get(path, None)
+                if stored is not None:
+                    batch.set(path, torch.cat(values).to(stored.dtype))
+                    written.append(path)
+        self._rewritten = batch, written
+
+    def rewritten_keys(self, batch: TensorDictBase) -> list[NestedKey]:
+        """Return the entries of a batch that the training step has rewritten, for its buffer to take over."""
+        rewritten, keys = self._rewritten
+        return keys if batch is rewritten else []
 
     def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return the parts of the loss (`loss_...`) and diagnostics, and the TD errors `[*B]`."""

@@ -131,6 +131,9 @@ class RecurrentTrunk(TensorDictModuleBase):
         states = self._states(tensordict, is_init)
         if recurrent_mode() and tensordict.ndim:
             return self._sequence(encoded, is_init, states, tensordict)
+        return self._advance(encoded, states)
+
+    def _advance(self, encoded: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         batch = encoded.shape[:-1]
         inputs = encoded.reshape(-1, 1, encoded.shape[-1])
         # [*B, L, H] -> [L, B, H], which torch's cells want.
@@ -149,6 +152,27 @@ class RecurrentTrunk(TensorDictModuleBase):
             work.set(key, state)
         work = self.memory(work)
         return work.get(FEATURES), tuple(work.get(_next(key)) for key in self.state_keys)
+
+    @torch.no_grad()
+    def unroll(self, tensordict: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the states `[B, T, L, H]` before and after each step of sequences `[B, T]`, without a gradient.
+
+        They are those of single steps, one after the other, from each row's first state: TorchRL's modules show the
+        states behind the last step only.
+        """
+        encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
+        fresh = tensordict.get("is_init").unsqueeze(-1)
+        states = [tensordict.get(key)[:, 0] for key in self.state_keys]
+        before: list[list[Tensor]] = [[] for _ in states]
+        after: list[list[Tensor]] = [[] for _ in states]
+        for t in range(encoded.shape[1]):
+            states = [state.masked_fill(fresh[:, t], 0.0) for state in states]
+            following = self._advance(encoded[:, t], states)[1]
+            for i, state in enumerate(following):
+                before[i].append(states[i])
+                after[i].append(state)
+            states = list(following)
+        return [torch.stack(steps, 1) for steps in before], [torch.stack(steps, 1) for steps in after]
 
     def read(self, tensordict: TensorDictBase) -> Tensor:
         """Return features `[*B, H]`, writing nothing."""

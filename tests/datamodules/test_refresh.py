@@ -1,0 +1,113 @@
+"""Refreshed recurrent states find their way back into the buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from datamodules.replay_parts import SIZE, experience, fit, replay_data
+from torchrl_lightning.learn import DQNModule, RecurrentNetwork
+from torchrl_lightning.replay import SequenceSampler
+
+# All frames are there before the first update.
+STILL = {"warmup_frames": 41, "frames_per_update": 0.01}
+STATES = [("recurrent_state",), ("next", "recurrent_state")]
+
+
+class Noting(DQNModule):
+    """Notes what its batches hold after each step, and what the buffer held when the first one was served."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "before"):
+            self.before, self.batches = cells(self.trainer.datamodule), []
+        super().training_step(batch, batch_idx)
+        self.batches.append(batch)
+
+
+def cells(data):
+    return data.buffer.storage.get(torch.arange(len(data.buffer))).clone()
+
+
+def recurrent(cls=Noting, cell="gru", **kwargs):
+    torch.manual_seed(0)
+    return cls(RecurrentNetwork(cell, 8), **{"refresh_states": True, "learning_rate": 0.01, **kwargs})
+
+
+def windows(**kwargs):
+    return experience(lambda: SequenceSampler(6, **{"episode_ends": "pad", "burn_in": 1, **kwargs}))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_states_that_count_replace_what_is_stored(cell, tmp_path):
+    data, module = replay_data(windows(), **STILL), recurrent(cell=cell)
+    fit(tmp_path, data, module)
+    expected, found = module.before, cells(data)
+    written = set()
+    for batch in module.batches:
+        assert not batch["mask"].all()
+        for row, step in batch["mask"].nonzero().tolist():
+            cell_number = int(batch["index"][row, step])
+            written.add(cell_number)
+            for key in STATES:
+                expected[cell_number].get(key).copy_(batch[row, step].get(key))
+    assert 0 < len(written) < len(found)
+    changed = torch.zeros(len(found), dtype=torch.bool)
+    for key in STATES:
+        new, old = found.get(key), expected.get(key)
+        leaves = zip(new.values(), old.values(), strict=True) if cell == "lstm" else [(new, old)]
+        for a, b in leaves:
+            assert torch.equal(a, b)
+            changed |= a.flatten(1).any(1)
+    # Random steps were stored with states of zeros.
+    assert changed[list(written)].all()
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"), [({"refresh_states": False}, {}), ({}, {"write_back": []})], ids=["off", "not wanted"]
+)
+def test_nothing_changes_unasked(options, settings, tmp_path):
+    data, module = replay_data(windows(), **STILL, **settings), recurrent(**options)
+    fit(tmp_path, data, module)
+    assert (cells(data) == module.before).all()
+
+
+def test_refreshing_leaves_the_first_updates_as_they_are_and_the_later_ones_not(tmp_path):
+    errors = []
+    for refresh in (False, True):
+        data, module = replay_data(windows(), **STILL), recurrent(refresh_states=refresh)
+        fit(tmp_path, data, module)
+        errors.append([batch["td_error"] for batch in module.batches])
+    assert torch.equal(errors[0][0], errors[1][0])
+    assert not torch.equal(errors[0][-1], errors[1][-1])
+
+
+def test_what_was_overwritten_meanwhile_keeps_its_own(tmp_path):
+    class Overwriting(Noting):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            buffer = self.trainer.datamodule.buffer
+            step = buffer.storage.get(torch.arange(2))
+            for key in STATES:
+                step.set(key, torch.full_like(step.get(key), 5.0))
+            buffer.extend(step.expand(SIZE // 4, 2).clone(), time_dim=0)
+
+    data, module = replay_data(windows(), warmup_frames=SIZE, updates_per_epoch=1), recurrent(Overwriting)
+    fit(tmp_path, data, module, max_epochs=1)
+    # Half of each ring is new; the other half took what was rewritten.
+    found, (batch,) = cells(data), module.batches
+    new = (found["recurrent_state"] == 5.0).flatten(1).all(1)
+    assert int(new.sum()) == SIZE // 2
+    served = batch["index"][batch["mask"]].unique()
+    assert new[served].any()
+    old = served[~new[served]]
+    assert old.numel()
+    assert not torch.equal(found["recurrent_state"][old], module.before["recurrent_state"][old])
+
+
+def test_a_batch_that_was_never_learned_from_is_not_taken_back(tmp_path):
+    data, module = replay_data(windows(), **STILL), recurrent()
+    fit(tmp_path, data, module, max_epochs=1)
+    before = cells(data)
+    data._served = data.buffer.sample(8)  # its states are the first of each window, expanded
+    data._take_back()
+    assert (cells(data) == before).all()
