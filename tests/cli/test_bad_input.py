@@ -16,6 +16,7 @@ from cli.commands import TINY
         (["+data=gae"], "error: +data=gae would add to what is there; select a group as data=gae."),
         (["data.total_frames=-1"], "error: nothing would end this run; give data.total_frames=N"),
         (["model.learning_rate=???"], "error: the config has no value for model.learning_rate; give"),
+        (["model=default"], "error: model names no class (_target_); select one as model=NAME"),
         (["model.network=gru"], "error: model.network is 'gru', expected a config; select it as model/network=gru."),
         (["eval_checkpoint=worst"], "error: eval_checkpoint is 'worst'; expected 'best' or 'last'."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file; checkpoints lie in"),

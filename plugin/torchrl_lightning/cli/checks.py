@@ -79,8 +79,8 @@ def check_config(cfg: DictConfig) -> None:
     """Refuses what no run could be made of.
 
     Raises:
-        UsageError: for groups that are no configs, missing values, a run without an end, no checkpoint at
-            ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
+        UsageError: for groups that are no configs or name no class, missing values, a run without an end, no checkpoint
+            at ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
     """
     for group in ("data", "model", "trainer"):
         node = cfg.get(group)
@@ -90,6 +90,8 @@ def check_config(cfg: DictConfig) -> None:
                 f"{group} is {node!r}, expected a config. Is torchrl-lightning installed (pip install -e .)? "
                 f"Select a group as {group}=NAME, without a plus sign."
             )
+        if "_target_" not in node:
+            raise UsageError(f"{group} names no class (_target_); select one as {group}=NAME, --help lists the names.")
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise UsageError(f"the config has no value for {', '.join(missing)}; give each one, as {missing[0]}=VALUE.")
