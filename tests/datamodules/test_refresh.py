@@ -111,3 +111,19 @@ def test_a_batch_that_was_never_learned_from_is_not_taken_back(tmp_path):
     data._served = data.buffer.sample(8)  # its states are the first of each window, expanded
     data._take_back()
     assert (cells(data) == before).all()
+
+
+def test_n_step_successors_are_seen_through_the_steps_between(tmp_path):
+    """As they are stored by the DataModule; those behind the window do not count, nor are later states rewritten."""
+    data, module = replay_data(windows(burn_in=0), n_steps=3, warmup_frames=120), recurrent()
+    fit(tmp_path, data, module)
+    for batch in module.batches:
+        ahead = torch.arange(6) + batch["steps_to_next_obs"]
+        ended = batch["next", "done"].squeeze(-1) & batch["mask"]
+        inside = (ahead < 6) & batch["mask"].gather(1, ahead.clamp(max=5))
+        closing = torch.stack([ended[row].gather(0, ahead[row].clamp(max=6) - 1) for row in range(8)])
+        counts = batch["mask"] & (inside | (closing & (ahead <= 6)))
+        assert counts.any()
+        assert not counts.all()
+        assert torch.equal(batch["td_error"] != 0, counts)
+    assert module.rewritten_keys(module.batches[-1]) == STATES[:1]

@@ -181,3 +181,52 @@ def test_flat_batches_are_refused() -> None:
         module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
     with pytest.raises(KeyError, match="recurrent_state"):
         read_transitions(batch.exclude("recurrent_state"), module._keys, 0.9, module._state_keys)
+
+
+def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> None:
+    """Folded by hand from longer sequences, and compared to an unroll over every step of them."""
+    module, specs = make("dqn", "gru", 1)
+    rows, length, window, n = 12, 12, 7, 3
+    raw = sequences(specs, module, rows, length)
+    batch = raw[:, :window].clone()
+    steps, expected_mask = torch.zeros(rows, window, dtype=torch.long), torch.zeros(rows, window, dtype=torch.bool)
+    for row in range(rows):
+        for t in range(window):
+            last = next(j for j in range(t, t + n) if j == t + n - 1 or raw["next", "done"][row, j])
+            steps[row, t] = last - t + 1
+            batch["next", "observation"][row, t] = raw["next", "observation"][row, last]
+            batch["next", "terminated"][row, t] = raw["next", "terminated"][row, last]
+            expected_mask[row, t] = last + 1 < window or (last < window and bool(raw["next", "done"][row, last]))
+    batch["steps_to_next_obs"] = steps
+    assert expected_mask[:, :2].all()
+    assert not expected_mask[:, 3:].all()
+    now, after = unroll(module.loss.memory_network, raw)
+    for flags in ("first", "last"):
+        if flags == "last":  # as TorchRL's transform leaves them with done_keys=[]
+            ahead = torch.arange(window) + steps - 1
+            batch["next", "done"] = raw["next", "done"].gather(1, ahead.unsqueeze(-1))
+        result = module.loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        torch.testing.assert_close(result.now[0], now[:, :window])
+        assert result.mask is not None
+        assert torch.equal(result.mask, expected_mask)
+        index = (torch.arange(window) + steps - 1).unsqueeze(-1).expand(-1, -1, after.shape[-1])
+        expected = after.gather(1, index)[expected_mask]
+        torch.testing.assert_close(result.after[0][expected_mask], expected)
+    # Padding repeats a step: the window ends before it.
+    batch["mask"] = torch.ones(rows, window, dtype=torch.bool)
+    batch["mask"][0, 4:] = False
+    result = module.loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    last = [t + int(steps[0, t]) - 1 for t in range(window)]
+    expected_mask[0] = torch.tensor([end < 3 or (end == 3 and bool(raw["next", "done"][0, 3])) for end in last])
+    assert result.mask is not None
+    assert torch.equal(result.mask, expected_mask)
+
+
+@pytest.mark.parametrize(("length", "burn_in"), [(3, 0), (6, 3)])
+def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int) -> None:
+    module, specs = make("dqn", "gru", 1)
+    batch = sequences(specs, module, 4, length)
+    batch["steps_to_next_obs"] = torch.full((4, length), 3)
+    batch["mask"] = (torch.arange(length) >= burn_in).expand(4, length)
+    with pytest.raises(ValueError, match=f"{burn_in} only warm up, hold no successor that lies 3 steps"):
+        module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))

@@ -48,7 +48,8 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     """Replace the observations of sequences `[B, T]` by a memory's features.
 
     The memory starts from the state that was stored before the first step (Kapturowski et al., 2019), and anew wherever
-    an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end.
+    an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end. Where it
+    lies several steps ahead and behind the window, what comes between is unknown: such steps do not count.
 
     Args:
         batch: Sequences with `is_init`, `done` and stored states.
@@ -56,7 +57,7 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
         target: Gives the features that the target networks see.
 
     Raises:
-        ValueError: The batch is not one of sequences.
+        ValueError: The batch is not one of sequences, or they are too short to hold successors.
     """
     if batch.reward.ndim != 2:
         raise ValueError(
@@ -68,12 +69,18 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     assert batch.states is not None
     length = batch.reward.shape[1]
     boundary = batch.done.clone()
+    if batch.steps is not None:
+        boundary &= batch.steps == 1  # a flag that tells of a later step
     boundary[:, :-1] |= batch.is_init[:, 1:]
     if batch.mask is not None:
         boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
-    inner = boundary[:, :-1].any()
+    inner = batch.steps is not None or bool(boundary[:, :-1].any())
+    mask = batch.mask
     if inner:
         steps, successors, source = successor_layout(boundary)
+        if batch.steps is not None:
+            last, mask = _last_steps(boundary, batch.steps, mask)
+            successors = successors.gather(1, last)
         entries = [_gather(torch.cat([a, b], 1), source) for a, b in zip(batch.now, batch.after, strict=True)]
         is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init)], 1).gather(1, source)
     else:
@@ -92,7 +99,28 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
         )
     else:
         now, after, after_target = features[:, :length], features[:, 1:].detach(), target_features[:, 1:]
-    return replace(batch, now=[now], after=[after], after_target=[after_target])
+    return replace(batch, now=[now], after=[after], after_target=[after_target], mask=mask)
+
+
+def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the last step that each transition sums up, and which count: their successors are there. `[B, T]` both."""
+    length, most = steps.shape[1], int(steps.max())
+    first = 0 if mask is None else int(mask.any(0).long().argmax())
+    if first + most >= length:
+        # Only ends of episodes would count.
+        raise ValueError(
+            f"sequences of {length} steps, of which {first} only warm up, hold no successor that lies {most} steps "
+            "ahead; draw longer ones (batch_length of the SequenceSampler), or learn from shorter returns (n_steps)"
+        )
+    pieces = boundary.cumsum(1) - boundary.long()
+    ends = boundary.clone()
+    ends[:, -1] = True
+    last = torch.arange(length, device=steps.device) + steps - 1
+    seen = last < length
+    last = last.clamp(max=length - 1)
+    # Behind the end of a piece lies what was stored with it: one step ahead only where it sums up no more.
+    seen &= (pieces.gather(1, last) == pieces) & (~ends | (steps == 1)).gather(1, last)
+    return last, seen if mask is None else mask & seen
 
 
 def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:

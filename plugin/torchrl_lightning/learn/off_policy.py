@@ -234,9 +234,10 @@ class OffPolicyModule(ReportingModule):
         self.explore()
 
     def _rewrite(self, batch: TensorDictBase, states: list[tuple[Entries, Entries]]) -> None:
-        """Put refreshed states into a batch, those after each step where it has any."""
+        """Put refreshed states into a batch, those after each step where it has any and they are one step ahead."""
         written: list[NestedKey] = []
-        for prefix, parts in zip(((), ("next",)), zip(*states, strict=True), strict=True):
+        levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
+        for prefix, parts in zip(levels, zip(*states, strict=True), strict=False):
             for key, values in zip(self._state_keys, zip(*parts, strict=True), strict=True):
                 path = (*prefix, *((key,) if isinstance(key, str) else key))
                 stored = batch.get(path, None)

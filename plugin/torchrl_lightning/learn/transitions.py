@@ -30,6 +30,7 @@ class Transitions:
         mask: Which steps count; all if None.
         is_init: Whether an episode begins at `now`, for recurrent networks.
         states: Recurrent states before `now`, for recurrent networks.
+        steps: How many steps `after` lies behind `now`, for recurrent networks; one if None.
     """
 
     now: Entries
@@ -44,6 +45,7 @@ class Transitions:
     mask: Tensor | None = None
     is_init: Tensor | None = None
     states: Entries | None = None
+    steps: Tensor | None = None
 
     def chunk(self, count: int) -> list[Transitions]:
         """Cut along the first dimension into equal parts.
@@ -79,6 +81,7 @@ class Transitions:
             mask=cut(self.mask),
             is_init=cut(self.is_init),
             states=None if self.states is None else [state[rows] for state in self.states],
+            steps=cut(self.steps),
         )
 
     def target(self, value: Tensor) -> Tensor:
@@ -144,8 +147,9 @@ def read_transitions(
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
     mask = batch.get("mask", None)
     after = [_entry(following, key) for key in keys]
-    done = is_init = states = None
+    done = is_init = states = ahead = None
     if state_keys:
+        ahead = None if steps is None else steps.reshape(shape)
         done, is_init = _column(following, "done", shape), _column(batch, "is_init", shape)
         states = [_entry(batch, key) for key in state_keys]
     return Transitions(
@@ -161,6 +165,7 @@ def read_transitions(
         mask=None if mask is None else mask.reshape(shape),
         is_init=is_init,
         states=states,
+        steps=ahead,
     )
 
 
