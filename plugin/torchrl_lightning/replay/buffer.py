@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -100,7 +100,7 @@ class ExperienceBuffer(BufferBase):
             TypeError: not a TensorDict.
             ValueError: a batch size or schema that does not fit; nothing is written.
         """
-        if not isinstance(data, TensorDictBase):
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             raise TypeError(f"Expected a TensorDict, got a {type(data).__name__}.")
         writer = self.parts[2]
         if self.has_transform:

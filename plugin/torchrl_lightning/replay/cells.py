@@ -80,13 +80,14 @@ class Cells:
         self._follow()
         stores: list[Any] = self.leaves
         rows: list[Any] = leaves
-        if self._arrays and len(leaves[0]) <= SMALL:
+        whole = leaves[0].shape[0]
+        if self._arrays and whole <= SMALL:
             try:
                 stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
             except (TypeError, RuntimeError):  # lazily conjugated tensors, foreign subclasses
                 stores, rows = self.leaves, leaves
         for row, cell, count in runs:
-            if row or count != len(leaves[0]):
+            if row or count != whole:
                 for store, leaf in zip(stores, rows, strict=True):
                     store[cell : cell + count] = leaf[row : row + count]
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -282,7 +282,9 @@ def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
     """An entry, or None; without the checks of ``get``."""
     node: Any = data
     for part in (key,) if isinstance(key, str) else key:
-        node = entries_of(node).get(part) if isinstance(node, TensorDictBase) else None
+        # An abstract class is asked only about what is no plain TensorDict: it takes long to answer.
+        known = type(node) is TensorDict or isinstance(node, TensorDictBase)
+        node = entries_of(node).get(part) if known else None
     return node
 
 

@@ -82,7 +82,8 @@ def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
     for key, dtype, device, shape in plan:
         value = entries.get(key)
         if shape is None:
-            if not isinstance(value, TensorDictBase) or not match(dtype, entries_of(value), found):
+            known = type(value) is TensorDict or isinstance(value, TensorDictBase)
+            if not known or not match(dtype, entries_of(value), found):
                 return False
         elif isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.device == device:
             found.append(value.detach() if value.requires_grad else value)

@@ -159,7 +159,8 @@ class RingWriter(WriterBase, Rings):
         slot, count = (start + skipped) % length, steps - skipped
         first = min(count, length - slot)
         rows = steps * width
-        index = torch.arange(start % length * width, start % length * width + rows)
+        begin = start % length * width
+        index = torch.from_numpy(np.arange(begin, begin + rows))
         if skipped or first < count:
             index %= length * width
         if flags is not None and self.index is not None:
