@@ -88,7 +88,11 @@ def fit(stream, name, devices=2, save_after=None, ckpt_path=None):
         callbacks=[Reporting(f"{stream}_{name}", save_after)],
     )
     module = make(MLPNetwork([8], "relu"), learning_rate=0.01)
-    run.fit(module, datamodule=replay_data(**EXACT, **STREAMS[stream]), ckpt_path=ckpt_path)
+    data = replay_data(**EXACT, **STREAMS[stream])
+    if ckpt_path is not None:  # as our command does, before there is a trainer that knows the ranks
+        data.check_state(torch.load(ckpt_path, weights_only=True)["ReplayDataModule"])
+        data.close()
+    run.fit(module, datamodule=data, ckpt_path=ckpt_path)
 
 
 if __name__ == "__main__":

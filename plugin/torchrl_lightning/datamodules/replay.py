@@ -114,6 +114,7 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
+        self._is_apart = False  # whether this rank's files are
         # As a fraction: 30 * 0.1 is more than 3 as a floating-point number, and would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
@@ -148,6 +149,10 @@ class ReplayDataModule(ExperienceDataModule):
         if stage == "fit":
             if self.buffer is None:
                 self.buffer = self._build_buffer()
+            if self.world_size > 1 and not self._is_apart:
+                # Not where the buffer is built: that may be to look at a checkpoint, before a trainer knows the ranks.
+                keep_files_apart(self.buffer.storage, self._rank, self.world_size)
+                self._is_apart = True
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._rank_seed)
 
@@ -159,7 +164,6 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _build_buffer(self) -> ExperienceBuffer:
         buffer = self._make_buffer(num_envs=self.num_envs)
-        keep_files_apart(buffer.storage, self._rank, self.world_size)
         if self._lookahead is not None:
             buffer.append_transform(self._lookahead.transform)
         return buffer
