@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.objectives import LossModule, ValueEstimators
 
 from torchrl_lightning.learn.actors import Actor, build_actor
+from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.losses import target_key
 from torchrl_lightning.learn.networks import MLPNetwork, Network
-from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-
-class ActorCriticModule(ReportingModule):
+class ActorCriticModule(AgentModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
@@ -47,6 +45,8 @@ class ActorCriticModule(ReportingModule):
         ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
     """
 
+    adam_eps: ClassVar[float] = 1e-5
+
     def __init__(
         self,
         network: Network | None = None,
@@ -63,17 +63,19 @@ class ActorCriticModule(ReportingModule):
         schedule: str | Schedule = "constant",
         entropy_schedule: str | Schedule = "constant",
     ) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.network: Network = network or MLPNetwork()
+        super().__init__(
+            network or MLPNetwork(),
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+        )
         self.distribution, self.initial_std = distribution, initial_std
         self.critic_names, self.separate_critics = critics, separate_critics
         self.intrinsic = intrinsic
-        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
-        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
-        self.schedule, self.entropy_schedule = as_schedule(schedule), as_schedule(entropy_schedule)
+        self.entropy_schedule = as_schedule(entropy_schedule)
         self.loss: LossModule | None = None
-        self._groups: list[list[nn.Parameter]] = []
         self._coefficients: dict[str, float] = {}
         self._stopped = False
 
@@ -89,7 +91,7 @@ class ActorCriticModule(ReportingModule):
         keys: list[NestedKey] = [("state_value", name) for name in self.critic_names or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
-    def build(self, specs: Any) -> ActorCriticModule:
+    def build(self, specs: Any) -> Self:
         """Build networks and loss for an environment's specs, once; return the module."""
         if self.loss is None:
             actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
@@ -107,28 +109,6 @@ class ActorCriticModule(ReportingModule):
             }
         return self
 
-    def configure_model(self) -> None:
-        """Lightning's hook: build from the DataModule's specs."""
-        precision = str(self.trainer.precision)
-        if precision.endswith("-true") and precision != "32-true":
-            raise ValueError(
-                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
-                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
-            )
-        if self.loss is None:
-            if not hasattr(self._data, "specs"):
-                raise RuntimeError(
-                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
-                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
-                )
-            self.build(self._data.specs)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: refuse the checkpoint of another environment before its weights are looked at."""
-        state = checkpoint.get(type(self._data).__qualname__)
-        if state is not None and hasattr(self._data, "check_state"):
-            self._data.check_state(state)
-
     @property
     def policy(self) -> Actor:
         """The actor."""
@@ -138,11 +118,6 @@ class ActorCriticModule(ReportingModule):
     def critic(self) -> Critic:
         """The critic."""
         return self._built().critic_network
-
-    def _built(self) -> Any:
-        if self.loss is None:
-            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
-        return self.loss
 
     def annotate(self, rollout: TensorDictBase) -> None:
         """Add `("next", "intrinsic_reward")` to a time-major rollout, where the module has an intrinsic stream."""
@@ -155,16 +130,7 @@ class ActorCriticModule(ReportingModule):
         """Lightning's hook: one optimizer, one more for the critic's own parameters where asked for."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
         extra = list(self.intrinsic.predictor_parameters()) if self.intrinsic is not None else []
-        if self.critic_optimizer is None:
-            self._groups = [actor + critic + extra]
-            factories = [self.optimizer or self._default_optimizer]
-        else:
-            self._groups = [actor + extra, critic]
-            factories = [self.optimizer or self._default_optimizer, self.critic_optimizer]
-        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
-
-    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=self.learning_rate, eps=1e-5, fused=True)
+        return self.build_optimizers(actor, critic, extra)
 
     @property
     def scheduled_coefficients(self) -> Mapping[str, Schedule]:
@@ -174,18 +140,10 @@ class ActorCriticModule(ReportingModule):
     def on_train_epoch_start(self) -> None:
         """Lightning's hook: set learning rates and coefficients from the frames, so that a resumed run has the same."""
         self._stopped = False
-        progress = self.progress
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(progress)
+        super().on_train_epoch_start()
         for name, schedule in self.scheduled_coefficients.items():
             if name in self._coefficients:
-                getattr(self._built(), name).fill_(self._coefficients[name] * schedule(progress))
-
-    def _optimizers(self) -> list[Any]:
-        optimizers = self.optimizers()
-        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+                getattr(self._built(), name).fill_(self._coefficients[name] * schedule(self.progress))
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -210,24 +168,3 @@ class ActorCriticModule(ReportingModule):
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Whether to leave out this update and the rest of the epoch."""
         return False
-
-    def update(self, loss: Tensor) -> dict[str, Tensor]:
-        """Step all optimizers along the loss; return the gradient norms before clipping."""
-        norms: dict[str, Tensor] = {}
-        for group in self._groups:
-            for parameter in group:
-                parameter.grad = None
-        self.manual_backward(loss)
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
-            if self.max_grad_norm is not None:
-                if scaler is not None:
-                    scaler.unscale_(optimizer.optimizer)
-                name = "grad_norm" if i == 0 else "critic_grad_norm"
-                norms[name] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
-            optimizer.step()
-        return norms
-
-    def report(self) -> dict[str, float]:
-        """Return the learning rate."""
-        return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}

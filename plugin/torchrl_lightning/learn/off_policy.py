@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -14,23 +14,22 @@ from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
 from torchrl_lightning.learn.actors import observation_entries
+from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.q_networks import write_error
-from torchrl_lightning.learn.reports import ReportingModule
-from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import build_updater
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 STATE = "off_policy"
 # What networks behind a memory read; not `features`, which their own trunks write.
 REMEMBERED = "remembered"
 
 
-class OffPolicyModule(ReportingModule):
+class OffPolicyModule(AgentModule):
     """An agent that learns from the batches of a replay buffer.
 
     The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
@@ -72,32 +71,33 @@ class OffPolicyModule(ReportingModule):
         updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            network or self.default_network(),
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+        )
         if target_interval < 1 or updates_per_step < 1:
             raise ValueError(
                 f"target_interval={target_interval} and updates_per_step={updates_per_step} must be at least 1"
             )
         if not 0.0 < tau <= 1.0:
             raise ValueError(f"tau={tau} must be in (0, 1]")
-        self.automatic_optimization = False
-        self.network: Network = network or self.default_network()
         if refresh_states and not isinstance(self.network, RecurrentNetwork):
             raise ValueError(
                 f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
                 "which has no states; leave it out"
             )
         self.refresh_states = refresh_states
-        self.gamma, self.learning_rate, self.max_grad_norm = gamma, learning_rate, max_grad_norm
-        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
-        self.schedule = as_schedule(schedule)
+        self.gamma = gamma
         self.tau, self.target_interval, self.updates_per_step = tau, target_interval, updates_per_step
         self.updates = 0
-        self.loss: Any = None
         self.updater: Any = None
         self._keys: list[NestedKey] = []
         self._state_keys: list[NestedKey] = []
         self._rewritten: tuple[TensorDictBase | None, list[NestedKey]] = None, []
-        self._groups: list[list[nn.Parameter]] = []
         self._restored: dict[str, Any] | None = None
 
     @classmethod
@@ -144,32 +144,10 @@ class OffPolicyModule(ReportingModule):
                 self._restore(self._restored)
         return self
 
-    def configure_model(self) -> None:
-        """Lightning's hook: build from the DataModule's specs.
-
-        Raises:
-            ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
-            RuntimeError: The DataModule has no specs.
-        """
-        precision = str(self.trainer.precision)
-        if precision.endswith("-true") and precision != "32-true":
-            raise ValueError(
-                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
-                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
-            )
-        if self.loss is None:
-            if not hasattr(self._data, "specs"):
-                raise RuntimeError(
-                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
-                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
-                )
-            self.build(self._data.specs)
-
     @property
     def policy(self) -> ExploringPolicy:
         """The policy: exploring, or exploiting under `ExplorationType.DETERMINISTIC`."""
-        if self.loss is None:
-            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+        self._built()
         return self.__dict__["_policy"]
 
     # -- optimizers and schedules -----------------------------------------------------------------------------------
@@ -179,20 +157,7 @@ class OffPolicyModule(ReportingModule):
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
-        main = self.optimizer or self._default_optimizer
-        if self.critic_optimizer is None:
-            self._groups = [others + critic]
-            return [main(self._groups[0])]
-        self._groups = [others, critic] if others else [critic]
-        factories = [main, self.critic_optimizer] if others else [self.critic_optimizer]
-        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
-
-    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=self.learning_rate, fused=True)
-
-    def _optimizers(self) -> list[Any]:
-        optimizers = self.optimizers()
-        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+        return self.build_optimizers(others, critic)
 
     def on_fit_start(self) -> None:
         """Lightning's hook: the unregistered policy follows to the device."""
@@ -200,11 +165,7 @@ class OffPolicyModule(ReportingModule):
 
     def on_train_epoch_start(self) -> None:
         """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""
-        factor = self.schedule(self.progress)
-        for optimizer in self._optimizers():
-            for group in optimizer.param_groups:
-                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        super().on_train_epoch_start()
         self.explore()
 
     def explore(self) -> None:
@@ -256,34 +217,9 @@ class OffPolicyModule(ReportingModule):
         terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch)
         return terms
 
-    def idle_parameters(self) -> list[nn.Parameter]:
-        """Return the learnt parameters that the loss of this update leaves out."""
-        return []
-
-    def update(self, loss: Tensor) -> dict[str, Tensor]:
-        """Step all optimizers along the loss; return the gradient norms before clipping."""
-        norms: dict[str, Tensor] = {}
-        for group in self._groups:
-            for parameter in group:
-                parameter.grad = None
-        idle = self.idle_parameters() if self.trainer.world_size > 1 else []
-        # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
-        self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
-        for parameter in idle:
-            parameter.grad = None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
-            if self.max_grad_norm is not None:
-                if scaler is not None:
-                    scaler.unscale_(optimizer.optimizer)
-                norms["critic_grad_norm" if i else "grad_norm"] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
-            optimizer.step()
-        return norms
-
     def report(self) -> dict[str, float]:
         """Return learning rate and exploration."""
-        rate = float(self._optimizers()[0].param_groups[0]["lr"])
-        return {"learning_rate": rate, "exploration": float(self.policy.amount), "updates": float(self.updates)}
+        return {**super().report(), "exploration": float(self.policy.amount), "updates": float(self.updates)}
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -298,9 +234,7 @@ class OffPolicyModule(ReportingModule):
             KeyError: The checkpoint is not one of an off-policy module.
             ValueError: It is one of another environment.
         """
-        state = checkpoint.get(type(self._data).__qualname__)
-        if state is not None and hasattr(self._data, "check_state"):
-            self._data.check_state(state)
+        super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
         self._restored = checkpoint[STATE]

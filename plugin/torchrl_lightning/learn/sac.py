@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import StochasticPolicy
 from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.off_policy import OffPolicyModule, OptimizerFactory
+from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.q_networks import build_action_critic
 from torchrl_lightning.learn.squashed import build_squashed_actor
 from torchrl_lightning.learn.td_losses import DirectSACLoss

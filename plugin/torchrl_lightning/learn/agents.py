@@ -1,0 +1,149 @@
+"""What every agent's LightningModule shares: networks built from specs, optimizers stepped by hand, their schedules."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_lightning.learn.networks import Network
+from torchrl_lightning.learn.reports import ReportingModule
+from torchrl_lightning.learn.schedules import Schedule, as_schedule
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class AgentModule(ReportingModule):
+    """An agent whose networks are built from a DataModule's specs and live in `loss` alone.
+
+    Args:
+        network: What comes before the heads.
+        learning_rate: For the default optimizer, fused Adam.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
+        critic_optimizer: The same for the critics' own parameters, if they are to have one.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+    """
+
+    adam_eps: ClassVar[float] = 1e-8
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        learning_rate: float,
+        optimizer: OptimizerFactory | None,
+        critic_optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+        schedule: str | Schedule,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.network = network
+        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
+        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
+        self.schedule = as_schedule(schedule)
+        self.loss: Any = None
+        self._groups: list[list[nn.Parameter]] = []
+
+    @abstractmethod
+    def build(self, specs: Any) -> Self:
+        """Build networks and loss for an environment's specs, once; return the module."""
+
+    def configure_model(self) -> None:
+        """Lightning's hook: build from the DataModule's specs.
+
+        Raises:
+            ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
+            RuntimeError: The DataModule has no specs.
+        """
+        precision = str(self.trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise ValueError(
+                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
+                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
+            )
+        if self.loss is None:
+            if not hasattr(self._data, "specs"):
+                raise RuntimeError(
+                    f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
+                    f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
+                )
+            self.build(self._data.specs)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: refuse the checkpoint of another environment before its weights are looked at.
+
+        Raises:
+            ValueError: It is one of another environment.
+        """
+        state = checkpoint.get(type(self._data).__qualname__)
+        if state is not None and hasattr(self._data, "check_state"):
+            self._data.check_state(state)
+
+    def _built(self) -> Any:
+        if self.loss is None:
+            raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
+        return self.loss
+
+    # -- optimizers -------------------------------------------------------------------------------------------------
+
+    def build_optimizers(
+        self, actor: list[nn.Parameter], critic: list[nn.Parameter], others: list[nn.Parameter] | None = None
+    ) -> list[torch.optim.Optimizer]:
+        """Return one optimizer over all parameters, or one more over the critics' own where asked for."""
+        others = others or []
+        main = self.optimizer or self._default_optimizer
+        if self.critic_optimizer is None:
+            self._groups, factories = [actor + critic + others], [main]
+        elif actor or others:
+            self._groups, factories = [actor + others, critic], [main, self.critic_optimizer]
+        else:
+            self._groups, factories = [critic], [self.critic_optimizer]
+        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
+
+    def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=self.learning_rate, eps=self.adam_eps, fused=True)
+
+    def _optimizers(self) -> list[Any]:
+        optimizers = self.optimizers()
+        return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+
+    def on_train_epoch_start(self) -> None:
+        """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""
+        factor = self.schedule(self.progress)
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the learnt parameters that the loss of this update leaves out."""
+        return []
+
+    def update(self, loss: Tensor) -> dict[str, Tensor]:
+        """Step all optimizers along the loss; return the gradient norms before clipping."""
+        norms: dict[str, Tensor] = {}
+        for group in self._groups:
+            for parameter in group:
+                parameter.grad = None
+        idle = self.idle_parameters() if self.trainer.world_size > 1 else []
+        # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
+        self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
+        for parameter in idle:
+            parameter.grad = None
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
+            if self.max_grad_norm is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer.optimizer)
+                norms["critic_grad_norm" if i else "grad_norm"] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
+            optimizer.step()
+        return norms
+
+    def report(self) -> dict[str, float]:
+        """Return the learning rate."""
+        return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
