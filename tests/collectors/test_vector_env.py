@@ -65,6 +65,14 @@ class MaskIgnoringEnv(SyncVectorEnv):
         return super().reset(seed=seed)
 
 
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it() -> None:
+    def make() -> gymnasium.Env:
+        raise gymnasium.error.DependencyNotInstalled("Box2D is not installed")
+
+    with pytest.raises(ImportError, match=r"needs what is not installed: Box2D .* torchrl-lightning\[box2d\]"):
+        make_vector_env(make)
+
+
 def test_disabled_autoreset_without_partial_resets_is_refused() -> None:
     env = MaskIgnoringEnv([lambda: CountingEnv(0, 3), lambda: CountingEnv(1, 9)], autoreset_mode="Disabled")
     collector = GymnasiumCollector(env, frames_per_batch=20)

@@ -40,6 +40,7 @@ def make_vector_env(
         wrappers: Functions that wrap each single environment, innermost first.
 
     Raises:
+        ImportError: A package that the environment needs is not installed.
         ValueError: An unknown id, a number of environments that does not fit, or an autoreset mode that would mix
             reset observations into the data.
         TypeError: Something else than an id, a factory or a vector environment.
@@ -144,7 +145,11 @@ class _SingleEnv:
         self.env, self.kwargs, self.wrappers = env, kwargs, wrappers
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
+        try:
+            env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
+        except gymnasium.error.DependencyNotInstalled as error:
+            extra = " Here the extra 'box2d' brings it: torchrl-lightning[box2d]." if "Box2D" in str(error) else ""
+            raise ImportError(f"The environment {self.env!r} needs what is not installed: {error}.{extra}") from error
         if not isinstance(env, gymnasium.Env):
             raise TypeError(
                 f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
