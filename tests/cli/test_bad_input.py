@@ -65,6 +65,10 @@ def test_groups_run_without_the_experiment_and_with_it_are_told_of_it(run):
         (["env=pendulum"], "environment='CartPole-v1', but this run has environment='Pendulum-v1'"),
         (["data.frames_per_batch=256"], "frames_per_batch=128, but this run has frames_per_batch=256"),
         (["model.network.hidden_sizes=[32]"], "size mismatch"),
+        (
+            ["trainer.devices=2", "trainer.strategy=ddp", "trainer.accelerator=cpu"],
+            "the experience state of 1 rank(s), but this run has 2",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(arguments, message, run, trained):

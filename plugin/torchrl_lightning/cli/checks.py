@@ -163,19 +163,22 @@ def check_data(data: Any) -> None:
         data.close()
 
 
-def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any) -> None:
-    """Refuses a checkpoint of another environment, capacity or network.
+def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any, world_size: int | None = None) -> None:
+    """Refuses a checkpoint of another environment, capacity, network or number of ranks.
 
     Args:
         path: where the checkpoint lies, for the message.
         stored: its content.
         data: the DataModule of this run.
         model: the LightningModule of this run; only a copy of it is built.
+        world_size: on how many ranks the run goes on; any number if None.
 
     Raises:
         UsageError: naming the first difference, and the overrides of the run that wrote it.
     """
     import torch
+
+    from torchrl_lightning.datamodules.ranks import state_of_rank
 
     state = stored.get(type(data).__qualname__)
     try:
@@ -183,6 +186,8 @@ def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any) 
             raise ValueError(f"it holds no state of a {type(data).__qualname__}.")
         if hasattr(data, "check_state"):
             data.check_state(state)
+        if world_size is not None and "ranks" in state:
+            state_of_rank(state["ranks"], 0, world_size)
         if hasattr(model, "build"):
             with torch.random.fork_rng(devices=[]):
                 copy.deepcopy(model).build(data.specs).load_state_dict(stored["state_dict"])

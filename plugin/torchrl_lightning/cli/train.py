@@ -59,7 +59,7 @@ def train(cfg: DictConfig) -> float:
     if cfg.ckpt_path is not None:
         # Lightning loads weights before it looks at the data's state; another environment would speak in tensor shapes.
         stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
-        check_checkpoint(Path(cfg.ckpt_path), stored, data, model)
+        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size)
 
     began = time.perf_counter()
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
