@@ -38,8 +38,9 @@ def allocate_files(folder: Path, tree: Tree, rows: int) -> Tree:
     """
     if (folder / DESCRIPTION).exists():
         raise FileExistsError(
-            f"{folder} already holds a ring; read it with buffer.loads before the first write, or give another "
-            "scratch_dir."
+            f"{folder} already holds a ring. Before the first write, buffer.loads goes on with it from a state that "
+            "refers to these very files (one saved around them, or by dumps(..., copy=False)); for anything else give "
+            "another scratch_dir."
         )
     described: list[dict[str, Any]] = []
     for number, (path, leaf) in enumerate(leaves_of(tree)):
