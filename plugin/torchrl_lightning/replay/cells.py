@@ -41,6 +41,7 @@ class Cells:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
+        self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
         self._view()
         self._plans: dict[int, Plan] = {}
 

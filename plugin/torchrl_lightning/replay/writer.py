@@ -142,7 +142,7 @@ class RingWriter(WriterBase, Rings):
             )
         storage: Any = self.storage
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
-        flags = self._flags(data, rows // width)
+        flags = self._flags(data, leaves, rows // width)
         if ids is None and self._common is not None:
             index = self._write_even(data, leaves, rows // width, flags)
         else:
@@ -237,10 +237,12 @@ class RingWriter(WriterBase, Rings):
             )
         return ids
 
-    def _flags(self, data: TensorDictBase, steps: int) -> tuple[Flags, Flags | None] | None:
+    def _flags(
+        self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int
+    ) -> tuple[Flags, Flags | None] | None:
         if self.index is None and (self.track_episodes is False or self.write_count):
             return None
-        done = entry_of(data, self.done_key)
+        done = self._entry(data, leaves, self.done_key)
         if self.index is None:
             if done is None:
                 if self.track_episodes:
@@ -249,8 +251,16 @@ class RingWriter(WriterBase, Rings):
             self._make_index()
         if done is None:
             raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
-        init = entry_of(data, self.init_key)
+        init = self._entry(data, leaves, self.init_key)
         return flag_of(done, steps), None if init is None else flag_of(init, steps)
+
+    def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, key: NestedKey) -> Tensor | None:
+        if leaves is None:
+            return entry_of(data, key)
+        # What was matched need not be looked for again.
+        storage: Any = self.storage
+        place = storage.cells.places.get((key,) if isinstance(key, str) else key)
+        return None if place is None else leaves[place]
 
     def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
