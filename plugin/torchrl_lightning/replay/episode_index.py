@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import entries_of
+from torchrl_lightning.replay.episode_kernels import row_writer
 from torchrl_lightning.replay.rings import Ints
 
 Flags = NDArray[np.bool_]
@@ -87,15 +88,7 @@ class EpisodeIndex:
 
     def _write_row(self, done: Flags) -> None:
         position = int(self._positions[0])
-        slot, rows = position % self.length, self._rows
-        if position >= self.length:  # the oldest step goes; was it the first of its episode?
-            oldest = rows[slot]
-            first = oldest >= position - self.length
-            if b"\1" in first.tobytes():  # ten times faster than any() on a few flags
-                np.copyto(self._headless_end, oldest, where=first)
-        rows[slot] = self._begin
-        self._done_rows[slot] = done
-        if b"\1" in done.tobytes():
+        if row_writer()(self._rows, self._done_rows, self._begin, self._headless_end, done, position):
             self._close(np.flatnonzero(done), position)
 
     def _close(self, env: Ints, position: int) -> None:
