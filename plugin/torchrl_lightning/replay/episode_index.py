@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
-from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of
-from torchrl_lightning.replay.episode_kernels import row_writer
+from torchrl_lightning.replay.episode_kernels import write_row
 from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.scan import compiled
 
 Flags = NDArray[np.bool_]
 
@@ -88,7 +86,7 @@ class EpisodeIndex:
 
     def _write_row(self, done: Flags) -> None:
         position = int(self._positions[0])
-        if row_writer()(self._rows, self._done_rows, self._begin, self._headless_end, done, position):
+        if compiled(write_row)(self._rows, self._done_rows, self._begin, self._headless_end, done, position):
             self._close(np.flatnonzero(done), position)
 
     def _close(self, env: Ints, position: int) -> None:
@@ -271,16 +269,6 @@ class EpisodeIndex:
 
 def _array(value: Tensor) -> Ints:
     return torch.as_tensor(value, dtype=torch.int64).cpu().numpy()
-
-
-def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """An entry, or None; without the checks of ``get``."""
-    node: Any = data
-    for part in (key,) if isinstance(key, str) else key:
-        # An abstract class is asked only about what is no plain TensorDict: it takes long to answer.
-        known = type(node) is TensorDict or isinstance(node, TensorDictBase)
-        node = entries_of(node).get(part) if known else None
-    return node
 
 
 def flag_of(value: Tensor, steps: int) -> Flags:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
-
-from torchrl_lightning.scan import compiled
 
 
 def write_row(rows: Any, done_rows: Any, begin: Any, headless_end: Any, done: Any, position: int) -> bool:
@@ -33,10 +29,3 @@ def write_row(rows: Any, done_rows: Any, begin: Any, headless_end: Any, done: An
         done_rows[slot, env] = done[env]
         ended |= done[env]
     return ended
-
-
-@functools.cache
-def row_writer() -> Callable[..., bool]:
-    """Compile :func:`write_row`, when a step is written for the first time."""
-    kernel: Callable[..., bool] = compiled(write_row)
-    return kernel

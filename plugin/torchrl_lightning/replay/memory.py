@@ -10,9 +10,10 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from torchrl_lightning.segment_kernels import allocate
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -57,7 +58,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+    return allocate(size, torch.uint8, device).view(dtype).view(shape)
 
 
 def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:

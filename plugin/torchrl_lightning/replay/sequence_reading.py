@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import Path, Tree, leaves_of, tree_of
+from torchrl_lightning.replay.tree import Path, Tree, leaves_of, moved, tree_of
 
 NAMES = (None, "time")
 
@@ -68,13 +68,13 @@ def read_windows(storage: RingStorage, index: Tensor, info: Mapping[Any, Any]) -
         info: entries beside those that are stored, or in their place.
     """
     device = storage.device if isinstance(storage.device, torch.device) else index.device
-    index = index if index.device == device else index.to(device)
+    index = moved(index, device)
     own = {key: value for key, value in info.items() if isinstance(key, tuple)}
     entries = storage.gather(index, NAMES, own)
     entries["index"] = index
     for key, value in info.items():
         if isinstance(key, str):
-            entries[key] = value if value.device == device else value.to(device)
+            entries[key] = moved(value, device)
     batch = new_tensordict(entries, index.shape, NAMES, device)
     for key, value in own.items():
         batch.set(key, value)

@@ -16,11 +16,12 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
-from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, entry_of, flag_of
+from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.memmap import WriteMarks
 from torchrl_lightning.replay.rings import Ints, Rings
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.tree import entry_of
 
 _WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
 
