@@ -50,6 +50,11 @@ def test_factory_of_gae_takes_lambda() -> None:
     assert GAEBuffer.create_factory(3, gae_lambda=0.5)().gae_lambda == 0.5
 
 
+def test_lambda_is_where_it_is_documented() -> None:
+    assert GAEBuffer(3, "cpu", None, None, None, 0.5).gae_lambda == 0.5
+    assert GAEBuffer.create_factory(3, 0.5)("cpu", None, None, None).gae_lambda == 0.5
+
+
 def test_transitions_with_documented_names_fill_the_rollout_from_the_first_observation_on() -> None:
     buffer = GAEBuffer(4)
     for t in range(3):

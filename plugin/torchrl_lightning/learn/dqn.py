@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.q_networks import build_q_network
+from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.td_losses import DirectDQNLoss
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
@@ -28,7 +30,18 @@ class DQNModule(OffPolicyModule):
         epsilon_start: First probability of a random action.
         epsilon_end: Last one.
         epsilon_frames: Frames from the first to the last.
-        kwargs: As for `OffPolicyModule`.
+        gamma: Discount of one step.
+        learning_rate: For the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
+        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        tau: Share of the online parameters that the target networks take over at each of their updates.
+        target_interval: Updates between two updates of the target networks.
+        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
+            several small updates.
+        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
+            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
 
     Example:
         >>> import torch
@@ -53,9 +66,28 @@ class DQNModule(OffPolicyModule):
         epsilon_frames: int = 10_000,
         learning_rate: float = 1e-3,
         max_grad_norm: float | None = 10.0,
-        **kwargs: Any,
+        gamma: float = 0.99,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        target_interval: int = 1,
+        updates_per_step: int = 1,
+        refresh_states: bool = False,
     ) -> None:
-        super().__init__(network, learning_rate=learning_rate, max_grad_norm=max_grad_norm, **kwargs)
+        super().__init__(
+            network,
+            gamma=gamma,
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            tau=tau,
+            target_interval=target_interval,
+            updates_per_step=updates_per_step,
+            refresh_states=refresh_states,
+        )
         self.is_double, self.dueling, self.loss_function = double, dueling, loss_function
         if max(epsilon_start, epsilon_end) > 1.0:
             raise ValueError(f"epsilon is a probability, got epsilon_start={epsilon_start}, epsilon_end={epsilon_end}")

@@ -134,14 +134,41 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
         critic: Each of its heads regresses on its own target.
         extrinsic_coeff: Weight of `advantage`.
         intrinsic_coeff: Weight of `intrinsic_advantage`; 0 ignores it.
-        kwargs: As for TorchRL's `ClipPPOLoss`.
+        clip_epsilon: How far the probability ratio may leave 1 with profit; two numbers are one for each side.
+        entropy_coeff: Weight of the entropy bonus.
+        critic_coeff: Weight of the critics' losses.
+        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        clip_value: Clip the change of the value prediction to this; None does not clip.
+        normalize_advantage: Standardise the advantage within each batch.
     """
 
     def __init__(
-        self, actor: Actor, critic: Critic, *, extrinsic_coeff: float = 1.0, intrinsic_coeff: float = 0.0, **kwargs: Any
+        self,
+        actor: Actor,
+        critic: Critic,
+        *,
+        extrinsic_coeff: float = 1.0,
+        intrinsic_coeff: float = 0.0,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        entropy_coeff: float = 0.01,
+        critic_coeff: float = 1.0,
+        loss_critic_type: str = "smooth_l1",
+        clip_value: float | None = None,
+        normalize_advantage: bool = False,
     ) -> None:
-        super().__init__(actor, critic, functional=False, log_explained_variance=False, **kwargs)
-        self._two_sided = isinstance(kwargs.get("clip_epsilon"), tuple | list)
+        super().__init__(
+            actor,
+            critic,
+            clip_epsilon=clip_epsilon,
+            entropy_coeff=entropy_coeff,
+            critic_coeff=critic_coeff,
+            loss_critic_type=loss_critic_type,
+            clip_value=clip_value,
+            normalize_advantage=normalize_advantage,
+            functional=False,
+            log_explained_variance=False,
+        )
+        self._two_sided = isinstance(clip_epsilon, tuple | list)
         self._set_streams(extrinsic_coeff, intrinsic_coeff)
 
     @property
@@ -192,7 +219,9 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):
         normalize_advantage: Standardise the advantage within each batch.
         extrinsic_coeff: Weight of `advantage`.
         intrinsic_coeff: Weight of `intrinsic_advantage`; 0 ignores it.
-        kwargs: As for TorchRL's `A2CLoss`.
+        entropy_coeff: Weight of the entropy bonus.
+        critic_coeff: Weight of the critics' losses.
+        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
     """
 
     def __init__(
@@ -203,9 +232,18 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):
         normalize_advantage: bool = False,
         extrinsic_coeff: float = 1.0,
         intrinsic_coeff: float = 0.0,
-        **kwargs: Any,
+        entropy_coeff: float = 0.01,
+        critic_coeff: float = 1.0,
+        loss_critic_type: str = "smooth_l1",
     ) -> None:
-        super().__init__(actor, critic, functional=False, **kwargs)
+        super().__init__(
+            actor,
+            critic,
+            entropy_coeff=entropy_coeff,
+            critic_coeff=critic_coeff,
+            loss_critic_type=loss_critic_type,
+            functional=False,
+        )
         self.normalize_advantage = normalize_advantage
         self._set_streams(extrinsic_coeff, intrinsic_coeff)
 
@@ -237,13 +275,13 @@ class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
     Args:
         actor: The policy.
         critic: The baseline.
-        kwargs: As for TorchRL's `ReinforceLoss`.
+        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
     """
 
     critic_coeff = None
 
-    def __init__(self, actor: Actor, critic: Critic, **kwargs: Any) -> None:
-        super().__init__(actor, critic, functional=False, **kwargs)
+    def __init__(self, actor: Actor, critic: Critic, *, loss_critic_type: str = "smooth_l1") -> None:
+        super().__init__(actor, critic, loss_critic_type=loss_critic_type, functional=False)
         self._set_streams(1.0, 0.0)
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:

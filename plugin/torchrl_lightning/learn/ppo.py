@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchrl_lightning.learn.actors import Actor
+from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.critics import Critic
 from torchrl_lightning.learn.losses import DirectClipPPOLoss
 from torchrl_lightning.learn.networks import Network
+from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 
 
@@ -30,7 +32,17 @@ class PPOModule(ActorCriticModule):
         extrinsic_coeff: Weight of the advantage of the environment's reward.
         intrinsic_coeff: Weight of the intrinsic advantage, where `intrinsic` is given.
         clip_schedule: Of `clip_epsilon` over frames, as `schedule`.
-        kwargs: As for `ActorCriticModule`.
+        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
+        initial_std: For continuous actions: first standard deviation, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
+        separate_critics: Whether each critic head has a trunk of its own.
+        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
+        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
+        learning_rate: For the default optimizer.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        entropy_schedule: The same for the entropy coefficient.
 
     Example:
         >>> import torch
@@ -57,9 +69,32 @@ class PPOModule(ActorCriticModule):
         extrinsic_coeff: float = 1.0,
         intrinsic_coeff: float = 1.0,
         clip_schedule: str | Schedule = "constant",
-        **kwargs: Any,
+        distribution: str = "auto",
+        initial_std: float = 1.0,
+        critics: Sequence[str] | None = None,
+        separate_critics: bool = False,
+        intrinsic: RandomNetworkDistillation | None = None,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        learning_rate: float = 3e-4,
+        max_grad_norm: float | None = 0.5,
+        schedule: str | Schedule = "constant",
+        entropy_schedule: str | Schedule = "constant",
     ) -> None:
-        super().__init__(network, **kwargs)
+        super().__init__(
+            network,
+            distribution=distribution,
+            initial_std=initial_std,
+            critics=critics,
+            separate_critics=separate_critics,
+            intrinsic=intrinsic,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            entropy_schedule=entropy_schedule,
+        )
         self.loss_arguments: dict[str, Any] = {
             "clip_epsilon": clip_epsilon,
             "entropy_coeff": entropy_coeff,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torchrl_lightning.learn.actors import Actor
+from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.critics import Critic
 from torchrl_lightning.learn.losses import DirectReinforceLoss
 from torchrl_lightning.learn.networks import Network
+from torchrl_lightning.learn.rnd import RandomNetworkDistillation
+from torchrl_lightning.learn.schedules import Schedule
 
 
 class ReinforceModule(ActorCriticModule):
@@ -17,7 +20,17 @@ class ReinforceModule(ActorCriticModule):
     Args:
         network: What comes before the heads; `MLPNetwork()` when not given.
         loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
-        kwargs: As for `ActorCriticModule`.
+        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
+        initial_std: For continuous actions: first standard deviation, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
+        separate_critics: Whether each critic head has a trunk of its own.
+        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
+        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
+        learning_rate: For the default optimizer.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        entropy_schedule: The same for the entropy coefficient.
 
     Raises:
         ValueError: An intrinsic stream is given, for which this loss has no term.
@@ -30,8 +43,37 @@ class ReinforceModule(ActorCriticModule):
         ['action_log_prob']
     """
 
-    def __init__(self, network: Network | None = None, *, loss_critic_type: str = "l2", **kwargs: Any) -> None:
-        super().__init__(network, **kwargs)
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        loss_critic_type: str = "l2",
+        distribution: str = "auto",
+        initial_std: float = 1.0,
+        critics: Sequence[str] | None = None,
+        separate_critics: bool = False,
+        intrinsic: RandomNetworkDistillation | None = None,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        learning_rate: float = 3e-4,
+        max_grad_norm: float | None = 0.5,
+        schedule: str | Schedule = "constant",
+        entropy_schedule: str | Schedule = "constant",
+    ) -> None:
+        super().__init__(
+            network,
+            distribution=distribution,
+            initial_std=initial_std,
+            critics=critics,
+            separate_critics=separate_critics,
+            intrinsic=intrinsic,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            entropy_schedule=entropy_schedule,
+        )
         if self.intrinsic is not None:
             raise ValueError("ReinforceModule has no intrinsic stream; use PPOModule, A2CModule or VTraceModule")
         self.loss_critic_type = loss_critic_type

@@ -12,6 +12,7 @@ from torchrl_lightning.learn.exploration import StochasticPolicy
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.q_networks import build_action_critic
+from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_squashed_actor
 from torchrl_lightning.learn.td_losses import DirectSACLoss
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -31,7 +32,18 @@ class SACModule(OffPolicyModule):
         target_entropy: In nats; minus the number of action dimensions when not given.
         alpha_optimizer: A callable from parameters to an optimizer for the temperature, if it is to have one.
         loss_function: `"l2"`, `"smooth_l1"` or `"l1"`.
-        kwargs: As for `OffPolicyModule`.
+        gamma: Discount of one step.
+        learning_rate: For the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
+        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        tau: Share of the online parameters that the target networks take over at each of their updates.
+        target_interval: Updates between two updates of the target networks.
+        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
+            several small updates.
+        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
+            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
 
     Example:
         >>> from types import SimpleNamespace
@@ -53,9 +65,30 @@ class SACModule(OffPolicyModule):
         target_entropy: float | None = None,
         alpha_optimizer: OptimizerFactory | None = None,
         loss_function: str = "l2",
-        **kwargs: Any,
+        gamma: float = 0.99,
+        learning_rate: float = 3e-4,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        target_interval: int = 1,
+        updates_per_step: int = 1,
+        refresh_states: bool = False,
     ) -> None:
-        super().__init__(network, **kwargs)
+        super().__init__(
+            network,
+            gamma=gamma,
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            tau=tau,
+            target_interval=target_interval,
+            updates_per_step=updates_per_step,
+            refresh_states=refresh_states,
+        )
         if num_critics < 1 or alpha <= 0:
             raise ValueError(f"num_critics={num_critics} must be at least 1 and alpha={alpha} above 0")
         if alpha_optimizer is not None and not learn_alpha:

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import FramesDecay, NoisyPolicy
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.q_networks import build_action_critic
 from torchrl_lightning.learn.sac import critic_parameters
+from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor
 from torchrl_lightning.learn.td_losses import DirectTD3Loss
 from torchrl_lightning.learn.transitions import Transitions
@@ -33,7 +35,17 @@ class TD3Module(OffPolicyModule):
         noise_clip: Bound of that noise.
         loss_function: `"l2"`, `"smooth_l1"` or `"l1"`.
         target_interval: Updates between two updates of the policy and of the target networks.
-        kwargs: As for `OffPolicyModule`.
+        gamma: Discount of one step.
+        learning_rate: For the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
+        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        tau: Share of the online parameters that the target networks take over at each of their updates.
+        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
+            several small updates.
+        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
+            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
 
     Example:
         >>> import torch
@@ -58,9 +70,29 @@ class TD3Module(OffPolicyModule):
         noise_clip: float = 0.5,
         loss_function: str = "l2",
         target_interval: int = 2,
-        **kwargs: Any,
+        gamma: float = 0.99,
+        learning_rate: float = 3e-4,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        updates_per_step: int = 1,
+        refresh_states: bool = False,
     ) -> None:
-        super().__init__(network, target_interval=target_interval, **kwargs)
+        super().__init__(
+            network,
+            gamma=gamma,
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+            tau=tau,
+            target_interval=target_interval,
+            updates_per_step=updates_per_step,
+            refresh_states=refresh_states,
+        )
         if num_critics < 1:
             raise ValueError(f"num_critics={num_critics} must be at least 1")
         self.num_critics = num_critics

@@ -134,7 +134,9 @@ class DirectSACLoss(_DirectTerms, SACLoss):
         memory: A recurrent memory before both.
         gamma: Discount of one step.
         loss_function: `"l2"`, `"l1"` or `"smooth_l1"`.
-        kwargs: As for TorchRL's `SACLoss`: `alpha_init`, `fixed_alpha`, `target_entropy`.
+        alpha_init: First temperature.
+        fixed_alpha: Leave the temperature as it is.
+        target_entropy: In nats; `"auto"` takes minus the number of action dimensions.
 
     Raises:
         ValueError: `loss_function` is unknown.
@@ -148,9 +150,19 @@ class DirectSACLoss(_DirectTerms, SACLoss):
         *,
         gamma: float = 0.99,
         loss_function: str = "l2",
-        **kwargs: Any,
+        alpha_init: float = 1.0,
+        fixed_alpha: bool = False,
+        target_entropy: str | float = "auto",
     ) -> None:
-        super().__init__(actor, critics, num_qvalue_nets=len(critics), loss_function=loss_function, **kwargs)
+        super().__init__(
+            actor,
+            critics,
+            num_qvalue_nets=len(critics),
+            loss_function=loss_function,
+            alpha_init=alpha_init,
+            fixed_alpha=fixed_alpha,
+            target_entropy=target_entropy,
+        )
         self._set_memory(memory)
         self._set_up(gamma, loss_function)
         # TorchRL turns it into a buffer when it is first read; later would be too late for a strict state dict.

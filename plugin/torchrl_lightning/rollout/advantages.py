@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from torchrl_lightning.estimators import discounted_returns, gae, standardize, v
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
 from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
-from torchrl_lightning.rollout.writer import TERMINATED
+from torchrl_lightning.rollout.writer import REWARD, TERMINATED
 
 
 class DiscountedReturns(AdvantageTransform):
@@ -25,7 +26,14 @@ class DiscountedReturns(AdvantageTransform):
         gamma: discount.
         critic: module that writes the values.
         bootstrap: use values; without, cut-off episodes count as ended, no critic is needed and ``A = R``.
-        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
 
     Example:
         >>> import torch
@@ -37,8 +45,33 @@ class DiscountedReturns(AdvantageTransform):
         [1.75, 1.5, 1.0]
     """
 
-    def __init__(self, gamma: float = 0.99, critic: Any = None, *, bootstrap: bool = True, **kwargs: Any) -> None:
-        super().__init__(gamma, critic, **kwargs)
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        bootstrap: bool = True,
+        time_dim: int | None = None,
+        reward_key: NestedKey = REWARD,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
+    ) -> None:
+        super().__init__(
+            gamma,
+            critic,
+            time_dim=time_dim,
+            reward_key=reward_key,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            recompute_values=recompute_values,
+            standardize_advantages=standardize_advantages,
+            on_write=on_write,
+        )
         self.bootstrap = bootstrap
 
     def fill(self, rollout: TensorDictBase) -> None:
@@ -75,7 +108,14 @@ class GeneralizedAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
 
     Example:
         >>> import torch
@@ -87,8 +127,33 @@ class GeneralizedAdvantages(AdvantageTransform):
         [0.75, 0.5]
     """
 
-    def __init__(self, gamma: float = 0.99, lmbda: float = 0.95, critic: Any = None, **kwargs: Any) -> None:
-        super().__init__(gamma, critic, **kwargs)
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        lmbda: float = 0.95,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        time_dim: int | None = None,
+        reward_key: NestedKey = REWARD,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
+    ) -> None:
+        super().__init__(
+            gamma,
+            critic,
+            time_dim=time_dim,
+            reward_key=reward_key,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            recompute_values=recompute_values,
+            standardize_advantages=standardize_advantages,
+            on_write=on_write,
+        )
         check_unit(lmbda, "lmbda")
         self.lmbda = lmbda
 
@@ -116,7 +181,14 @@ class VTraceAdvantages(AdvantageTransform):
         log_prob_key: log-probability under the behaviour policy; never overwritten.
         current_log_prob_key: log-probability under the current policy.
         action_key: the action.
-        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
 
     Example:
         >>> import torch
@@ -134,7 +206,7 @@ class VTraceAdvantages(AdvantageTransform):
         self,
         gamma: float = 0.99,
         lmbda: float = 1.0,
-        critic: Any = None,
+        critic: TensorDictModuleBase | None = None,
         actor: Any = None,
         *,
         rho_clip: float = 1.0,
@@ -143,9 +215,27 @@ class VTraceAdvantages(AdvantageTransform):
         log_prob_key: NestedKey = "action_log_prob",
         current_log_prob_key: NestedKey = "current_action_log_prob",
         action_key: NestedKey = "action",
-        **kwargs: Any,
+        time_dim: int | None = None,
+        reward_key: NestedKey = REWARD,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
     ) -> None:
-        super().__init__(gamma, critic, **kwargs)
+        super().__init__(
+            gamma,
+            critic,
+            time_dim=time_dim,
+            reward_key=reward_key,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            recompute_values=recompute_values,
+            standardize_advantages=standardize_advantages,
+            on_write=on_write,
+        )
         check_unit(lmbda, "lmbda")
         self.lmbda = lmbda
         self.actor = actor

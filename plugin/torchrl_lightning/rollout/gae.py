@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Literal, Self
 
+import torch
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import gae
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 
@@ -18,9 +23,34 @@ class GAEBuffer(VanillaOnPolicyBuffer):
     ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
 
     Args:
-        *args: see :class:`VanillaOnPolicyBuffer`.
+        size: capacity along time.
+        device: where the rollout lives.
+        actor: TensorDict policy; may be assigned later.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
+        envs: environments that tell ``num_envs`` (and ``frame_stack``).
         gae_lambda: λ.
-        **kwargs: see :class:`VanillaOnPolicyBuffer`.
+        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
+            intrinsic rewards; may be assigned later.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
+        recompute_values: run the critic although the policy wrote values.
+        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: advantages.
+        value_target_key: value targets.
+        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_size: samples of ``sample``.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Example:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)
@@ -30,9 +60,77 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     parameters: ClassVar[tuple[str, ...]] = (*VanillaOnPolicyBuffer.parameters, "gae_lambda")
 
-    def __init__(self, *args: Any, gae_lambda: float = 0.95, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        actor: Any = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        gae_lambda: float = 0.95,
+        *,
+        gamma: float | None = None,
+        critic: TensorDictModuleBase | None = None,
+        intrinsic_critic: TensorDictModuleBase | None = None,
+        gamma_intrinsic: float | None = None,
+        normalize_intrinsic: bool = True,
+        intrinsic_direction: Literal["forward", "backward"] = "forward",
+        standardize_advantages: bool = True,
+        recompute_values: bool = False,
+        bootstrap: bool = True,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        frame_stack: int | None = None,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
+    ) -> None:
+        super().__init__(
+            size,
+            device,
+            actor,
+            algorithm,
+            envs,
+            gamma=gamma,
+            critic=critic,
+            intrinsic_critic=intrinsic_critic,
+            gamma_intrinsic=gamma_intrinsic,
+            normalize_intrinsic=normalize_intrinsic,
+            intrinsic_direction=intrinsic_direction,
+            standardize_advantages=standardize_advantages,
+            recompute_values=recompute_values,
+            bootstrap=bootstrap,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            frame_stack=frame_stack,
+            num_envs=num_envs,
+            time_dim=time_dim,
+            recurrent=recurrent,
+            recurrent_keys=recurrent_keys,
+            batch_keys=batch_keys,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
         self.gae_lambda = check_unit(gae_lambda, "gae_lambda")
+
+    @classmethod
+    def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
+
+        Args:
+            size: capacity along time.
+            gae_lambda: λ.
+            **options: constructor options.
+        """
+        return super().create_factory(size, gae_lambda=gae_lambda, **options)
 
     @property
     def used_capacity(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -32,7 +33,14 @@ class IntrinsicReturns(AdvantageTransform):
         normalize: divide rewards by their running standard deviation.
         direction: ``"forward"`` keeps the filter across rollouts, ``"backward"`` restarts it in each.
         log_prob_keys: keys of the current and the behaviour policy's log-probabilities; with them V-trace replaces GAE.
-        **kwargs: see :class:`~torchrl_lightning.rollout.estimate.AdvantageTransform`.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the raw intrinsic reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
 
     Example:
         >>> import torch
@@ -53,25 +61,31 @@ class IntrinsicReturns(AdvantageTransform):
         self,
         gamma: float = 0.99,
         lmbda: float = 0.95,
-        critic: Any = None,
+        critic: TensorDictModuleBase | None = None,
         *,
         normalize: bool = True,
         direction: Literal["forward", "backward"] = "forward",
         log_prob_keys: tuple[NestedKey, NestedKey] | None = None,
+        time_dim: int | None = None,
         reward_key: NestedKey = ("next", "intrinsic_reward"),
         value_key: NestedKey = "intrinsic_state_value",
         advantage_key: NestedKey = "intrinsic_advantage",
         value_target_key: NestedKey = "intrinsic_value_target",
-        **kwargs: Any,
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
     ) -> None:
         super().__init__(
             gamma,
             critic,
+            time_dim=time_dim,
             reward_key=reward_key,
             value_key=value_key,
             advantage_key=advantage_key,
             value_target_key=value_target_key,
-            **kwargs,
+            recompute_values=recompute_values,
+            standardize_advantages=standardize_advantages,
+            on_write=on_write,
         )
         check_unit(lmbda, "lmbda")
         self.lmbda = lmbda

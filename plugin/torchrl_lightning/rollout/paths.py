@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -37,8 +38,18 @@ class PathAdvantages(GeneralizedAdvantages):
     ``A`` as in :class:`GeneralizedAdvantages`; ``R[t] = r[t] + γ R[t+1]``, which is ``A + V`` for ``λ = 1``.
 
     Args:
+        gamma: discount.
+        lmbda: λ.
+        critic: module that writes the values.
         eps: shift the advantages to mean 0 and divide by their population deviation plus ``eps``; ``None`` leaves them.
-        **kwargs: see :class:`GeneralizedAdvantages`.
+        time_dim: which dimension is time; ``None`` reads the dimension names.
+        reward_key: the reward.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: where advantages go; nested for several critics.
+        value_target_key: where value targets go; nested for several critics.
+        recompute_values: run the critic although the rollout holds values.
+        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
+        on_write: compute in a buffer's ``extend`` and pass samples through.
 
     Example:
         >>> import torch
@@ -50,8 +61,35 @@ class PathAdvantages(GeneralizedAdvantages):
         [1.75, 1.5]
     """
 
-    def __init__(self, *args: Any, eps: float | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        lmbda: float = 0.95,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        eps: float | None = None,
+        time_dim: int | None = None,
+        reward_key: NestedKey = REWARD,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        recompute_values: bool = False,
+        standardize_advantages: bool = False,
+        on_write: bool = False,
+    ) -> None:
+        super().__init__(
+            gamma,
+            lmbda,
+            critic,
+            time_dim=time_dim,
+            reward_key=reward_key,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            recompute_values=recompute_values,
+            standardize_advantages=standardize_advantages,
+            on_write=on_write,
+        )
         self.eps = eps
 
     def advantages(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from omegaconf import MISSING
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns, gae
@@ -28,6 +30,7 @@ from torchrl_lightning.rollout.paths import (
     step_row,
 )
 from torchrl_lightning.rollout.storage import flatten_tree
+from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,29 @@ class PPOBuffer(Configurable, GAEBuffer):
         lam: λ.
         eps: added to the deviation of the advantages.
         device: where the steps lie and batches come out.
-        **kwargs: see :class:`GAEBuffer`.
+        actor: TensorDict policy; may be assigned later.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
+        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
+            intrinsic rewards; may be assigned later.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
+        recompute_values: run the critic although the policy wrote values.
+        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: advantages.
+        value_target_key: value targets.
+        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Raises:
         ValueError: a number is out of range.
@@ -97,7 +122,28 @@ class PPOBuffer(Configurable, GAEBuffer):
         eps: float = 1e-3,
         *,
         device: torch.device | str = "cpu",
-        **kwargs: Any,
+        actor: Any = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        critic: TensorDictModuleBase | None = None,
+        intrinsic_critic: TensorDictModuleBase | None = None,
+        gamma_intrinsic: float | None = None,
+        normalize_intrinsic: bool = True,
+        intrinsic_direction: Literal["forward", "backward"] = "forward",
+        standardize_advantages: bool = True,
+        recompute_values: bool = False,
+        bootstrap: bool = True,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        frame_stack: int | None = None,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
     ) -> None:
         for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
             unset = number is None and name.endswith("dim")
@@ -105,7 +151,35 @@ class PPOBuffer(Configurable, GAEBuffer):
                 raise ValueError(f"{name} must be a positive integer, got {number!r}.")
         if not 0.0 <= eps < float("inf"):
             raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}.")
-        super().__init__(size, device, gamma=gamma, gae_lambda=lam, batch_size=batch_size, **kwargs)
+        super().__init__(
+            size,
+            device,
+            actor,
+            algorithm,
+            envs,
+            lam,
+            gamma=gamma,
+            critic=critic,
+            intrinsic_critic=intrinsic_critic,
+            gamma_intrinsic=gamma_intrinsic,
+            normalize_intrinsic=normalize_intrinsic,
+            intrinsic_direction=intrinsic_direction,
+            standardize_advantages=standardize_advantages,
+            recompute_values=recompute_values,
+            bootstrap=bootstrap,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            frame_stack=frame_stack,
+            num_envs=num_envs,
+            time_dim=time_dim,
+            recurrent=recurrent,
+            recurrent_keys=recurrent_keys,
+            batch_keys=batch_keys,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
         self.obs_dim, self.act_dim, self.eps = obs_dim, act_dim, float(eps)
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0
@@ -113,13 +187,15 @@ class PPOBuffer(Configurable, GAEBuffer):
         self._drawable: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
+    def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
         """Return ``f(device, actor, algorithm, envs)`` that builds a buffer.
 
         Args:
             size: capacity in steps.
+            gae_lambda: λ, unless ``lam`` is among the options.
             **options: constructor options.
         """
+        options = {"lam": gae_lambda, **options}
 
         def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
             return cls(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
@@ -20,7 +21,7 @@ from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
 from torchrl_lightning.rollout.storage import check_entries
-from torchrl_lightning.rollout.values import fill_values
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 
 Values = Tensor | Mapping[str, Tensor]
 
@@ -51,8 +52,14 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         advantage_key: advantages.
         value_target_key: value targets.
         frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
-        **kwargs: ``num_envs``, ``time_dim``, ``recurrent``, ``recurrent_keys``, ``batch_keys``, ``batch_size``,
-            ``generator``, ``transform``.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_size: samples of ``sample``.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Example:
         >>> import torch
@@ -107,10 +114,27 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         advantage_key: NestedKey = "advantage",
         value_target_key: NestedKey = "value_target",
         frame_stack: int | None = None,
-        **kwargs: Any,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
     ) -> None:
-        kwargs.setdefault("num_envs", getattr(envs, "num_envs", None))
-        super().__init__(size, device, **kwargs)
+        super().__init__(
+            size,
+            device,
+            num_envs=getattr(envs, "num_envs", None) if num_envs is None else num_envs,
+            time_dim=time_dim,
+            recurrent=recurrent,
+            recurrent_keys=recurrent_keys,
+            batch_keys=batch_keys,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
         self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
         self.algorithm, self.envs = algorithm, envs
         self.gamma = check_unit(_first(gamma, getattr(algorithm, "gamma", None), 0.99), "gamma")
@@ -135,11 +159,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             size: capacity along time.
             **options: constructor options.
         """
-
-        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
-            return cls(size, device, actor, algorithm, envs, **options)
-
-        return create
+        return functools.partial(cls, size, **options)
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 

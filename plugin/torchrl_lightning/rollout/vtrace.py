@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal
 
 import torch
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
 from torchrl_lightning.rollout.layout import nested_key
-from torchrl_lightning.rollout.values import current_log_prob, require
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 POLICY_VERSION = ("collector", "policy_version")
@@ -24,14 +26,39 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     epoch: log-probabilities and values come from the current actor and critic, the behaviour stays what it was.
 
     Args:
-        *args: see :class:`VanillaOnPolicyBuffer`.
+        size: capacity along time.
+        device: where the rollout lives.
+        actor: TensorDict policy; may be assigned later.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
+        envs: environments that tell ``num_envs`` (and ``frame_stack``).
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
         clip_pg_rho_thres: ρ̄ of the policy-gradient term; as ρ̄ when ``None``.
         log_prob_key: behaviour log-probabilities.
         action_key: the action.
-        **kwargs: see :class:`VanillaOnPolicyBuffer`.
+        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
+            intrinsic rewards; may be assigned later.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
+        recompute_values: run the critic although the policy wrote values.
+        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        value_key: values, or the parent of several critics' values.
+        advantage_key: advantages.
+        value_target_key: value targets.
+        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_size: samples of ``sample``.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
 
     Example:
         >>> buffer = VTraceBuffer(64, lmbda=0.9, clip_rho_thres=2.0)
@@ -49,16 +76,68 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     def __init__(
         self,
-        *args: Any,
+        size: int,
+        device: torch.device | str = "cpu",
+        actor: Any = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        *,
         lmbda: float = 1.0,
         clip_rho_thres: float = 1.0,
         clip_c_thres: float = 1.0,
         clip_pg_rho_thres: float | None = None,
         log_prob_key: NestedKey = "action_log_prob",
         action_key: NestedKey = "action",
-        **kwargs: Any,
+        gamma: float | None = None,
+        critic: TensorDictModuleBase | None = None,
+        intrinsic_critic: TensorDictModuleBase | None = None,
+        gamma_intrinsic: float | None = None,
+        normalize_intrinsic: bool = True,
+        intrinsic_direction: Literal["forward", "backward"] = "forward",
+        standardize_advantages: bool = True,
+        recompute_values: bool = False,
+        bootstrap: bool = True,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        frame_stack: int | None = None,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            size,
+            device,
+            actor,
+            algorithm,
+            envs,
+            gamma=gamma,
+            critic=critic,
+            intrinsic_critic=intrinsic_critic,
+            gamma_intrinsic=gamma_intrinsic,
+            normalize_intrinsic=normalize_intrinsic,
+            intrinsic_direction=intrinsic_direction,
+            standardize_advantages=standardize_advantages,
+            recompute_values=recompute_values,
+            bootstrap=bootstrap,
+            value_key=value_key,
+            advantage_key=advantage_key,
+            value_target_key=value_target_key,
+            frame_stack=frame_stack,
+            num_envs=num_envs,
+            time_dim=time_dim,
+            recurrent=recurrent,
+            recurrent_keys=recurrent_keys,
+            batch_keys=batch_keys,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
         self.lmbda = check_unit(lmbda, "lmbda")
         self.clip_rho_thres, self.clip_c_thres, self.clip_pg_rho_thres = clip_rho_thres, clip_c_thres, clip_pg_rho_thres
         self.log_prob_key, self.action_key = nested_key(log_prob_key), nested_key(action_key)
