@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict.nn import TensorDictModule
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
@@ -77,6 +79,17 @@ class RandomEnv(CountingEnv):
         return self.np_random.normal(size=3).astype(np.float32)
 
 
+class SeedKeepingEnv(RandomEnv):
+    """Keeps the seeds that all its copies were reset with."""
+
+    kept: ClassVar[list[int]] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.kept.append(seed)
+        return super().reset(seed=seed)
+
+
 class FailingEnv(CountingEnv):
     """Raises at its third step."""
 
@@ -88,6 +101,13 @@ class FailingEnv(CountingEnv):
 
 # Terminations, truncations, both at once, and episodes that outlive a rollout.
 SHAPES = [(3, 1000), (1000, 4), (5, 5), (11, 1000)]
+
+
+def still_policy() -> TensorDictModule:
+    """Always act 0."""
+    return TensorDictModule(
+        lambda x: torch.zeros(len(x), dtype=torch.long), in_keys=["observation"], out_keys=["action"]
+    )
 
 
 def factories(kind: str = "box") -> list[Any]:

@@ -9,10 +9,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import GRUModule, ProbabilisticActor
 
-from collectors.counting import CountingEnv, RandomEnv, vector_env
+from collectors.counting import CountingEnv, RandomEnv, still_policy, vector_env
 from torchrl_lightning.collectors import play_episodes
 
-STILL = TensorDictModule(lambda x: torch.zeros(len(x), dtype=torch.long), in_keys=["observation"], out_keys=["action"])
+STILL = still_policy()
 
 
 def test_known_returns_and_ends() -> None:

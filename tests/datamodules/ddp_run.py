@@ -31,7 +31,7 @@ class Reporting(TinyActorCritic):
     def on_train_end(self):
         data = self.trainer.datamodule
         report = {
-            "seed": data._rank_seed,
+            "seed": data.collector.seed,
             "observations": self.first,
             "updates": self.updates,
             "frames": data.frames,

@@ -46,7 +46,7 @@ class Reporting(L.Callback):
         report = {
             "started": self.started,
             "first": self.first,
-            "seed": data._rank_seed,
+            "seed": data.collector.seed,
             "updates": [module.updates, data.updates],
             "frames": data.frames,
             "ended": flat(module),

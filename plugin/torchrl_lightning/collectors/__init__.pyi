@@ -5,6 +5,7 @@ from torchrl_lightning.collectors.episodes import play_episodes as play_episodes
 from torchrl_lightning.collectors.factory import EnvironmentFactory as EnvironmentFactory
 from torchrl_lightning.collectors.factory import SelectObservation as SelectObservation
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector as GymnasiumCollector
+from torchrl_lightning.collectors.seeds import spawn_seed as spawn_seed
 from torchrl_lightning.collectors.specs import EnvironmentSpecs as EnvironmentSpecs
 from torchrl_lightning.collectors.specs import environment_specs as environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env as make_vector_env

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-
-_INT31 = 0x7FFFFFFF  # some environments hand their seed to C libraries that take 31 bits
 
 
 def check_seed(seed: int | None) -> int:
@@ -18,23 +15,10 @@ def check_seed(seed: int | None) -> int:
         ValueError: A negative seed.
     """
     if seed is None:
-        return int(torch.randint(_INT31, ()).item())
+        return int(torch.randint(2**31, ()).item())
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}.")
     return seed
-
-
-def reset_seeds(seed: int, batch: int, num_envs: int) -> list[int]:
-    """Seeds of the resets before a batch: ``seed + i`` at first, later derived from ``(seed, batch)``."""
-    if batch == 0:
-        return [seed + index for index in range(num_envs)]
-    words = np.random.SeedSequence([seed, batch]).generate_state(num_envs, np.uint64)
-    return [int(word) & _INT31 for word in words]
-
-
-def action_seed(seed: int, batch: int) -> int:
-    """The seed of the policy's randomness in a batch; another stream than that of the resets."""
-    return int(np.random.SeedSequence([seed, batch, 1]).generate_state(1, np.uint64)[0]) & 0x7FFFFFFFFFFFFFFF
 
 
 @contextmanager

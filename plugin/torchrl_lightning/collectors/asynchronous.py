@@ -26,6 +26,7 @@ from torchrl_lightning.collectors._policy import Policy, load_weights, policy_de
 from torchrl_lightning.collectors._processes import WorkerPool
 from torchrl_lightning.collectors._rng import check_seed
 from torchrl_lightning.collectors._shared import SharedWeights
+from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.collectors.vector_env import check_env_source
 
@@ -52,7 +53,8 @@ class AsynchronousCollector:
         num_envs: The number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
         total_frames: Iteration stops when so many frames were yielded; -1 means never.
-        seed: Environment ``i`` of worker ``w`` is first reset with ``seed + w * num_envs + i``; ``None`` draws it.
+        seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
+            (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun that were not yet yielded.
         reset_at_each_batch: Begin every batch with seeded resets.
         exploration_type: How the policy acts.
@@ -175,9 +177,7 @@ class AsynchronousCollector:
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
         payloads = [
-            _pickled(
-                (self.env, policy, {**self._kwargs, "seed": self.seed + worker * self.num_envs}), "The policy", policy
-            )
+            _pickled((self.env, policy, self._worker_options(worker)), "The policy", policy)
             for worker in range(self.num_workers)
         ]
         # Worker w yields batches w, w + num_workers, ...
@@ -190,6 +190,9 @@ class AsynchronousCollector:
         # Also ends the processes when the collector is forgotten, or the interpreter ends.
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
+
+    def _worker_options(self, worker: int) -> dict[str, Any]:
+        return {**self._kwargs, "seed": spawn_seed(self.seed, "worker", worker)}
 
     def _stop(self) -> None:
         end, self._pool, self._end_pool, self._weights = self._end_pool, None, None, None
@@ -219,7 +222,7 @@ class AsynchronousCollector:
         """Seed all environments; the workers start anew at the next batch.
 
         Args:
-            seed: The seed of the first environment.
+            seed: The seed that those of the workers are spawned from.
             static_seed: Must be False; TorchRL's collectors take it.
 
         Returns:
@@ -232,7 +235,8 @@ class AsynchronousCollector:
             raise ValueError("static_seed=True would make all workers collect the same data.")
         self.seed = check_seed(seed)
         self._stop()
-        return seed + self.num_workers * self.num_envs - 1
+        last = self._worker_options(self.num_workers - 1)["seed"]
+        return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
     def state_dict(self) -> dict[str, int]:
         """The counters and the seed: scalars only."""

@@ -20,6 +20,7 @@ from torchrl_lightning.collectors._memory import Array, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._rng import check_seed, isolated_rng
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
 
@@ -48,8 +49,8 @@ def play_episodes(
         num_episodes: How many episodes to play, ``E``.
         num_envs: How many run side by side; ``None`` means as many as there are episodes, at most 32, or as many as a
             ready vector environment has.
-        seed: Environment ``i`` is reset with ``seed + i``, and the policy draws from a stream seeded with ``seed``;
-            ``None`` leaves both to chance.
+        seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`),
+            others than a collector with this seed has; ``None`` leaves both to chance.
         deterministic: Whether the policy takes the mode of its distribution, or a sample.
 
     Returns:
@@ -63,7 +64,7 @@ def play_episodes(
         >>> from tensordict.nn import TensorDictModule
         >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
         >>> play_episodes("CartPole-v1", left, 3, seed=0)["episode_length"]
-        tensor([11, 10,  9])
+        tensor([10,  8,  8])
     """
     if num_episodes < 1:
         raise ValueError(f"num_episodes must be at least 1, got {num_episodes}.")
@@ -78,7 +79,7 @@ def play_episodes(
         with (
             torch.no_grad(),
             _evaluating(policy),
-            isolated_rng(seed, policy_device(policy)),
+            isolated_rng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
             return _play(stepper, policy, num_episodes, seed)
@@ -92,7 +93,7 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     count = specs.num_envs
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
     memory = RolloutMemory(specs, stepper, _STEPS, loop.states)
-    loop.reset(memory, None if seed is None else [seed + index for index in range(count)])
+    loop.reset(memory, None if seed is None else spawn_seeds(seed, "episodes", count=count))
     quota = num_episodes // count + (np.arange(count) < num_episodes % count)
     first_row = np.concatenate([[0], np.cumsum(quota)[:-1]])
     played = np.zeros(count, dtype=np.int64)

@@ -16,8 +16,9 @@ from torchrl_lightning.collectors._checks import check_frames, check_policy, che
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory, trajectory_ids
 from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
-from torchrl_lightning.collectors._rng import action_seed, check_seed, isolated_rng, reset_seeds
+from torchrl_lightning.collectors._rng import check_seed, isolated_rng
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
 
@@ -43,7 +44,8 @@ class GymnasiumCollector:
         num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
         total_frames: Iteration stops when so many frames were collected; -1 means never.
-        seed: Environment ``i`` is reset with ``seed + i`` at first; ``None`` draws it from torch's global generator.
+        seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`);
+            ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
         init_random_frames: Random actions until so many frames were collected (by whole batches).
         exploration_type: How the policy acts.
@@ -185,7 +187,7 @@ class GymnasiumCollector:
         with (
             torch.no_grad(),
             set_exploration_type(self.exploration_type),
-            isolated_rng(action_seed(self.seed, self._batches), device),
+            isolated_rng(spawn_seed(self.seed, "policy", self._batches), device),
         ):
             if begin_anew:
                 loop.reset(memory, self._reset_seeds())
@@ -212,7 +214,7 @@ class GymnasiumCollector:
         return self._same_td.update_(batch)
 
     def _reset_seeds(self) -> list[int]:
-        seeds = reset_seeds(self.seed, self._batches, self.num_envs)
+        seeds = spawn_seeds(self.seed, "environment", self._batches, count=self.num_envs)
         return [seeds[0]] * len(seeds) if self._static_seed else seeds
 
     # -- control -----------------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class GymnasiumCollector:
         """Seed the environments, from the next batch on, which begins with a reset.
 
         Args:
-            seed: The seed of the first environment.
+            seed: The seed that those of the environments are spawned from.
             static_seed: Give every environment the same seed.
 
         Returns:

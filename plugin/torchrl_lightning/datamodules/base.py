@@ -18,6 +18,7 @@ from torchrl_lightning.collectors import (
     environment_specs,
     make_vector_env,
     play_episodes,
+    spawn_seed,
 )
 from torchrl_lightning.datamodules.arguments import call_with_policy, environment_name
 from torchrl_lightning.datamodules.batches import Batches
@@ -26,8 +27,6 @@ from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-# Evaluation draws its seeds far from those of training, so that no start state is met in both.
-EVALUATION_SEED_OFFSET = 1_000_003
 
 
 class ExperienceDataModule(L.LightningDataModule):
@@ -49,7 +48,8 @@ class ExperienceDataModule(L.LightningDataModule):
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
-        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
+        seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
+            others; drawn from torch's global generator if None.
 
     Raises:
         ValueError: if a size is not positive or ``frames_per_batch`` is no multiple of ``num_envs``.
@@ -275,9 +275,9 @@ class ExperienceDataModule(L.LightningDataModule):
     def _only_evaluates(self) -> bool:
         return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
 
-    @property
-    def _rank_seed(self) -> int:
-        return (self.seed or 0) + self._rank * self.num_envs
+    def _spawn_seed(self, purpose: str, *numbers: int) -> int:
+        """Derive the seed of one part of this rank's run."""
+        return spawn_seed(self.seed or 0, purpose, self._rank, *numbers)
 
     def _environment(self) -> VectorEnv:
         if self._vector_env is None:
@@ -286,7 +286,7 @@ class ExperienceDataModule(L.LightningDataModule):
 
     def _collector_options(self) -> dict[str, Any]:
         """What the stream asks of the collector that is built here."""
-        return {"seed": self._rank_seed, "reset_at_each_batch": self.reset_at_each_batch}
+        return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
     def _wrap_env(self, env: VectorEnv) -> Any:
         """Lets the buffer have its say on the environment that is collected from."""
@@ -361,7 +361,7 @@ class ExperienceDataModule(L.LightningDataModule):
                 env,
                 policy,
                 episodes,
-                seed=self._rank_seed + EVALUATION_SEED_OFFSET * self._num_evaluations,
+                seed=self._spawn_seed("evaluation", self._num_evaluations),
                 deterministic=deterministic,
             )
         finally:

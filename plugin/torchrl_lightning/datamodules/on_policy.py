@@ -88,7 +88,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         super().setup(stage)
         if stage == "fit" and self.buffer is None:
             self.buffer = self._make_buffer(size=self.rollout_length)
-            self.buffer.generator.manual_seed(self._rank_seed)
+            self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
 
     def fingerprint(self) -> dict[str, Any]:
         """Adds the kind of buffer and its capacity."""

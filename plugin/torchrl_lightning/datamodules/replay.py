@@ -154,7 +154,7 @@ class ReplayDataModule(ExperienceDataModule):
                 keep_files_apart(self.buffer.storage, self._rank, self.world_size)
                 self._is_apart = True
             if not len(self.buffer) and not self.updates:
-                self.buffer.generator.manual_seed(self._rank_seed)
+                self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
 
     def teardown(self, stage: str) -> None:
         """Takes the last batch back, and ends collector and environment after a fit."""
