@@ -142,7 +142,8 @@ def test_a_buffer_of_several_environments(built):
 def test_storage_in_files(built, tmp_path):
     storage = built("storage", "ring", "max_size=4", f"scratch_dir={tmp_path}")
     ExperienceBuffer(storage=storage).extend(steps(3))
-    assert RingStorage.open(tmp_path).tree["number"][:3].tolist() == [0, 1, 2]
+    assert storage.scratch_dir == tmp_path
+    assert storage.get(torch.arange(3))["number"].tolist() == [0, 1, 2]
 
 
 def test_the_recurrent_buffer(built):

@@ -52,7 +52,6 @@ class Reporting(L.Callback):
             "ended": flat(module),
             "cells": cells["observation"].flatten().tolist(),
             "next_sample": data.buffer.sample(16)["index"].tolist(),
-            "scratch_dir": str(data.buffer.storage.scratch_dir),
         }
         (FOLDER / f"{self.name}_{dist.get_rank()}.json").write_text(json.dumps(report))
 

@@ -61,12 +61,6 @@ def test_each_rank_keeps_its_buffer_beside_the_checkpoint(folder, kept):
     assert not any("buffer" in state for state in states)
 
 
-def test_memory_mapped_cells_lie_in_a_folder_for_each_rank(folder):
-    assert sorted(path.name for path in (folder / "cells").iterdir()) == ["rank_0", "rank_1"]
-    places = [report["scratch_dir"] for report in reports(folder, "files_resumed")]
-    assert places == [str(folder / "cells" / f"rank_{rank}") for rank in range(2)]
-
-
 def test_resuming_on_one_rank_is_refused_but_evaluating_is_not(folder):
     refused = (folder / "alone.txt").read_text()
     assert "of 2 rank(s), but this run has 1. Resume with 2 device(s)" in refused

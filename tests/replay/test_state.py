@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, files
+from torchrl_lightning.replay import (
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RingStorage,
+    SequenceSampler,
+    UniformSampler,
+    files,
+)
 
 ENVS, SIZE = 3, 21
 
@@ -279,87 +287,74 @@ def test_in_torchrls_buffer(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- memory-mapped cells
 
 
-def test_cells_on_disk_are_used_again_without_a_copy(tmp_path: Path) -> None:
+def prioritized() -> PrioritizedSampler:
+    return PrioritizedSampler(SIZE, alpha=1.0, beta=0.5)
+
+
+@pytest.mark.parametrize("target", ["memory", "same folder", "another folder"])
+@pytest.mark.parametrize("sampler", [RandomSampler, UniformSampler, prioritized, lambda: SequenceSampler(3)])
+def test_a_state_knows_nothing_of_what_was_written_behind_it(target: str, sampler: Any, tmp_path: Path) -> None:
+    one, twin = filled(tmp_path / "ring", sampler=sampler()), filled(sampler=sampler())
+    one.generator.set_state(twin.generator.get_state())
+    prefers = sampler is prioritized
+    for ours in (one, twin) if prefers else ():
+        ours.update_priority(torch.arange(SIZE), torch.arange(SIZE) % 5 + 1.0)
+    one.dumps(tmp_path / "state")
+    one.extend(rows(ENVS, 900))
+    one.extend(rows(1, 950), env_ids=torch.tensor([1]))  # a process that dies between two saves
+    if prefers:
+        one.update_priority(torch.arange(SIZE), torch.ones(SIZE))
+    folder = {"memory": None, "same folder": tmp_path / "ring", "another folder": tmp_path / "other"}[target]
+    other = buffer(folder, sampler=sampler())
+    other.loads(tmp_path / "state")
+    assert len(other) == SIZE
+    assert (other[:] == twin[:]).all()
+    assert_same_future(twin, other)
+
+
+def test_windows_of_a_restored_state_never_join_episodes(tmp_path: Path) -> None:
+    one = filled(tmp_path / "ring", sampler=SequenceSampler(3))
+    one.dumps(tmp_path / "state")
+    one.extend(rows(2 * ENVS, 900).view(2, ENVS), time_dim=0)
+    other = buffer(tmp_path / "other", sampler=SequenceSampler(3), batch_size=200)
+    other.loads(tmp_path / "state")
+    batch = other.sample()
+    inside = batch["mask"][:, 1:]
+    assert (batch["a"].diff(dim=1)[inside] == ENVS).all()
+    assert not batch["next", "done"].squeeze(-1)[:, :-1][inside].any()
+
+
+def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
     one = filled(tmp_path / "ring")
-    one.dumps(tmp_path / "ring")
-    inode = (tmp_path / "ring" / "leaf_000.bin").stat().st_ino
-    assert "leaf" not in "".join(path.name for path in (tmp_path / "ring").glob("state*"))
-    other = ExperienceBuffer(storage=RingStorage.open(tmp_path / "ring"), num_envs=ENVS, batch_size=4)
-    other.loads(tmp_path / "ring")
+    one.dumps(tmp_path / "state")
+    for step in range(SIZE):  # a run that is lost for more than the length of the rings
+        one.extend(rows(ENVS, 500 + step * ENVS))
+    for time in range(2):
+        other = buffer(tmp_path / "ring")
+        other.loads(tmp_path / "state")
+        other.extend(rows(ENVS, 30 + time * ENVS))
+        other.dumps(tmp_path / "state")
     assert other.writer.filled.tolist() == [7] * ENVS
-    assert (other.sample() == one.sample()).all()
-    other.extend(rows(ENVS, 800))
-    assert one.storage.data["a"].max() == 800 + ENVS - 1  # the very same memory
-    assert (tmp_path / "ring" / "leaf_000.bin").stat().st_ino == inode
+    assert sorted(other[:]["a"].tolist()) == list(range(36 - SIZE, 36))
 
 
-def test_steps_overwritten_since_the_state_are_dropped(tmp_path: Path) -> None:
-    one = filled(tmp_path / "ring")
-    one.dumps(tmp_path / "state", copy=False)
-    kept = {int(value) for value in one[:]["a"]}
-    one.extend(rows(ENVS, 900))
-    one.extend(rows(1, 950), env_ids=torch.tensor([1]))
-    other = buffer(tmp_path / "ring")
-    other.loads(tmp_path / "state")
-    assert other.writer.positions.tolist() == [10] * ENVS
-    assert other.writer.filled.tolist() == [6, 5, 6]
-    cells = other.writer.filled_cells()
-    assert {int(value) for value in other.storage.get(cells)["a"]} < kept
-    begin = other.writer.index.begin(other.writer.env_of(cells), other.writer.position_of(cells))
-    assert (begin >= other.writer.oldest[other.writer.env_of(cells)]).all()
-    for step in range(7):
-        other.extend(rows(ENVS, 100 + step * ENVS))
-    assert other.writer.is_even
-    assert sorted(other[:]["a"].tolist()) == list(range(100, 121))
+def test_an_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
+    one, twin = filled(tmp_path / "ring"), filled()
+    one.dumps(tmp_path / "state")
+    held = one.state_dict()
+    for load in (lambda: one.loads(tmp_path / "state"), lambda: one.load_state_dict(held)):
+        one.empty()
+        one.extend(rows(ENVS, 900))
+        load()
+        assert (one[:] == twin[:]).all()
+        assert one.writer.positions.tolist() == [10] * ENVS
 
 
-def test_an_emptied_ring_on_disk_has_nothing_of_an_older_state(tmp_path: Path) -> None:
-    one = filled(tmp_path / "ring")
-    one.dumps(tmp_path / "state", copy=False)
-    one.empty()
-    one.extend(rows(ENVS, 900))
-    other = buffer(tmp_path / "ring")
-    other.loads(tmp_path / "state")
-    assert len(other) == 0
-    one.dumps(tmp_path / "state", copy=False)
-    other = buffer(tmp_path / "ring")
-    other.loads(tmp_path / "state")
-    assert sorted(other[:]["a"].tolist()) == [900, 901, 902]
-
-
-def test_copies_between_memory_and_disk(tmp_path: Path) -> None:
-    one = filled(tmp_path / "ring")
-    one.dumps(tmp_path / "whole")
-    one.dumps(tmp_path / "place", copy=False)
-    for name in ("whole", "place"):
-        memory, disk = buffer(), buffer(tmp_path / f"copy_{name}")
-        memory.loads(tmp_path / name)
-        disk.loads(tmp_path / name)
-        assert (memory[:] == one[:]).all()
-        assert (disk[:] == one[:]).all()
-    with pytest.raises(ValueError, match="in memory"):
-        memory.dumps(tmp_path / "no", copy=False)
-    with pytest.raises(ValueError, match="copy=False"):
-        buffer().loads(tmp_path / "whole", copy=False)
-    with pytest.raises(ValueError, match="scratch_dir"):
-        buffer().loads(tmp_path / "place", copy=False)
-
-
-@pytest.mark.parametrize(
-    ("damage", "error"),
-    [
-        (lambda ring: os.truncate(ring / "leaf_000.bin", 8), ValueError),
-        (lambda ring: (ring / "leaf_001.bin").unlink(), ValueError),
-        (lambda ring: (ring / "ring.json").write_text("[]"), ValueError),
-        (lambda ring: (ring / "ring.json").unlink(), FileNotFoundError),
-        (lambda ring: os.truncate(ring / "written.bin", 8), ValueError),
-    ],
-)
-def test_damaged_rings_are_refused(damage: object, error: type[Exception], tmp_path: Path) -> None:
-    filled(tmp_path / "ring").dumps(tmp_path / "ring")
-    damage(tmp_path / "ring")
-    with pytest.raises(error):
-        buffer(tmp_path / "ring").loads(tmp_path / "ring")
+def test_cells_on_disk_leave_no_names_and_meet_nobody(tmp_path: Path) -> None:
+    one, other = filled(tmp_path / "ring"), filled(tmp_path / "ring", steps=2)
+    assert (one[:] == filled()[:]).all()
+    assert sorted(other[:]["a"].tolist()) == list(range(6))
+    assert not list((tmp_path / "ring").iterdir())
 
 
 def anonymous_bytes() -> int:
@@ -379,9 +374,9 @@ def test_cells_on_disk_take_no_anonymous_memory(tmp_path: Path) -> None:
     for _ in range(size // 1024):
         one.extend(data)
         one.sample()
-    one.dumps(tmp_path / "ring")
-    other = ExperienceBuffer(storage=RingStorage.open(tmp_path / "ring"), batch_size=256)
-    other.loads(tmp_path / "ring")
+    one.dumps(tmp_path / "state")
+    other = ExperienceBuffer(storage=RingStorage(size, scratch_dir=tmp_path / "ring"), batch_size=256)
+    other.loads(tmp_path / "state")
     other.sample()
     assert anonymous_bytes() - before < 32 << 20
 
@@ -391,23 +386,21 @@ import sys, torch
 from pathlib import Path
 from tensordict import TensorDict
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
-folder, mapped = Path(sys.argv[1]), sys.argv[2] == "mapped"
-storage = RingStorage(40_000, scratch_dir=folder / "ring" if mapped else None)
-ours = ExperienceBuffer(storage=storage, num_envs=2, batch_size=4)
+folder = Path(sys.argv[1])
+ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=folder / "ring"), num_envs=2, batch_size=4)
 for number in range(10_000):
     value = torch.full((200, 2), float(number))
     ours.extend(TensorDict({"a": value, "b": value.clone()}, [200, 2]), time_dim=0)
-    ours.dumps(folder / "state", copy=False if mapped else None)
+    ours.dumps(folder / "state")
     sys.stdout.write(f"{number}\\n")
     sys.stdout.flush()
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "mapped"])
-def test_killed_while_saving(kind: str, tmp_path: Path) -> None:
+def test_killed_while_saving(tmp_path: Path) -> None:
     source = str(Path(files.__file__).parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), kind],
+        [sys.executable, "-c", KILLED, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
@@ -417,13 +410,12 @@ def test_killed_while_saving(kind: str, tmp_path: Path) -> None:
     process.kill()
     saved += [int(line) for line in process.stdout.read().split()]
     process.communicate()
-    ours = ExperienceBuffer(
-        storage=RingStorage(40_000, scratch_dir=tmp_path / "ring" if kind == "mapped" else None), num_envs=2
-    )
+    ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=tmp_path / "ring"), num_envs=2)
     ours.loads(tmp_path / "state")
     number = int(ours.writer.positions[0]) // 200 - 1
     assert number in (saved[-1], saved[-1] + 1)
     cells = ours.writer.filled_cells()
+    assert len(cells) == min((number + 1) * 400, 40_000)
     found = ours.storage.get(cells)
     assert torch.equal(found["a"], found["b"])
     assert torch.equal(found["a"], (ours.writer.position_of(cells) // 200).float())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, ReplayBuffer
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memory
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memmap, memory
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -138,12 +140,41 @@ def test_torchrl_sets_cells() -> None:
         ours.storage.set(torch.tensor([8]), rows(1))
 
 
-def test_files_of_another_ring_are_not_overwritten(tmp_path: Path) -> None:
-    first = buffer(scratch_dir=tmp_path)
-    first.extend(rows(3))
-    with pytest.raises(FileExistsError, match="already holds a ring"):
-        buffer(scratch_dir=tmp_path).extend(rows(3, 50))
-    assert first[:]["a"].tolist() == [0, 1, 2]
+def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memmap.os, "posix_fallocate", full)
+    with pytest.raises(
+        OSError, match=r"cells need [0-9]+ KiB, but only .* are free on the disk of .*scratch_dir="
+    ) as raised:
+        buffer(scratch_dir=tmp_path).extend(rows(3))
+    assert raised.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = []
+    reserve = os.posix_fallocate
+
+    def counting(descriptor: int, start: int, size: int) -> None:
+        reserve(descriptor, start, size)
+        blocks.append(os.fstat(descriptor).st_blocks * 512)
+
+    monkeypatch.setattr(memmap.os, "posix_fallocate", counting)
+    ours = buffer(1 << 16, scratch_dir=tmp_path)
+    ours.extend(rows(3))
+    assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
+
+
+def test_a_disk_that_cannot_reserve_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(memmap.os, "posix_fallocate")
+    ours = buffer(scratch_dir=tmp_path)
+    ours.extend(rows(3))
+    assert "cannot reserve the " in caplog.text
+    assert ours[:]["a"].tolist() == [0, 1, 2]
 
 
 def test_memory_that_moves_is_followed() -> None:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torchrl_lightning.replay import RingStorage
 
 
-def keep_files_apart(storage: Any, rank: int, world_size: int) -> None:
-    """Lays the memory-mapped cells of each of several ranks into ``rank_R`` below the storage's ``scratch_dir``.
+def check_files_apart(storage: Any, world_size: int) -> None:
+    """Refuse a storage whose files all of several ranks would write into.
+
+    The files of a :class:`RingStorage` have no name, so that ranks never share them.
 
     Args:
-        storage: nothing has been written to it.
-        rank: which process this is.
-        world_size: how many there are; a single one keeps its folder.
+        storage: of a rank's buffer.
+        world_size: how many ranks there are.
 
     Raises:
-        ValueError: if all ranks would write into the same files.
+        ValueError: the storage keeps its cells in files with a name.
 
     Example:
-        >>> storage = RingStorage(10, scratch_dir="cells")
-        >>> keep_files_apart(storage, 1, 2)
-        >>> storage.scratch_dir.as_posix()
-        'cells/rank_1'
+        >>> check_files_apart(RingStorage(10, scratch_dir="cells"), 2)
     """
     folder = getattr(storage, "scratch_dir", None)
-    if world_size == 1 or folder is None:
-        return
-    if not isinstance(storage, RingStorage) or storage.tree:
-        kind = "an opened RingStorage" if isinstance(storage, RingStorage) else f"a {type(storage).__name__}"
+    if world_size > 1 and folder is not None and not isinstance(storage, RingStorage):
         raise ValueError(
-            f"the buffers of all {world_size} ranks would write into the files of {kind} in {folder}; give the buffer "
-            "a new RingStorage(..., scratch_dir=...), which is laid into a folder for each rank, or keep it in memory."
+            f"The buffers of all {world_size} ranks would write into the files of a {type(storage).__name__} in "
+            f"{folder}; give the buffer a RingStorage(..., scratch_dir=...), or keep it in memory."
         )
-    storage.scratch_dir = Path(folder) / f"rank_{rank}"

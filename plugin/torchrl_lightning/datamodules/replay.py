@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.batches import ResumableBatches
-from torchrl_lightning.datamodules.cell_files import keep_files_apart
+from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
@@ -38,8 +38,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     Args:
         env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
-        buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own;
-            memory-mapped cells lie in ``rank_R`` below their ``scratch_dir`` then.
+        buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: batches of one epoch.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
@@ -114,7 +113,6 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
-        self._is_apart = False  # whether this rank's files are
         # As a fraction: 30 * 0.1 is more than 3 as a floating-point number, and would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
@@ -149,10 +147,8 @@ class ReplayDataModule(ExperienceDataModule):
         if stage == "fit":
             if self.buffer is None:
                 self.buffer = self._build_buffer()
-            if self.world_size > 1 and not self._is_apart:
-                # Not where the buffer is built: that may be to look at a checkpoint, before a trainer knows the ranks.
-                keep_files_apart(self.buffer.storage, self._rank, self.world_size)
-                self._is_apart = True
+            # Not where the buffer is built: that may be to look at a checkpoint, before a trainer knows the ranks.
+            check_files_apart(self.buffer.storage, self.world_size)
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
 

@@ -60,8 +60,6 @@ class BufferSnapshots:
     def save(self, buffer: ExperienceBuffer, updates: int) -> dict[str, Any]:
         """Write the buffer's state, atomically, then remove what is too old.
 
-        Memory-mapped cells are not copied: the state refers to them where they lie.
-
         Args:
             buffer: what to write.
             updates: how many there were, for the name.
@@ -71,8 +69,7 @@ class BufferSnapshots:
         """
         name = f"after_{updates}_{secrets.token_hex(4)}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        in_files = getattr(buffer.storage, "scratch_dir", None) is not None
-        buffer.dumps(self.folder / name, copy=False if in_files else None)
+        buffer.dumps(self.folder / name)
         self._written.append(name)
         if len(self._written) >= KEPT:
             self._remove_all_but(self._written[-KEPT:])

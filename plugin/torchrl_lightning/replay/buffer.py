@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
-from torchrl_lightning.replay.buffer_state import find_cells, gather_state, place_of, restore_state
+from torchrl_lightning.replay.buffer_state import gather_state, restore_state
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
@@ -259,40 +259,31 @@ class ExperienceBuffer(BufferBase):
         """
         restore_state(self, state_dict)
 
-    def dumps(self, path: str | Path, *, copy: bool | None = None) -> None:
+    def dumps(self, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle.
+
+        Memory-mapped cells are copied too, so that nothing written later touches the state.
 
         Args:
             path: the folder.
-            copy: whether memory-mapped cells are copied; by default unless they lie in ``path``. With False the state
-                refers to them where they are: what is overwritten there later is missing when the state is read.
 
         Raises:
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
-        storage, folder = self.parts[0], Path(path).absolute()
-        place = place_of(storage, folder, copy) if isinstance(storage, RingStorage) else None
-        if place is not None:
-            storage.sync()
         with self.at_rest():
-            write_state(folder, gather_state(self, copy=False, in_place=place))
+            write_state(Path(path), gather_state(self, copy=False))
 
-    def loads(self, path: str | Path, *, copy: bool | None = None) -> None:
+    def loads(self, path: str | Path) -> None:
         """Read a state from a folder.
 
         Args:
             path: the folder.
-            copy: whether memory-mapped cells are copied; by default unless this storage's ``scratch_dir`` is where they
-                lie: then they are used there at once.
 
         Raises:
             FileNotFoundError: there is no state.
             ValueError: the state is damaged, foreign, or does not fit; nothing is changed.
         """
-        storage, folder = self.parts[0], Path(path).absolute()
-        state = read_state(folder)
-        cells = find_cells(storage, folder, state, copy) if isinstance(storage, RingStorage) else None
-        restore_state(self, state, cells=cells)
+        restore_state(self, read_state(Path(path)))
 
     # ------------------------------------------------------------------ priorities
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_lightning.replay.tree import Tree, difference, leaves_of, name_of, to_tensordict
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def check_version(state_dict: Mapping[str, Any], owner: str) -> None:
@@ -47,14 +47,14 @@ def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) 
         ValueError: another version, capacity, or other keys, shapes or dtypes.
     """
     check_version(state_dict, "storage")
-    require(state_dict, "max_size count cells cursor files data", "storage")
+    require(state_dict, "max_size count cells cursor data", "storage")
     if state_dict["max_size"] != max_size:
         raise ValueError(
             f"The state has max_size={state_dict['max_size']}, this storage has max_size={max_size}; "
             f"build it with max_size={state_dict['max_size']} or load a matching state."
         )
     data, count, cells = state_dict["data"], state_dict["count"], state_dict["cells"]
-    if not 0 <= count <= max_size or (data is None and state_dict["files"] is None and count):
+    if not 0 <= count <= max_size or (data is None and count):
         raise ValueError(f"The state claims {count} filled cells of {max_size} and does not hold them.")
     if cells is not None and len(cells) != count:
         raise ValueError(f"The state lists {len(cells)} cells for {count} rows.")
@@ -77,7 +77,7 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
         ValueError: another version, number of environments or length of the rings.
     """
     check_version(state_dict, "writer")
-    require(state_dict, "num_envs length positions floor base era write_count index", "writer")
+    require(state_dict, "num_envs length positions era write_count index", "writer")
     for name, here in (("num_envs", num_envs), ("length", length)):
         there = state_dict[name]
         if here != there:
@@ -85,13 +85,10 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
                 f"The state has {name}={there}, this writer has {name}={here}; build it with {name}={there} or load a "
                 "matching state."
             )
-    for name in ("positions", "floor"):
-        value = state_dict[name]
-        if value.shape != (num_envs,) or value.dtype != torch.int64 or int(value.min()) < 0:
-            raise ValueError(f"The state's {name} are not {num_envs} positions.")
-    filled = (state_dict["positions"] - state_dict["floor"]).clamp(max=length)
-    if int(filled.min()) < 0:
-        raise ValueError("The state's rings begin after they end.")
+    positions = state_dict["positions"]
+    if positions.shape != (num_envs,) or positions.dtype != torch.int64 or int(positions.min()) < 0:
+        raise ValueError(f"The state's positions are not {num_envs} positions.")
+    filled = positions.clamp(max=length)
     index = state_dict["index"]
     if index is not None:
         require(index, "column done begin open headless_end", "episode index")

@@ -19,10 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.replay.memmap import DTYPES
-
 MANIFEST = "state.json"
-VERSION = 1
+VERSION = 2
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
 _CHUNK = 1 << 24  # bytes
 _MANIFEST_LIMIT = 1 << 26
 _ALIGNMENT = 64

@@ -1,149 +1,81 @@
-"""Memory-mapped leaves: one file each, described by one small JSON file."""
+"""Memory-mapped cells: one file without a name, which no other process can meet and which vanishes with this one."""
 
 from __future__ import annotations
 
-import json
+import errno
+import logging
 import math
+import mmap
 import os
-import re
+import tempfile
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.replay.tree import Tree, leaves_of, name_of
+from torchrl_lightning.replay.memory import free_bytes, readable
+from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves
 
-DESCRIPTION = "ring.json"
-MARKS = "written.bin"
-VERSION = 1
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
-_LEAF = re.compile(r"leaf_\d{3,}\.bin")
+_logger = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def allocate_files(folder: Path, tree: Tree, rows: int) -> Tree:
-    """Create one sparse file for each leaf, ``rows`` rows each, and map them.
+def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:
+    """Map leaves of ``rows`` rows each, which share the memory of a new file on the disk of ``folder``.
 
-    Raises:
-        FileExistsError: the folder already holds a ring.
-        TypeError: a leaf's dtype cannot be stored in a file.
-    """
-    if (folder / DESCRIPTION).exists():
-        raise FileExistsError(
-            f"{folder} already holds a ring. Before the first write, buffer.loads goes on with it from a state that "
-            "refers to these very files (one saved around them, or by dumps(..., copy=False)); for anything else give "
-            "another scratch_dir."
-        )
-    described: list[dict[str, Any]] = []
-    for number, (path, leaf) in enumerate(leaves_of(tree)):
-        if leaf.dtype not in DTYPES.values():
-            raise TypeError(f"Entry {name_of(path)} has dtype {leaf.dtype}, which cannot be stored in a file.")
-        shape, dtype = list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")
-        described.append({"key": list(path), "file": f"leaf_{number:03d}.bin", "shape": shape, "dtype": dtype})
-    folder.mkdir(parents=True, exist_ok=True)
-    for entry in described:
-        with (folder / entry["file"]).open("wb") as file:
-            file.truncate(_size(entry, rows))
-    (folder / DESCRIPTION).write_text(json.dumps({"version": VERSION, "max_size": rows, "leaves": described}, indent=1))
-    return map_files(folder)[0]
-
-
-def map_files(folder: Path) -> tuple[Tree, int]:
-    """Map the files of a ring: its leaves, which share the files' memory, and its number of cells.
-
-    Raises:
-        FileNotFoundError: there is no ring in the folder.
-        ValueError: the description is foreign, or a file has another size than described.
-    """
-    if not (folder / DESCRIPTION).is_file():
-        raise FileNotFoundError(f"{folder} holds no ring (no {DESCRIPTION}).")
-    cells: Tree = {}
-    try:
-        content = json.loads((folder / DESCRIPTION).read_text())
-        rows = content["max_size"]
-        if content["version"] != VERSION or type(rows) is not int or rows < 1:
-            raise ValueError(f"expected version {VERSION} and a positive max_size")
-        for leaf in content["leaves"]:
-            node = cells
-            for key in leaf["key"][:-1]:
-                node = node.setdefault(str(key), {})
-            node[str(leaf["key"][-1])] = _map(folder, leaf, rows)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"The ring in {folder} is damaged or foreign: {error}.") from error
-    return cells, rows
-
-
-def _size(leaf: dict[str, Any], rows: int) -> int:
-    return math.prod([rows, *leaf["shape"]]) * DTYPES[leaf["dtype"]].itemsize
-
-
-def _map(folder: Path, leaf: dict[str, Any], rows: int) -> Tensor:
-    shape, file = [rows, *leaf["shape"]], folder / leaf["file"]
-    if not _LEAF.fullmatch(leaf["file"]) or not all(type(number) is int and number >= 0 for number in shape):
-        raise ValueError(f"{leaf['file']!r} is not the name of a leaf, or {shape} is not a shape")
-    expected, found = _size(leaf, rows), file.stat().st_size if file.is_file() else -1
-    if found != expected:
-        raise ValueError(f"{file.name} has {found} bytes, expected {expected}")
-    dtype, count = DTYPES[leaf["dtype"]], math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape)
-
-
-def sync_files(folder: Path) -> None:
-    """Make all cells of a ring reach the disk."""
-    for file in folder.iterdir():
-        if _LEAF.fullmatch(file.name) or file.name in (MARKS, DESCRIPTION):
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-
-
-class WriteMarks:
-    """How far every ring was ever written, in a file of its own, noted before the cells change.
-
-    A state that was saved earlier than the last write finds here which of its steps have been overwritten since. Marks
-    never decrease: they count positions plus a :attr:`base` that grows when the rings start again.
+    The file has no name and is removed by the kernel when its last user is gone, so that processes may share a folder,
+    and a killed one leaves nothing behind. Its blocks are reserved at once: a write to a mapped page that finds no free
+    block would kill the process.
 
     Args:
-        folder: the folder of the ring.
-        num_envs: number of rings.
-        length: cells of each ring.
+        folder: made with its parents where it is missing.
+        tree: leaves whose first dimension is replaced by ``rows``.
+        rows: number of cells.
 
     Raises:
-        ValueError: the file was written for another number of rings.
+        OSError: the folder cannot be written, or its disk has no room; the message gives both numbers.
+
+    Example:
+        >>> leaf = map_cells(Path(tempfile.mkdtemp()), {"a": torch.zeros(1, 3)}, 4)["a"]
+        >>> leaf.shape, leaf.sum()
+        (torch.Size([4, 3]), tensor(0.))
     """
+    sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
+    *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+    total = max(total, mmap.PAGESIZE)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        _reserve(file.fileno(), total, folder)
+        memory = mmap.mmap(file.fileno(), total)
+    places = iter(offsets)
 
-    def __init__(self, folder: Path, num_envs: int, length: int) -> None:
-        file, size = folder / MARKS, num_envs * 8
-        if not file.exists():
-            with file.open("wb") as handle:
-                handle.truncate(size)
-        elif file.stat().st_size != size:
-            raise ValueError(
-                f"The ring in {folder} was written for {file.stat().st_size // 8} environments, not for {num_envs}."
-            )
-        self.length = length
-        self.base = 0
-        self._marks: NDArray[np.int64] = np.memmap(file, np.int64, "r+")
+    def mapped(leaf: Tensor) -> Tensor:
+        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(places)
+        if not shape.numel():
+            return torch.empty(shape, dtype=leaf.dtype)
+        return torch.frombuffer(memory, dtype=leaf.dtype, count=shape.numel(), offset=offset).view(shape)
 
-    def note(self, positions: NDArray[np.int64]) -> None:
-        """Note that everything below these positions is about to be written."""
-        np.maximum(self._marks, positions + self.base, out=self._marks)
+    return map_leaves(mapped, tree)
 
-    def restart(self) -> None:
-        """Start counting anew, above everything noted so far: no earlier state is valid any more."""
-        highest = int(self._marks.max())
-        self.base = (highest // self.length + 2) * self.length
-        self._marks[:] = self.base
 
-    def overwritten(self) -> NDArray[np.int64]:
-        """Positions below these are no longer in their cells."""
-        return np.asarray(self._marks - self.length - self.base)
+def _reserve(descriptor: int, size: int, folder: Path) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (OSError, AttributeError) as error:
+        free = readable(free_bytes(torch.device("cpu"), folder) or 0)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise OSError(
+                error.errno,
+                f"The memory-mapped cells need {readable(size)}, but only {free} are free on the disk of {folder}; "
+                "lower max_size, store smaller dtypes, or give a scratch_dir= on a larger disk",
+            ) from error
+        # Some file systems, and macOS, cannot reserve.
+        _logger.warning(
+            "the disk of %s cannot reserve the %s of the memory-mapped cells (%s are free now): if it fills up, the "
+            "process is killed.",
+            folder,
+            readable(size),
+            free,
+        )
+        os.ftruncate(descriptor, size)

@@ -40,7 +40,7 @@ def check_room(
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
         where = f"on the disk of {folder}" if folder is not None else f"in the memory of {device}"
-        raise ValueError(f"{owner} needs {_readable(needed)}, but only {_readable(free)} are free {where}; {remedy}.")
+        raise ValueError(f"{owner} needs {readable(needed)}, but only {readable(free)} are free {where}; {remedy}.")
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,7 +98,13 @@ def _container() -> int | None:
         return None
 
 
-def _readable(count: int) -> str:
+def readable(count: int) -> str:
+    """Write a number of bytes for people.
+
+    Example:
+        >>> readable(3 << 20)
+        '3 MiB'
+    """
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -27,7 +27,7 @@ class Rings:
         self.num_envs = num_envs
         self.length = length
         self._positions: Ints = np.zeros(num_envs, np.int64)
-        self._floor: Ints = np.zeros(num_envs, np.int64)  # positions below were dropped, though not overwritten
+        self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing was stored below
         self._common: int | None = 0  # the position of all environments, while it is one
         self._even = True
         self._ids: Ints = np.arange(num_envs)

@@ -15,7 +15,7 @@ from torchrl_lightning._compat import StorageBase, new_tensordict
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.files import Rows, read_state, write_state
-from torchrl_lightning.replay.memmap import WriteMarks, allocate_files, map_files, sync_files
+from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, row_bytes, to_tensordict, tree_of
 
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 class RingStorage(StorageBase):
     """One flat array of ``max_size`` cells, read leaf by leaf.
 
-    A plain one-dimensional TorchRL storage: in memory, on a device, or in memory-mapped files that may be larger than
-    memory. Memory is reserved at the first write, whose keys, shapes, dtypes and device become the schema; another
-    schema is refused later. Gradients are not stored.
+    A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
+    than memory. Memory or disk space is reserved at the first write, whose keys, shapes, dtypes and device become the
+    schema; another schema is refused later. Gradients are not stored.
 
     Args:
         max_size: number of cells.
         device: where the cells lie; ``"auto"`` takes the device of the first data.
-        scratch_dir: folder for memory-mapped files; None keeps the cells in memory.
+        scratch_dir: folder on whose disk memory-mapped cells lie, in a file without a name that vanishes with the
+            process; ``dumps`` copies what shall be kept. None keeps the cells in memory.
         compilable: as in TorchRL: plain counters instead of ones that processes share.
 
     Raises:
@@ -65,21 +66,6 @@ class RingStorage(StorageBase):
         self.cells: Cells | None = None
         self._writer: weakref.ref[RingWriter] | None = None
 
-    @classmethod
-    def open(cls, path: str | Path) -> RingStorage:
-        """Map the files that an earlier storage left in its ``scratch_dir``, without copying.
-
-        The files alone do not say which cells are filled: ``buffer.loads`` does.
-
-        Raises:
-            FileNotFoundError: there is no ring in the folder.
-            ValueError: it is damaged or foreign.
-        """
-        cells, rows = map_files(Path(path))
-        storage = cls(rows, scratch_dir=path)
-        storage.adopt(cells)
-        return storage
-
     @property
     def tree(self) -> Tree:
         """The leaves, ``[max_size, ...]`` each; empty before the first write."""
@@ -100,12 +86,6 @@ class RingStorage(StorageBase):
         writer = self.writer
         return writer is None or writer.is_even
 
-    def marks(self, num_envs: int) -> WriteMarks | None:
-        """The marks of writing of memory-mapped files; None in memory."""
-        if self.scratch_dir is None or not self.tree:
-            return None
-        return WriteMarks(self.scratch_dir, num_envs, self.max_size // num_envs)
-
     # ------------------------------------------------------------------ writing
 
     def check(self, data: TensorDictBase, rows: int) -> list[Tensor]:
@@ -124,6 +104,7 @@ class RingStorage(StorageBase):
 
         Raises:
             ValueError: ``data`` has no leaves, lies on another device, or there is not enough room.
+            OSError: the ``scratch_dir`` cannot be written, or its disk has filled up meanwhile.
         """
         tree = tree_of(data)
         found = dict(leaves_of(tree))
@@ -147,7 +128,7 @@ class RingStorage(StorageBase):
         self.device = device
         with torch.inference_mode(False):
             if self.scratch_dir is not None:
-                cells = allocate_files(self.scratch_dir, tree, self.max_size)
+                cells = map_cells(self.scratch_dir, tree, self.max_size)
             else:
                 cells = map_leaves(
                     lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
@@ -292,12 +273,11 @@ class RingStorage(StorageBase):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self, *, copy: bool = True, in_place: str | None = None) -> dict[str, Any]:
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """The filled part: tensors and scalars only.
 
         Args:
             copy: give copies; otherwise views, and :class:`Rows` where the filled part is not in one piece.
-            in_place: refer to memory-mapped files by this path instead of giving the data.
         """
         writer = self.writer
         cells = None if writer is None or writer.is_even else writer.filled_cells()
@@ -313,8 +293,7 @@ class RingStorage(StorageBase):
             "count": len(self),
             "cells": cells,
             "cursor": self.cursor,
-            "files": in_place,
-            "data": map_leaves(part, self.tree) if self.tree and in_place is None else None,
+            "data": map_leaves(part, self.tree) if self.tree else None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -344,11 +323,6 @@ class RingStorage(StorageBase):
             ValueError: another version, capacity, or other keys, shapes or dtypes.
         """
         check_cells_state(state_dict, self.max_size, self.tree)
-
-    def sync(self) -> None:
-        """Make memory-mapped cells reach the disk."""
-        if self.scratch_dir is not None and self.tree:
-            sync_files(self.scratch_dir)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder, atomically."""

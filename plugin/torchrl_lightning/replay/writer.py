@@ -18,7 +18,6 @@ from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.memmap import WriteMarks
 from torchrl_lightning.replay.rings import Ints, Rings
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import entry_of
@@ -83,7 +82,6 @@ class RingWriter(WriterBase, Rings):
         self.done_key = unravel_key(done_key if isinstance(done_key, str) else tuple(done_key))
         self.init_key = unravel_key(init_key if isinstance(init_key, str) else tuple(init_key))
         self.index: EpisodeIndex | None = None
-        self._marks: WriteMarks | None = None
         self._era = 0  # grows when the rings start again, so that stamps never repeat
 
     def register_storage(self, storage: Storage) -> None:
@@ -166,7 +164,6 @@ class RingWriter(WriterBase, Rings):
             index %= length * width
         if flags is not None and self.index is not None:
             self.index.write(None, *flags)
-        self._note(None, steps)
         storage: Any = self.storage
         if leaves is None:
             storage.set(index[skipped * width :], data[skipped * width :] if skipped else data)
@@ -207,7 +204,6 @@ class RingWriter(WriterBase, Rings):
         skipped = max(0, steps - self.length) * len(env)
         if flags is not None and self.index is not None:
             self.index.write(env, *flags)
-        self._note(env, steps)
         storage: Any = self.storage
         if leaves is None:
             storage.set(index[skipped:], data[skipped:] if skipped else data)
@@ -217,17 +213,6 @@ class RingWriter(WriterBase, Rings):
         self._positions[env] += steps
         self._refresh()
         return index
-
-    def _note(self, env: Ints | None, steps: int) -> None:
-        if self._marks is None:
-            storage = self.storage
-            if not isinstance(storage, RingStorage) or storage.scratch_dir is None:
-                return
-            self._marks = storage.marks(self.num_envs)
-            assert self._marks is not None
-        after = self._positions.copy()
-        after[self._ids if env is None else env] += steps
-        self._marks.note(after)
 
     def _check_ids(self, env_ids: Tensor) -> Ints:
         ids = torch.as_tensor(env_ids, dtype=torch.int64).cpu().numpy().reshape(-1)
@@ -277,10 +262,8 @@ class RingWriter(WriterBase, Rings):
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
         super().clear(empty_write_count)
-        if self._marks is not None:
-            self._marks.restart()
         self._era += int(self._positions.max())
-        self._positions[:], self._floor[:] = 0, 0
+        self._positions[:] = 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
@@ -310,27 +293,19 @@ class RingWriter(WriterBase, Rings):
             "num_envs": self.num_envs,
             "length": self.length,
             "positions": self.positions.clone(),
-            "floor": torch.from_numpy(self._floor.copy()),
-            "base": 0 if self._marks is None else self._marks.base,
             "era": self._era,
             "write_count": self.write_count,
             "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, in_place: bool = False) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly.
-
-        Args:
-            state_dict: what :meth:`state_dict` gave.
-            in_place: the cells were not restored with it, but lie in memory-mapped files, where steps may have been
-                overwritten since; those are dropped.
 
         Raises:
             ValueError: another version, number of environments or length of the rings.
         """
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
-        self._floor[:] = state_dict["floor"].numpy()
         self.write_count, self._era = state_dict["write_count"], int(state_dict["era"])
         self._refresh()
         self.index = None
@@ -338,24 +313,6 @@ class RingWriter(WriterBase, Rings):
             self._make_index()
             assert self.index is not None
             self.index.load_state_dict(state_dict["index"], self.filled_cells())
-        storage = self.storage
-        if isinstance(storage, RingStorage):
-            self._marks = storage.marks(self.num_envs)
-            if self._marks is not None and in_place:
-                self._marks.base = state_dict["base"]
-                self._drop_overwritten(self._marks.overwritten())
-                storage.set_length(int(self.filled.sum()))
-            elif self._marks is not None:
-                self._marks.restart()
-                self._marks.note(self._positions)
-
-    def _drop_overwritten(self, valid_from: Ints) -> None:
-        floor = np.minimum(np.maximum(self._floor, valid_from), self._positions)
-        if (floor > self._oldest()).any():
-            if self.index is not None:
-                self.index.keep_headless_end(self._ids, self._positions, floor)
-            self._floor[:] = floor
-            self._refresh()
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit; nothing is changed.
@@ -372,9 +329,6 @@ class RingWriter(WriterBase, Rings):
     def loads(self, path: str | Path) -> None:
         """Read the state from a folder."""
         self.load_state_dict(read_state(Path(path)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_marks": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
