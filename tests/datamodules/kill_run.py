@@ -2,8 +2,8 @@
 
     python tests/datamodules/kill_run.py FOLDER [--kills 50] [--seed 0]
 
-Cells in memory and memory-mapped ones take turns. Each child resumes from the last checkpoint, then extends its buffer and saves in turn. What is offered for resuming
-must be whole and no older than the last save that had returned.
+Cells in memory and memory-mapped ones take turns. Each child resumes from the last checkpoint, then extends its buffer
+and saves in turn. What is offered for resuming must be whole and no older than the last save that had returned.
 """
 
 from __future__ import annotations

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import pickle
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from torchrl_lightning.replay import (
     UniformSampler,
     files,
 )
+from torchrl_lightning.replay.files import read_state, write_state
 
 ENVS, SIZE = 3, 21
 
@@ -188,11 +193,13 @@ def damage_bytes(folder: Path) -> None:
     data.write_bytes(content)
 
 
-def edit(change: object) -> object:
+def edit(change: Callable[[dict[str, Any]], None], sign: bool = True) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        content = json.loads((folder / "state.json").read_text())
-        change(content)
-        (folder / "state.json").write_text(json.dumps(content))
+        written = json.loads((folder / "state.json").read_text())
+        change(written["content"])
+        if sign:  # as a hostile author would
+            written["crc32"] = zlib.crc32(json.dumps(written["content"]).encode())
+        (folder / "state.json").write_text(json.dumps(written))
 
     return damage
 
@@ -217,6 +224,10 @@ def foreign(content: dict) -> None:
     content["state"] = [1, 2]
 
 
+def plausible(content: dict) -> None:
+    content["state"]["writer"]["write_count"] += 1
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -224,7 +235,9 @@ def foreign(content: dict) -> None:
         damage_bytes,
         lambda folder: (folder / "state.json").write_text("{"),
         lambda folder: (folder / "state.json").write_bytes(b"\xff\xfe\x00"),
+        lambda folder: (folder / "state.json").write_text("[" * 100_000),
         *(edit(change) for change in (huge, negative, outside, short, foreign)),
+        edit(plausible, sign=False),
     ],
 )
 def test_damaged_and_hostile_states_change_nothing(damage: object, tmp_path: Path) -> None:
@@ -234,6 +247,31 @@ def test_damaged_and_hostile_states_change_nothing(damage: object, tmp_path: Pat
     with pytest.raises(ValueError, match=r"damaged or foreign|foreign"):
         ours.loads(tmp_path / "state")
     assert sorted(ours[:]["a"].tolist()) == list(range(6))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in below:
+        yield from places(entry, (*path, key))
+
+
+def test_every_edit_of_the_manifest_is_refused(tmp_path: Path) -> None:
+    write_state(tmp_path, {"a": torch.arange(3), "b": {"c": (1, [2.5, "x"])}})
+    whole = (tmp_path / "state.json").read_text()
+    for path in places(json.loads(whole)["content"]):
+        for wrong in (None, -1, 1 << 70, 0.5, [[1]], {"__tensor__": 1}, {"__tuple__": 3}) if path else ():
+
+            def change(content: dict[str, Any], path: Any = path, wrong: Any = wrong) -> None:
+                functools.reduce(lambda node, key: node[key], path[:-1], content)[path[-1]] = wrong
+
+            (tmp_path / "state.json").write_text(whole)
+            edit(change, sign=False)(tmp_path)
+            with pytest.raises(ValueError, match="damaged or foreign"):
+                read_state(tmp_path)
+            edit(lambda content: None)(tmp_path)  # signs it: another state, or none
+            with contextlib.suppress(ValueError):
+                assert isinstance(read_state(tmp_path), dict)
 
 
 def test_a_missing_state(tmp_path: Path) -> None:

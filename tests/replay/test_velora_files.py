@@ -230,6 +230,25 @@ def test_a_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monke
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    for name in ("buffer_state.safetensors", "buffer_metadata.json"):
+        (folder / name).symlink_to(other)
+        (folder / f".{name}.tmp").symlink_to(other)
+    load().save(folder)
+    assert other.read_text() == "mine"
+    assert len(RecurrentReplayBuffer.load(folder / "buffer_state", metadata(folder=folder))) == 7
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".buffer_state.safetensors.0123456789abcdef.tmp"
+    left.touch()
+    load().save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["buffer_metadata.json", "buffer_state.safetensors"]
+
+
 def test_tensors_newer_than_their_metadata_file_know_their_position(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

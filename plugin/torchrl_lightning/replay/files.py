@@ -89,12 +89,12 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
     name = f"state-{secrets.token_hex(8)}.bin"
     aside = folder / f".{name}.json"
     try:
-        with (folder / name).open("wb") as file:
+        with (folder / name).open("xb") as file:
             encoded = _encode(state, file, "state")
             _sync(file)
-            size = file.tell()
-        with aside.open("w") as text:
-            json.dump({"version": VERSION, "file": name, "size": size, "state": encoded}, text)
+            content = {"file": name, "size": file.tell(), "state": encoded}
+        with aside.open("x") as text:
+            json.dump({"version": VERSION, "crc32": _checksum(content), "content": content}, text)
             _sync(text)
         aside.replace(folder / MANIFEST)
     except BaseException:
@@ -105,6 +105,10 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
     for old in folder.iterdir():  # also what a killed process left behind
         if old.name != name and _BINARY.fullmatch(old.name.removeprefix(".").removesuffix(".json")):
             old.unlink(missing_ok=True)
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def _sync(file: Any) -> None:
@@ -182,9 +186,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         if manifest.stat().st_size > _MANIFEST_LIMIT:
             raise ValueError("the manifest is too large")
-        content = json.loads(manifest.read_text())
-        if not isinstance(content, dict) or content.get("version") != VERSION:
+        written = json.loads(manifest.read_text())
+        if not isinstance(written, dict) or written.get("version") != VERSION:
             raise ValueError(f"expected version {VERSION}")
+        content = written["content"]
+        if _checksum(content) != written["crc32"]:
+            raise ValueError(f"{MANIFEST} was changed after it was written")
         if not isinstance(content.get("file"), str) or not _BINARY.fullmatch(content["file"]):
             raise ValueError("the name of the data file is foreign")
         file = folder / content["file"]
@@ -196,7 +203,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = reader.decode(content.get("state"))
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
-    except (ValueError, KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # what a hostile manifest can do
         raise ValueError(f"The saved state in {folder} is damaged or foreign: {error}.") from error
     return state
 

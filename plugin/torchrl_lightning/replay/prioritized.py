@@ -14,8 +14,9 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _Prioriti
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.priorities import STATE_KEYS, Priorities
-from torchrl_lightning.replay.sampling import check_entries, read_state, save_state, stored_cells
+from torchrl_lightning.replay.sampling import check_entries, stored_cells
 
 STATE_VERSION = 1
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -26,7 +27,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "median": lambda x, dim: x.median(dim).values,
 }
 FLOATS = (torch.float32, torch.float64)
-FILE = "priorities.safetensors"
 
 
 class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
@@ -334,8 +334,8 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         self.table.check_state(state_dict)
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder, as a safetensors file that replaces an older one only when it is whole."""
-        save_state(Path(path) / FILE, self.state_dict())
+        """Write the state to a folder; an older one is replaced only by a whole one."""
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
         """Read the state from a folder.
@@ -344,7 +344,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             FileNotFoundError: there is none.
             ValueError: the file is truncated, corrupted or foreign, or its state does not fit.
         """
-        self.load_state_dict(read_state(Path(path) / FILE))
+        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return (

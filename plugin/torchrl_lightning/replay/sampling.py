@@ -1,15 +1,11 @@
-"""What our samplers share: which cells a storage holds, and files for their state."""
+"""What our samplers share: which cells a storage holds, and the checks of their state."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -65,43 +61,3 @@ def check_entries(
     came, wanted = state["generator"], generator.get_state()
     if not isinstance(came, Tensor) or came.dtype != wanted.dtype or came.shape != wanted.shape:
         raise ValueError(f"The generator in the state of the {name} is none: expected {wanted.numel()} bytes.")
-
-
-def save_state(file: Path, state: Mapping[str, Any]) -> None:
-    """Write a flat state of tensors and numbers as safetensors; an older file is replaced only by a whole one.
-
-    Example:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp()) / "state.safetensors"
-        >>> save_state(file, {"a": torch.arange(2), "b": 0.5, "c": True})
-        >>> read_state(file)
-        {'a': tensor([0, 1]), 'b': 0.5, 'c': True}
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kinds = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    tensors = {
-        key: value.contiguous() if isinstance(value, Tensor) else torch.tensor(value, dtype=kinds[type(value)])
-        for key, value in state.items()
-    }
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        save_file(tensors, temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_state(file: Path) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is truncated, corrupted or foreign.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no sampler state at {file}; save one with dumps.")
-    try:
-        loaded = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is no whole safetensors file: {error}. Save the buffer again.") from error
-    return {key: loaded[key] if loaded[key].ndim else loaded[key].item() for key in sorted(loaded)}

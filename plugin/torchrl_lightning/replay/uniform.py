@@ -12,11 +12,11 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.replay.sampling import check_entries, read_state, ring_of, save_state
+from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.replay.sampling import check_entries, ring_of
 from torchrl_lightning.replay.storage import RingStorage
 
 STATE_VERSION = 1
-FILE = "uniform.safetensors"
 
 
 class UniformSampler(OwnGenerator, Sampler):
@@ -164,7 +164,7 @@ class UniformSampler(OwnGenerator, Sampler):
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""
-        save_state(Path(path) / FILE, self.state_dict())
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
         """Read the state from a folder.
@@ -173,7 +173,7 @@ class UniformSampler(OwnGenerator, Sampler):
             FileNotFoundError: there is none.
             ValueError: the file is truncated, corrupted or foreign.
         """
-        self.load_state_dict(read_state(Path(path) / FILE))
+        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(with_replacement={self.with_replacement}, stratified={self.stratified})"

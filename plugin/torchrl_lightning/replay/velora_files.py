@@ -7,9 +7,11 @@ header of the safetensors file as well, so that the pair stays readable when a p
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -74,6 +76,9 @@ def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], 
 def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Open a temporary sibling of each path; put all in place, synced, when the block ends without an error.
 
+    The siblings are new files with names that nobody can guess, so that no link is followed; those that a killed
+    process left are removed.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "note"
@@ -82,10 +87,13 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
         >>> path.read_bytes()
         b'whole'
     """
-    temporary = [path.with_name(f".{path.name}.tmp") for path in paths]
+    for path in paths:
+        for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+            old.unlink(missing_ok=True)
+    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in paths]
     try:
         with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(path.open("wb")) for path in temporary]
+            files: list[BinaryIO] = [stack.enter_context(path.open("xb")) for path in temporary]
             yield files
             for file in files:
                 file.flush()
