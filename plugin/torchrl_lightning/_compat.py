@@ -7,9 +7,11 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +89,9 @@ def restore_waiting(transform: MultiStepTransform, waiting: TensorDictBase | Non
 class StorageBase(LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
+    _own_length = 0
+    _shared = False
+
     @property
     def data(self) -> TensorDictBase | None:
         """Everything allocated, filled or not."""
@@ -97,6 +102,38 @@ class StorageBase(LazyTensorStorage):
         self._storage = value
         self.initialized = value is not None
         self.__dict__.pop("_total_shape_value", None)
+
+    # TorchRL's length lies in shared memory from the start, while positions and cells do not.
+    @property
+    def _len(self) -> Any:
+        return self._own_length if self.is_private else LazyTensorStorage._len.fget(self)
+
+    @_len.setter
+    def _len(self, length: Any) -> None:
+        if self.is_private:
+            self._own_length = length
+        else:
+            LazyTensorStorage._len.fset(self, length)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing is shared with other processes."""
+        return not (self._shared or self._compilable)
+
+    def share_counters(self) -> None:
+        """Move length, revision and cursor into memory that both forked and spawned processes share."""
+        make = multiprocessing.get_context("spawn").Value
+        length, revision, cursor = len(self), self._mutation_revision, self.cursor
+        self._shared = True
+        self._len_value = make("i", length)
+        self._mutation_revision_value, self._last_cursor_index_value = make("q", revision), make("q", cursor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            return dict(super().__getstate__())
+        if self.is_private:
+            LazyTensorStorage._len.fset(self, self._own_length)
+        return {**super().__getstate__(), "_shared": False, "_own_length": len(self)}
 
     def set_length(self, length: int) -> None:
         """Declare how many cells are filled, and that the content changed."""
@@ -153,7 +190,7 @@ class WriterBase(Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._write_count = 0
+        self.write_count = 0
 
     @property
     def storage(self) -> Storage | None:
@@ -163,11 +200,19 @@ class WriterBase(Writer):
     @property
     def write_count(self) -> int:
         """Rows written since the buffer was emptied."""
-        return self._write_count
+        return self._rows_written
 
     @write_count.setter
     def write_count(self, value: int) -> None:
-        self._write_count = value
+        self._rows_written = value
+
+    @property
+    def _write_count(self) -> int:
+        return self.write_count
+
+    @_write_count.setter
+    def _write_count(self, value: int) -> None:
+        self.write_count = value
 
     def notify(self, index: Tensor) -> None:
         """Tell every entity attached to the storage which cells were written."""
@@ -177,10 +222,19 @@ class WriterBase(Writer):
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
         if empty_write_count:
-            self._write_count = 0
+            self.write_count = 0
 
     def _empty(self, empty_write_count: bool = True) -> None:
         self.clear(empty_write_count)
+
+
+# A tensor that only exists while a process is started loses its file before the process opens it: numpy arrays travel.
+def _packed(generator: torch.Generator) -> Any:
+    return str(generator.device), generator.get_state().numpy()
+
+
+def _unpacked(device: str, state: Any) -> torch.Generator:
+    return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
 class OwnGenerator:
@@ -221,7 +275,14 @@ class OwnGenerator:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        if self._own_rng is None or get_spawning_popen() is None:
+            return dict(self.__dict__)
+        return {**self.__dict__, "_own_rng": _packed(self._own_rng)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self._own_rng, tuple):
+            self._own_rng = _unpacked(*self._own_rng)
 
 
 class SamplerBase(OwnGenerator, SamplerWithoutReplacement):
@@ -256,8 +317,18 @@ class BufferBase(TensorDictReplayBuffer):
         super().__init__(**kwargs)
         self._order_prefetch()
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        if get_spawning_popen() is not None:
+            state["_rng"] = None
+            state["spawned_rng"] = _packed(self._rng)
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = state.pop("spawned_rng", None)
         super().__setstate__(state)
+        if generator is not None:
+            self.set_rng(_unpacked(*generator))
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:
@@ -316,6 +387,19 @@ class BufferBase(TensorDictReplayBuffer):
             self._sampler.extend(index)
         return index
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether batches are drawn ahead."""
+        return bool(self._prefetch)
+
+    def clear_sampler(self) -> None:
+        """Let the sampler forget what belongs to the stored data."""
+        self._sampler._empty()
+
+    def set_write_lock(self, lock: AbstractContextManager[None]) -> None:
+        """Use another lock, beside the one between threads."""
+        self._write_lock = lock
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold TorchRL's locks: nobody writes, samples or changes priorities."""
@@ -359,7 +443,7 @@ class BufferBase(TensorDictReplayBuffer):
     @contextmanager
     def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
         """Hold everything still, and give the batches that were prefetched and not yet delivered."""
-        with self._capture_prefetch_state(clone_queue=False) as state:
+        with self._capture_prefetch_state(clone_queue=False) as state, self._write_lock:
             yield list(state["queue"])
 
     def put_prefetched(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:

@@ -10,6 +10,7 @@ are a function of the leaves alone, and rounding cannot pile up. Numba's walks k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -87,6 +88,17 @@ class SegmentTree:
         self._nonzero: int | Tensor = 0
         self._check_leaves(torch.tensor([self.initial], dtype=torch.float64))
         self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None:
+            return dict(self.__dict__)
+        # A tensor would be shared with the new process, while the count of nonzero leaves is not.
+        return {**self.__dict__, "_nodes": (self._nodes.cpu().numpy(), self.device), "_nonzero": int(self._nonzero)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self._nodes, tuple):
+            self._nodes = torch.from_numpy(self._nodes[0]).to(self._nodes[1])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -20,6 +21,7 @@ from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
+from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, is_spawning
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import entry_of, is_tensordict, moved
 from torchrl_lightning.replay.write_back import write_back
@@ -74,6 +76,69 @@ class ExperienceBuffer(BufferBase):
             generator=_fresh_generator() if generator is None else generator,
             **kwargs,
         )
+        if self.shared:
+            self.share()
+
+    # ------------------------------------------------------------------ sharing
+
+    def share(self, shared: bool = True) -> Self:
+        """Move what is stored into memory that other processes share, forked or spawned; call before they start.
+
+        Whoever writes or samples holds a lock between the processes and sees what the others wrote. Samplers,
+        priorities among them, transforms and generators stay each process's own: sample in one process, or seed every
+        generator differently. Write some data first, or let this process be the first to write.
+
+        Args:
+            shared: False does nothing to a buffer that is not shared.
+
+        Returns:
+            The buffer itself.
+
+        Raises:
+            ValueError: the cells are memory-mapped files, batches are prefetched, the writer or the storage is not a
+                ring while the other one is, or the buffer is shared and shall not be any more.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> buffer = ExperienceBuffer(storage=RingStorage(4))
+            >>> _ = buffer.extend(TensorDict({"a": torch.zeros(1)}, [1]))
+            >>> buffer.share().storage.is_shared
+            True
+        """
+        if not getattr(self, "_initialized", False):  # TorchRL's constructor calls this before there is any part
+            return super().share(shared)
+        storage, _, writer = self.parts
+        rings = isinstance(storage, RingStorage), isinstance(writer, RingWriter)
+        if not shared:
+            if rings[0] and storage.is_shared:
+                raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
+            return super().share(False)
+        if self.prefetches:
+            raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
+        if rings[1] and not rings[0]:
+            raise ValueError(f"RingWriter cannot share a {type(storage).__name__}; use RingStorage as the storage.")
+        if rings[0]:
+            storage.share()
+        if rings[1]:
+            writer.share()
+        super().share(True)
+        self.set_write_lock(SharedLock(self.follow))
+        return self
+
+    def follow(self) -> None:
+        """Take note of what other processes wrote; done on entering the lock between them."""
+        writer = self.parts[2]
+        if isinstance(writer, RingWriter) and writer.is_shared:
+            if writer.was_emptied:
+                self.clear_sampler()
+            writer.follow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if is_spawning() and not self.shared:
+            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
+        state: dict[str, Any] = super().__getstate__()
+        return state if is_spawning() else {**state, "shared": False, "_write_lock": nullcontext()}
 
     # ------------------------------------------------------------------ writing
 
@@ -143,7 +208,8 @@ class ExperienceBuffer(BufferBase):
         self.drop_prefetched()
         for transform in multi_steps(self.transform):
             restore_waiting(transform, None)
-        super().empty(empty_write_count)
+        with self.locked():
+            super().empty(empty_write_count)
 
     # ------------------------------------------------------------------ reading
 

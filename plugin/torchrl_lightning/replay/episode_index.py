@@ -12,12 +12,13 @@ from torch import Tensor
 
 from torchrl_lightning.replay.episode_kernels import write_row
 from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.sharing import SharedArrays
 from torchrl_lightning.scan import compiled
 
 Flags = NDArray[np.bool_]
 
 
-class EpisodeIndex:
+class EpisodeIndex(SharedArrays):
     """Begin and end position of the episode of every stored step.
 
     One column holds, for the first step of a finished episode, the position of its last step, and for every other step
@@ -46,27 +47,36 @@ class EpisodeIndex:
         [2, 1, 0, 1, 0]
     """
 
+    ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
+
     def __init__(self, length: int, positions: Ints, floor: Ints) -> None:
         self.length = length
         self.num_envs = len(positions)
-        self._positions = positions
-        self._floor = floor
+        self.attach(positions, floor)
         cells = length * self.num_envs
         self._column: Ints = np.zeros(cells, np.int64)  # untouched pages cost nothing
         self._done: Flags = np.zeros(cells, np.bool_)
-        self._share()
         self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running (or, if not open, the last) episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
         self._all_open = False
+        self._bind()
 
-    def _share(self) -> None:
+    def attach(self, positions: Ints, floor: Ints) -> None:
+        """Take the arrays of the writer, which moved."""
+        self._positions, self._floor = positions, floor
+
+    def follow(self) -> None:
+        """Take note of what other processes wrote."""
+        self._all_open = bool(self._open.all())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rows": None, "_done_rows": None}
+
+    def _bind(self) -> None:
+        super()._bind()
         self._rows = self._column.reshape(self.length, self.num_envs)
         self._done_rows = self._done.reshape(self.length, self.num_envs)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._share()  # views do not survive pickling
 
     # ------------------------------------------------------------------ writing
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.replay import priority_kernels
+from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 
@@ -78,7 +79,16 @@ class Priorities:
         return self._views
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": (), "_address": 0}
+        state = {**self.__dict__, "_views": (), "_address": 0}
+        if is_spawning():  # tensors would be shared with the new process, while counts are not
+            state.update({name: getattr(self, name).cpu().numpy() for name in ("priorities", "generations")})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in ("priorities", "generations"):
+            if not isinstance(state[name], Tensor):
+                setattr(self, name, torch.from_numpy(state[name]).to(self.tree.device))
 
     @property
     def capacity(self) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrl_lightning.replay.sharing import SharedArrays
+
 Ints = NDArray[np.int64]
 
 
-class Rings:
+class Rings(SharedArrays):
     """One ring per environment: ``cell = (position % length) * num_envs + env``.
 
     Args:
@@ -22,6 +26,8 @@ class Rings:
         >>> rings.cell(torch.tensor([0, 1]), torch.tensor([5, 5])).tolist()
         [2, 3]
     """
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("_positions", "_floor")
 
     def __init__(self, num_envs: int, length: int = 0) -> None:
         self.num_envs = num_envs
@@ -50,12 +56,14 @@ class Rings:
     @property
     def is_even(self) -> bool:
         """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
+        if self._memory is not None:
+            self._refresh()
         return self._even
 
     @property
     def common_oldest(self) -> int | None:
         """Position of the oldest stored step, if it is that of all environments."""
-        return max(0, self._common - self.length) if self._even and self._common is not None else None
+        return max(0, self._common - self.length) if self.is_even and self._common is not None else None
 
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
@@ -70,6 +78,8 @@ class Rings:
 
     def position_of(self, index: Tensor) -> Tensor:
         """Positions of what cells hold now; below ``oldest`` (or negative) where a cell holds nothing."""
+        if self._memory is not None:
+            self._refresh()
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
         newest = (self._common - 1) if self._common is not None else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length

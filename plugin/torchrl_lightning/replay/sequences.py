@@ -19,6 +19,7 @@ from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.replay.sampling import check_entries
 from torchrl_lightning.replay.sequence_reading import first_states
+from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.replay.trajectories import TrajectoryList
 from torchrl_lightning.replay.windows import (
     IndexedRings,
@@ -123,6 +124,10 @@ class SequenceSampler(OwnGenerator, Sampler):
     def extend(self, index: Tensor) -> None:
         """Hear which cells were written."""
         self.add(index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process reads a flat storage for itself.
+        return {**super().__getstate__(), **({"_flat": None} if is_spawning() else {})}
 
     # ------------------------------------------------------------------ drawing
 

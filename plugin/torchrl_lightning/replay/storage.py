@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.files import Rows, read_state, write_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
+from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning
 from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, row_bytes, to_tensordict, tree_of
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class RingStorage(StorageBase):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
         self._writer: weakref.ref[RingWriter] | None = None
+        self._process = os.getpid()
 
     @property
     def tree(self) -> Tree:
@@ -86,6 +89,31 @@ class RingStorage(StorageBase):
         writer = self.writer
         return writer is None or writer.is_even
 
+    # ------------------------------------------------------------------ sharing
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the cells lie in memory that processes share."""
+        return self._shared
+
+    def share(self) -> None:
+        """Move cells and counters into memory that processes share; what is not reserved yet goes there later.
+
+        Raises:
+            ValueError: the cells are memory-mapped files, or the storage is ``compilable``.
+        """
+        if self.scratch_dir is not None or self._compilable:
+            what = "compilable=True" if self.scratch_dir is None else f"scratch_dir={str(self.scratch_dir)!r}"
+            raise ValueError(f"A RingStorage with {what} cannot be shared with other processes; build it without.")
+        if not self._shared:
+            self.share_counters()
+            self._share_cells()
+
+    def _share_cells(self) -> None:
+        for _, leaf in leaves_of(self.tree):
+            if leaf.device.type == "cpu" and leaf.numel():
+                leaf.share_memory_()
+
     # ------------------------------------------------------------------ writing
 
     def check(self, data: TensorDictBase, rows: int) -> list[Tensor]:
@@ -105,7 +133,9 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: ``data`` has no leaves, lies on another device, or there is not enough room.
             OSError: the ``scratch_dir`` cannot be written, or its disk has filled up meanwhile.
+            RuntimeError: this is another process than the one that made the storage.
         """
+        check_owner(self._process, False)
         tree = tree_of(data)
         found = dict(leaves_of(tree))
         if not found:
@@ -134,6 +164,8 @@ class RingStorage(StorageBase):
                     lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
                 )
         self.adopt(cells)
+        if self._shared:
+            self._share_cells()
 
     def adopt(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells."""
@@ -150,6 +182,7 @@ class RingStorage(StorageBase):
             ValueError: another schema than what is stored.
             IndexError: a cell out of range.
         """
+        check_owner(self._process, self._shared)
         if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
             cursor, data = slice(int(cursor), int(cursor) + 1), data.unsqueeze(0)
         if isinstance(cursor, slice):
@@ -302,6 +335,8 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: another version, capacity, or other keys, shapes or dtypes; nothing is changed.
         """
+        check_owner(self._process, self._shared)
+        check_unshared(self._shared)
         self.check_state(state_dict)
         count, cells = state_dict["count"], state_dict["cells"]
         if state_dict["data"] is not None:
@@ -337,15 +372,22 @@ class RingStorage(StorageBase):
         self.load_state_dict(read_state(Path(path)))
 
     def __getstate__(self) -> dict[str, Any]:
+        if is_spawning() and not self._shared:
+            raise RuntimeError(f"A RingStorage was handed to another process unshared; {SHARE_FIRST}.")
+        if self.scratch_dir is not None:
+            # The copy lies in memory: two storages cannot fill the same files.
+            check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
         writer, self._writer = self._writer, None  # weak references do not travel; the writer registers again
         try:
             state = super().__getstate__()
         finally:
             self._writer = writer
-        return {**state, "_writer": None, "cells": None, "_cells": self.tree}
+        return {**state, "_storage": None, "_writer": None, "cells": None, "_cells": self.tree, "scratch_dir": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tree = state.pop("_cells")
         super().__setstate__(state)
+        if not self._shared:
+            self._process = os.getpid()
         if tree:
             self.adopt(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.rings import Ints, Rings
+from torchrl_lightning.replay.sharing import check_owner, check_unshared
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import entry_of
 
@@ -66,6 +68,8 @@ class RingWriter(WriterBase, Rings):
         [1, 2]
     """
 
+    ARRAYS = (*Rings.ARRAYS, "_counters")
+
     def __init__(
         self,
         num_envs: int = 1,
@@ -74,6 +78,9 @@ class RingWriter(WriterBase, Rings):
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
     ) -> None:
+        # Rows written, and an era that grows when the rings start again, so that stamps never repeat.
+        self._counters: Ints = np.zeros(2, np.int64)
+        self._process = os.getpid()
         WriterBase.__init__(self)
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
             raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
@@ -82,7 +89,7 @@ class RingWriter(WriterBase, Rings):
         self.done_key = unravel_key(done_key if isinstance(done_key, str) else tuple(done_key))
         self.init_key = unravel_key(init_key if isinstance(init_key, str) else tuple(init_key))
         self.index: EpisodeIndex | None = None
-        self._era = 0  # grows when the rings start again, so that stamps never repeat
+        self._seen: tuple[int, Ints] = 0, self._positions.copy()  # era and positions that this process knows of
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -106,6 +113,54 @@ class RingWriter(WriterBase, Rings):
         _WRITERS[storage] = weakref.ref(self)
         if isinstance(storage, RingStorage):
             storage.set_writer(self)
+
+    @property
+    def write_count(self) -> int:
+        """Rows written since the buffer was emptied."""
+        return int(self._counters[0])
+
+    @write_count.setter
+    def write_count(self, value: int) -> None:
+        self._counters[0] = value
+
+    @property
+    def _era(self) -> int:
+        return int(self._counters[1])
+
+    # ------------------------------------------------------------------ sharing
+
+    def share(self) -> None:
+        """Move positions, counters and episode index into memory that processes share."""
+        self.share_arrays()
+        if self.index is not None:
+            self.index.attach(self._positions, self._floor)
+            self.index.share_arrays()
+        self._note_seen()
+
+    @property
+    def was_emptied(self) -> bool:
+        """Whether another process emptied the rings since the last :meth:`follow`."""
+        return self.is_shared and self._seen[0] != self._era
+
+    def follow(self) -> None:
+        """Take note of what other processes wrote, and tell the entities attached to the storage."""
+        emptied, seen = self.was_emptied, self._seen[1]
+        if not emptied and (seen == self._positions).all():
+            return
+        self._refresh()
+        if self.index is not None:
+            self.index.follow()
+        start = np.maximum(np.zeros_like(seen) if emptied else seen, self._oldest())
+        counts = torch.from_numpy(self._positions - start)
+        env = torch.repeat_interleave(torch.from_numpy(self._ids), counts)
+        rank = torch.arange(len(env)) - (counts.cumsum(0) - counts)[env]
+        if len(env):
+            self.notify(self.cell(env, torch.from_numpy(start)[env] + rank))
+        self._note_seen()
+
+    def _note_seen(self) -> None:
+        if self.is_shared:
+            self._seen = self._era, self._positions.copy()
 
     # ------------------------------------------------------------------ writing
 
@@ -131,6 +186,7 @@ class RingWriter(WriterBase, Rings):
         Raises:
             ValueError: another schema than what is stored, or a number of rows that does not fit the environments.
         """
+        check_owner(self._process, self.is_shared)
         ids = None if env_ids is None else self._check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
         rows = data.shape[0] if data.ndim == 1 else -1
@@ -147,6 +203,7 @@ class RingWriter(WriterBase, Rings):
         else:
             index = self._write_uneven(data, leaves, ids, rows // width, flags)
         self.write_count += rows
+        self._note_seen()
         self.notify(index)
         return index
 
@@ -252,7 +309,10 @@ class RingWriter(WriterBase, Rings):
         if self.length > 1 << 40:  # TorchRL's unbounded storages
             self.track_episodes = False
             return
+        check_owner(self._process, False)
         self.index = EpisodeIndex(self.length, self._positions, self._floor)
+        if self.is_shared:
+            self.index.share_arrays()
 
     def cut(self, env_ids: Tensor | None = None) -> None:
         """Say that the next steps do not continue the running episodes, as after a restart of the environments."""
@@ -261,12 +321,14 @@ class RingWriter(WriterBase, Rings):
 
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
+        check_owner(self._process, self.is_shared)
         super().clear(empty_write_count)
-        self._era += int(self._positions.max())
+        self._counters[1] += self._positions.max()
         self._positions[:] = 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
+        self._note_seen()
 
     # ------------------------------------------------------------------ stamps
 
@@ -304,9 +366,11 @@ class RingWriter(WriterBase, Rings):
         Raises:
             ValueError: another version, number of environments or length of the rings.
         """
+        check_owner(self._process, self.is_shared)
+        check_unshared(self.is_shared)
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
-        self.write_count, self._era = state_dict["write_count"], int(state_dict["era"])
+        self._counters[:] = state_dict["write_count"], state_dict["era"]
         self._refresh()
         self.index = None
         if state_dict["index"] is not None:
@@ -330,8 +394,15 @@ class RingWriter(WriterBase, Rings):
         """Read the state from a folder."""
         self.load_state_dict(read_state(Path(path)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**Rings.__getstate__(self), "_rng": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
+        if self.index is not None:
+            self.index.attach(self._positions, self._floor)
+        if not self.is_shared:
+            self._process = os.getpid()
         if self.storage is not None:
             self._sign(self.storage)
 

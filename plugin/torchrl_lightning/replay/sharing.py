@@ -1,0 +1,121 @@
+"""Memory and a lock that processes share, and the question whose buffer this is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+SHARE_FIRST = "call buffer.share() before the first process starts, or give each process a buffer of its own"
+
+
+def is_spawning() -> bool:
+    """Return whether objects are pickled right now for a process that starts, and not for a copy or a file."""
+    return get_spawning_popen() is not None
+
+
+def check_owner(process: int, shared: bool) -> None:
+    """Refuse to write to what a fork copied: the rows would be lost with this process.
+
+    Args:
+        process: id of the process that made it.
+        shared: whether it lies in memory that processes share.
+
+    Raises:
+        RuntimeError: this is another process.
+    """
+    if not shared and process != os.getpid():
+        raise RuntimeError(f"This process was forked from the one whose buffer it writes to; {SHARE_FIRST}.")
+
+
+def check_unshared(shared: bool) -> None:
+    """Refuse to load into what other processes are using.
+
+    Raises:
+        RuntimeError: it is shared.
+    """
+    if shared:
+        raise RuntimeError("The buffer is shared with other processes; load the state before buffer.share().")
+
+
+class SharedLock:
+    """A lock between processes; whoever enters first takes note of what the others wrote.
+
+    Args:
+        follow: called on entering, with the lock held.
+
+    Example:
+        >>> with SharedLock(lambda: print("looked")):
+        ...     pass
+        looked
+    """
+
+    def __init__(self, follow: Callable[[], None]) -> None:
+        # A lock of the "spawn" context serves forked processes too, but not the other way round.
+        self._lock = multiprocessing.get_context("spawn").RLock()
+        self._follow = follow
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._follow()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class SharedArrays:
+    """Numpy arrays of an object, which can be moved into memory that processes share.
+
+    A pickle for a starting process hands the shared memory on; any other copy gets memory of its own.
+
+    Example:
+        >>> import numpy as np
+        >>> class Counter(SharedArrays):
+        ...     ARRAYS = ("count",)
+        ...
+        ...     def __init__(self):
+        ...         self.count = np.zeros(1)
+        >>> counter = Counter()
+        >>> counter.share_arrays()
+        >>> counter.is_shared, counter.count.tolist()
+        (True, [0.0])
+    """
+
+    ARRAYS: ClassVar[tuple[str, ...]]
+    """Names of the attributes that hold the arrays."""
+    _memory: dict[str, Tensor] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the arrays lie in memory that processes share."""
+        return self._memory is not None
+
+    def share_arrays(self) -> None:
+        """Move the arrays into memory that processes share; views of them stay behind."""
+        if self._memory is None:
+            self._memory = {name: torch.from_numpy(getattr(self, name)).share_memory_() for name in self.ARRAYS}
+            self._bind()
+
+    def _bind(self) -> None:
+        for name, tensor in (self._memory or {}).items():
+            setattr(self, name, tensor.numpy())
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not is_spawning():
+            return {**self.__dict__, "_memory": None}
+        if self._memory is None:
+            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
+        return {name: value for name, value in self.__dict__.items() if name not in self.ARRAYS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind()

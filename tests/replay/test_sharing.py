@@ -1,0 +1,212 @@
+"""Buffers in several processes, forked and spawned, and copies of buffers."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import PrioritizedSampler, SequenceSampler, UniformSampler
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+ENVS, SIZE = 3, 12
+
+
+def rows(start: int, done: bool = False) -> TensorDict:
+    value = torch.arange(start, start + ENVS).float()
+    return TensorDict({"a": value, "next": {"done": torch.full((ENVS, 1), done)}}, [ENVS])
+
+
+def filled(sampler: Any = None, scratch: Path | None = None, **kwargs: Any) -> ExperienceBuffer:
+    storage = RingStorage(SIZE, scratch_dir=scratch)
+    ours = ExperienceBuffer(storage=storage, num_envs=ENVS, sampler=sampler, batch_size=64, **kwargs)
+    ours.extend(rows(0))
+    return ours
+
+
+def work(buffers: list[ExperienceBuffer], inbox: Any, outbox: Any) -> None:
+    """Do in another process what the test asks for: the name of a function below, and the number of a buffer."""
+    while (task := inbox.recv()) is not None:
+        name, which = task
+        try:
+            outbox.send(globals()[name](buffers[which]))
+        except Exception as error:
+            outbox.send(f"{type(error).__name__}: {error}")
+
+
+def write(ours: ExperienceBuffer) -> Any:
+    ours.extend(rows(100, done=True))
+    ours.extend(rows(1, done=False)[:1], env_ids=torch.tensor([1]))
+    return len(ours), ours.writer.positions.tolist(), ours.writer.write_count
+
+
+def report(ours: ExperienceBuffer) -> Any:
+    batch = ours.sample()
+    return len(ours), ours.writer.positions.tolist(), sorted(set(batch["a"].flatten().tolist()))
+
+
+def overwrite(ours: ExperienceBuffer) -> Any:
+    for start in range(200, 250, 10):
+        ours.extend(rows(start))
+    return len(ours)
+
+
+def start_over(ours: ExperienceBuffer) -> Any:
+    ours.empty()
+    ours.extend(rows(700))
+    return len(ours)
+
+
+class Other:
+    """Another process, which works on buffers."""
+
+    def __init__(self, method: str, buffers: list[ExperienceBuffer]) -> None:
+        context = multiprocessing.get_context(method)
+        inbox, self.tasks = context.Pipe(duplex=False)
+        self.answers, outbox = context.Pipe(duplex=False)
+        self.process = context.Process(target=work, args=(buffers, inbox, outbox), daemon=True)
+        self.process.start()
+
+    def do(self, task: Callable[..., Any], which: int = 0) -> Any:
+        self.tasks.send((task.__name__, which))
+        assert self.answers.poll(60)
+        return self.answers.recv()
+
+    def stop(self) -> None:
+        self.tasks.send(None)
+        self.process.join(20)
+        assert self.process.exitcode == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_share_a_buffer(method: str) -> None:
+    samplers = [UniformSampler(), None, SequenceSampler(2), PrioritizedSampler(SIZE, 1.0, 1.0)]
+    buffers = [filled(sampler).share() for sampler in samplers]
+    other = Other(method, buffers)
+    for which, ours in enumerate(buffers):
+        assert other.do(write, which) == (7, [2, 3, 2], 7)
+        assert len(ours) == 7
+        assert ours.writer.positions.tolist() == [2, 3, 2]
+        assert ours.writer.write_count == 7
+        assert not ours.writer.is_even
+        index = ours.writer.index
+        assert index.finished(torch.arange(ENVS), torch.zeros(ENVS, dtype=torch.long)).all()
+        if which != 1:  # TorchRL's RandomSampler refuses uneven rings
+            assert set(ours.sample()["a"].flatten().tolist()) >= {0.0, 1.0, 2.0, 100.0, 101.0, 102.0}
+        ours.extend(rows(50))
+        ours.extend(rows(60)[:2], env_ids=torch.tensor([0, 2]))
+        length, positions, found = other.do(report, which)
+        assert (length, positions) == (12, [4, 4, 4])
+        assert {50.0, 51.0, 52.0, 60.0, 61.0} <= set(found)
+        # What was drawn before another process overwrote it is left alone.
+        batch = ours.sample()
+        assert other.do(overwrite, which) == 12
+        assert not len(ours.write_back(batch, ["a"]))
+        assert min(ours.sample()["a"].flatten().tolist()) >= 210.0
+        assert other.do(start_over, which) == 3
+        assert len(ours) == 3
+        if which != 2:
+            assert set(ours.sample()["a"].tolist()) == {700.0, 701.0, 702.0}
+    other.stop()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_write_to_a_copy() -> None:
+    ours, empty = filled(), ExperienceBuffer(storage=RingStorage(SIZE), num_envs=ENVS).share()
+    mixed = ExperienceBuffer(storage=RingStorage(SIZE), num_envs=ENVS)
+    mixed.extend(rows(0).exclude("next"))
+    other = Other("fork", [ours, empty, mixed])
+    for which in (0, 1, 2):
+        answer = other.do(write, which)
+        assert answer.startswith("RuntimeError: ")
+        assert "buffer.share() before" in answer
+    assert "buffer.share() before" in other.do(start_over)
+    ours.extend(rows(3))
+    # Reading a copy is no harm: it is one of that moment.
+    assert other.do(report) == (3, [1, 1, 1], [0.0, 1.0, 2.0])
+    other.stop()
+    assert len(ours) == 6
+    assert len(empty) == 0
+
+
+class _Starting:
+    """Stands for a process that starts, whose arguments are pickled."""
+
+    def __enter__(self) -> None:
+        multiprocessing.context.set_spawning_popen(self)
+
+    def __exit__(self, *_: object) -> None:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+def test_what_is_not_shared_is_not_sent_to_another_process() -> None:
+    ours = filled()
+    for part in (ours, ours.storage, ours.writer):
+        with _Starting(), pytest.raises(RuntimeError, match=r"buffer.share\(\) before"):
+            multiprocessing.reduction.ForkingPickler.dumps(part)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [({"scratch": "ring"}, "scratch_dir"), ({"prefetch": 1}, "prefetch=0")],
+)
+def test_what_cannot_be_shared(kwargs: dict[str, Any], says: str, tmp_path: Path) -> None:
+    if "scratch" in kwargs:
+        kwargs = {"scratch": tmp_path / "ring"}
+    ours = filled(**kwargs)
+    with pytest.raises(ValueError, match=says):
+        ours.share()
+    assert not ours.storage.is_shared
+    assert not ours.shared
+    assert len(ours.sample()) == 64
+
+
+def test_a_shared_buffer_stays_shared_and_takes_no_state() -> None:
+    ours = filled(shared=True)
+    assert ours.storage.is_shared
+    state = ours.state_dict()
+    with pytest.raises(ValueError, match="stays shared"):
+        ours.share(False)
+    with pytest.raises(RuntimeError, match=r"before buffer.share\(\)"):
+        ours.load_state_dict(state)
+    fresh = filled()
+    fresh.load_state_dict(state)
+    assert (fresh.share().sample() == ours.sample()).all()
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_are_private(way: str, shared: bool) -> None:
+    ours = filled(sampler=UniformSampler(), shared=shared)
+    other = pickle.loads(pickle.dumps(ours)) if way == "pickle" else copy.deepcopy(ours)
+    assert not other.storage.is_shared
+    assert (ours.sample() == other.sample()).all()
+    ours.extend(rows(30))
+    assert len(other) == 3
+    other.extend(rows(60))
+    assert sorted(set(other[:]["a"].tolist())) == [0.0, 1.0, 2.0, 60.0, 61.0, 62.0]
+    assert ours[:]["a"].tolist() == [0.0, 1.0, 2.0, 30.0, 31.0, 32.0]
+    assert other.writer.index.end(torch.tensor([0]), torch.tensor([0])).tolist() == [1]
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+def test_copies_of_memory_mapped_cells_lie_in_memory(way: str, tmp_path: Path) -> None:
+    ours = filled(scratch=tmp_path / "ring")
+    other = pickle.loads(pickle.dumps(ours)) if way == "pickle" else copy.deepcopy(ours)
+    assert other.storage.scratch_dir is None
+    other.extend(rows(60))
+    assert len(ours) == 3
+    other.dumps(tmp_path / "state")
+    fresh = filled()
+    fresh.loads(tmp_path / "state")
+    assert fresh[:]["a"].tolist() == [0.0, 1.0, 2.0, 60.0, 61.0, 62.0]
+    assert os.path.samefile(ours.storage.scratch_dir, tmp_path / "ring")
