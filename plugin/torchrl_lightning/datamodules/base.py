@@ -20,7 +20,7 @@ from torchrl_lightning.collectors import (
     play_episodes,
     spawn_seed,
 )
-from torchrl_lightning.datamodules.arguments import call_with_policy, environment_name
+from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 
@@ -41,8 +41,10 @@ class ExperienceDataModule(L.LightningDataModule):
         num_envs: environments stepped side by side, on each rank.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and gives any TorchRL collector; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
+        collector: a callable that takes the policy and returns any TorchRL collector; by default a
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``. If it has parameters ``seed`` and
+            ``reset_at_each_batch``, it is given this rank's seed and the argument below; under several ranks it needs
+            the former.
         reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
             repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
@@ -138,6 +140,7 @@ class ExperienceDataModule(L.LightningDataModule):
         if self.seed is None:
             self.seed = int(torch.randint(2**31, ()).item())
         if stage == "fit":
+            self._own_collector_options()  # refuses what does not fit before anything is built
             self._environment()
 
     def train_dataloader(self) -> Batches:
@@ -288,6 +291,14 @@ class ExperienceDataModule(L.LightningDataModule):
         """What the stream asks of the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
+    def _own_collector_options(self) -> dict[str, Any]:
+        """What the user's collector is asked for."""
+        if self._make_collector is None:
+            return {}
+        return collector_options(
+            self._make_collector, self._spawn_seed("collector"), self.reset_at_each_batch, self.world_size
+        )
+
     def _wrap_env(self, env: VectorEnv) -> Any:
         """Lets the buffer have its say on the environment that is collected from."""
         return env
@@ -309,7 +320,7 @@ class ExperienceDataModule(L.LightningDataModule):
                     **self._collector_options(),
                 )
             else:
-                self.collector = call_with_policy(self._make_collector, policy)
+                self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
             self._stream = iter(self.collector)
             self._restore_run()
         return self._stream
