@@ -144,7 +144,15 @@ class ExperienceDataModule(L.LightningDataModule):
             self._environment()
 
     def train_dataloader(self) -> Batches:
-        """Gives the sized stream of training batches; nothing is collected before it is iterated."""
+        """Return the sized stream of training batches; nothing is collected before it is iterated.
+
+        Training that has nothing left to collect or to learn from ends before it begins.
+        """
+        if self.trainer is not None and self._is_spent():
+            logger.warning(
+                "all %d frames are collected; raise total_frames=%d to go on.", self.frames, self.total_frames
+            )
+            self.trainer.should_stop = True
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
@@ -270,6 +278,15 @@ class ExperienceDataModule(L.LightningDataModule):
         loop = getattr(self.trainer, "fit_loop", None)
         return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
 
+    def _epoch_length(self) -> int:
+        """Batches that Lightning asks for in one epoch: fewer than there are under ``limit_train_batches``."""
+        asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
+        return int(min(self.batches_per_epoch, asked))
+
+    def _is_spent(self) -> bool:
+        """Whether as many frames are collected as were asked for."""
+        return 0 <= self.total_frames <= self.frames
+
     @property
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
@@ -310,6 +327,9 @@ class ExperienceDataModule(L.LightningDataModule):
     def _start(self, policy: Any) -> Iterator[TensorDictBase]:
         """Builds the collector at the first iteration, when weights are restored and on their device."""
         if self._stream is None:
+            if self._restored is not None and "rng" not in self._restored:
+                # The run goes on already; building a collector must not take numbers from it.
+                self._restored["rng"] = torch.get_rng_state()
             policy = self._wrap_policy(policy)
             if self._make_collector is None:
                 self.collector = GymnasiumCollector(
@@ -334,8 +354,13 @@ class ExperienceDataModule(L.LightningDataModule):
         # Last of all, so that nothing that was built for this run draws from the restored generator.
         torch.set_rng_state(restored["rng"])
 
+    def _restore_rng(self) -> None:
+        """Set torch's generator as it was, where a resumed run learns before it collects."""
+        if self._restored is not None and "rng" in self._restored:
+            torch.set_rng_state(self._restored.pop("rng"))
+
     def _collect(self, policy: Any) -> TensorDictBase | None:
-        """Gives the next rollout and counts its frames; None when the collector has ended."""
+        """Return the next rollout; None when the collector has ended."""
         stream = self._start(policy)
         update_weights = getattr(self.collector, "update_policy_weights_", None)
         if update_weights is not None and self._make_collector is not None:
@@ -346,12 +371,18 @@ class ExperienceDataModule(L.LightningDataModule):
             if self.trainer is not None:
                 self.trainer.should_stop = True
             return None
-        self.frames += rollout.numel() * self.world_size
         return rollout
 
-    def _stop_at_total_frames(self) -> None:
-        if 0 <= self.total_frames <= self.frames and self.trainer is not None:
-            self.trainer.should_stop = True
+    def _count(self, rollout: TensorDictBase) -> None:
+        """Count the frames of a rollout that is ready to be learned from, on all ranks."""
+        self.frames += rollout.numel() * self.world_size
+
+    def _stop_if_spent(self) -> bool:
+        """End the training where all frames are collected; return whether it was not to end yet."""
+        if self.trainer is None or self.trainer.should_stop or not self._is_spent():
+            return False
+        self.trainer.should_stop = True
+        return True
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool = True) -> TensorDict:
         """Plays finished episodes in environments of their own, with seeds that training never sees.
