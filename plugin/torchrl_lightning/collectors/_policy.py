@@ -11,6 +11,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules.utils import get_primers_from_module
 
+from torchrl_lightning._modules import device_of
+
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
@@ -26,11 +28,7 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
 
 def policy_device(policy: object) -> torch.device:
     """The device of the policy's first parameter or buffer, else the CPU."""
-    if isinstance(policy, nn.Module):
-        for tensors in (policy.parameters(), policy.buffers()):
-            for tensor in tensors:
-                return tensor.device
-    return torch.device("cpu")
+    return device_of(policy) or torch.device("cpu")
 
 
 def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:

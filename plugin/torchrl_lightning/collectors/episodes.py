@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -11,9 +10,9 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
-from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._checks import check_policy
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory
@@ -78,7 +77,7 @@ def play_episodes(
     try:
         with (
             torch.no_grad(),
-            _evaluating(policy),
+            EvaluationMode(policy),
             isolated_rng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
@@ -125,16 +124,3 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
         else:
             memory.begin(memory)
     return TensorDict({key: torch.from_numpy(value) for key, value in result.items()}, [num_episodes])
-
-
-@contextmanager
-def _evaluating(policy: object) -> Iterator[None]:
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode

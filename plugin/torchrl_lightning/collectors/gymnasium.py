@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._checks import check_frames, check_policy, check_state, number_of_batches, read_specs
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory, trajectory_ids
@@ -33,7 +34,8 @@ class GymnasiumCollector:
     also where an episode ends. Recurrent states that the policy's submodules declare by ``make_tensordict_primer``
     are carried from ``("next", key)`` to ``key``, and set to their initial values where an episode starts.
 
-    The policy draws from a random stream of its own, derived from ``seed`` and the number of the batch; torch's
+    The policy acts in evaluation mode; its submodules keep their own modes outside a rollout. It draws from a random
+    stream of its own, derived from ``seed`` and the number of the batch; torch's
     global generators are left as they were. With ``reset_at_each_batch=True`` a restored collector therefore repeats
     exactly what the original would have done. Otherwise episodes run on across batches, an environment's inner state
     cannot be restored, and the first batch after ``load_state_dict`` begins with a reset.
@@ -120,6 +122,7 @@ class GymnasiumCollector:
         self._needs_reset = True
         self._static_seed = False
         self._loop: RolloutLoop | None = None
+        self._evaluation = EvaluationMode(policy)
         self._last: RolloutMemory | None = None
         self._last_ids: Array = np.empty(0, dtype=np.int64)
         self._same_td: TensorDict | None = None
@@ -186,6 +189,7 @@ class GymnasiumCollector:
         memory = reuse or RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
         with (
             torch.no_grad(),
+            self._evaluation,
             set_exploration_type(self.exploration_type),
             isolated_rng(spawn_seed(self.seed, "policy", self._batches), device),
         ):

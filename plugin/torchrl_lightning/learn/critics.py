@@ -39,6 +39,8 @@ class Critic(ValueOperator):
         self.is_shared = shared
         if not shared:
             self.owned_trunks = nn.ModuleList(trunks)
+        # What is put into evaluation mode together with the critic, without being registered here.
+        self.__dict__["borrowed"] = list(trunks) if shared else []
         self.__dict__["trunks"] = list(trunks)
 
     @property

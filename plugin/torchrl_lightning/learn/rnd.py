@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Categorical
 
+from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.layers import orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
@@ -68,7 +69,7 @@ class RandomNetworkDistillation(nn.Module):
             self.keys, entries = observation_entries(specs)
             self.whitened = [not isinstance(entry, Categorical) for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
-            self.target.requires_grad_(False)
+            self.target.requires_grad_(False).eval()
             self.register_buffer("count", torch.zeros((), dtype=torch.float64))
             for i, entry in enumerate(entries):
                 self.register_buffer(f"mean_{i}", torch.zeros(entry.shape, dtype=torch.float64))
@@ -78,6 +79,13 @@ class RandomNetworkDistillation(nn.Module):
     def _embedding(self, entries: list[Any]) -> nn.Module:
         encoder = self.network.encoder(entries)
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the predictor; the fixed target is always in evaluation mode."""
+        super().train(mode)
+        if self.target is not None:
+            self.target.eval()
+        return self
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
         """Return what is trained."""
@@ -125,11 +133,17 @@ class RandomNetworkDistillation(nn.Module):
 
     @torch.no_grad()
     def annotate(self, rollout: TensorDictBase) -> None:
-        """Update the moments with a rollout `[T, N]` and add its raw `("next", "intrinsic_reward")` `[T, N, 1]`."""
+        """Update the moments with a rollout `[T, N]` and add its raw `("next", "intrinsic_reward")` `[T, N, 1]`.
+
+        The rollout may lie on another device than the networks; it stays there.
+        """
         entries = self._next_observations(rollout)
+        home, there = entries[0].device, self.count.device
+        entries = [entry.to(there) for entry in entries]
         self.observe(entries)
-        error = self._error(entries)
-        rollout.set(("next", "intrinsic_reward"), error.reshape(*rollout.batch_size, 1))
+        with EvaluationMode(self):
+            error = self._error(entries)
+        rollout.set(("next", "intrinsic_reward"), error.reshape(*rollout.batch_size, 1).to(home))
 
     def _error(self, entries: list[Tensor]) -> Tensor:
         whitened = self._whiten(entries)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.rollout.layout import leaves_of
 from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import flatten_tree
@@ -177,10 +178,10 @@ def run_on_successors(
 
 
 def run(module: TensorDictModuleBase, source: TensorDictBase, recurrent: bool = False) -> TensorDictBase:
-    """Run a module where its parameters are and bring the result back, without gradients."""
-    home, there = _device_of(source), _device_of_module(module)
+    """Run a module in evaluation mode where its parameters are and bring the result back, without gradients."""
+    home, there = _device_of(source), device_of(module)
     moved = source if there is None or home == there else source.to(there)
-    with torch.no_grad(), set_recurrent_mode(recurrent):
+    with torch.no_grad(), EvaluationMode(module), set_recurrent_mode(recurrent):
         out = module(moved)
     return out if out is None or there is None or home == there else out.to(home)
 
@@ -209,10 +210,10 @@ def current_log_prob(
         source = new_tensordict(
             flatten_tree(rollout.select(*keys, strict=False)), torch.Size([rollout.batch_size.numel()])
         )
-    home, there = _device_of(source), _device_of_module(actor)
+    home, there = _device_of(source), device_of(actor)
     if there is not None and there != home:
         source = source.to(there)
-    with set_recurrent_mode(recurrent):
+    with EvaluationMode(actor), set_recurrent_mode(recurrent):
         log_prob = actor.get_dist(source).log_prob(source.get(action_key)).to(home)
     return log_prob.transpose(0, 1) if recurrent else log_prob.unflatten(0, rollout.batch_size)
 
@@ -237,10 +238,4 @@ def _checked(value: Tensor, key: NestedKey) -> Tensor:
 def _device_of(data: TensorDictBase) -> torch.device | None:
     for value in data.values(include_nested=True, leaves_only=True):
         return torch.device(value.device)
-    return None
-
-
-def _device_of_module(module: Any) -> torch.device | None:
-    for parameter in module.parameters():
-        return torch.device(parameter.device)
     return None

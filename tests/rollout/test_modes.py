@@ -1,0 +1,71 @@
+"""Critics and actors estimate in evaluation mode and are given back in their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from rollout.helpers import linear_actor, make_rollout
+from torchrl_lightning import GAEBuffer, GeneralizedAdvantages, VanillaOnPolicyBuffer, VTraceAdvantages, VTraceBuffer
+
+
+class Half(nn.Module):
+    """A value that is the observation, or anything else in training mode."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.dropout, self.broken = nn.Dropout(0.9), broken
+
+    def forward(self, observation: Tensor) -> Tensor:
+        if self.broken:
+            raise RuntimeError("broken")
+        return self.dropout(observation)
+
+
+def critic(**kwargs: Any) -> TensorDictModule:
+    return TensorDictModule(Half(**kwargs), in_keys=["observation"], out_keys=["state_value"])
+
+
+def dropping_actor() -> Any:
+    actor = linear_actor()
+    actor.module[0].module = nn.Sequential(nn.Dropout(0.9), actor.module[0].module)
+    return actor.train()
+
+
+@pytest.mark.parametrize("cls", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
+def test_a_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer]) -> None:
+    buffer = cls(5, actor=dropping_actor(), critic=critic())
+    data = make_rollout()
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert torch.equal(buffer.rollout["state_value"], buffer.rollout["observation"])
+    going_on = ~data.transpose(0, 1)["next", "terminated"][-1]
+    last = buffer.rollout["next", "observation"][-1]
+    assert torch.equal(buffer.rollout["next", "state_value"][-1], last * going_on)
+    for module in (buffer.actor, buffer.critic):
+        assert all(part.training for part in module.modules())
+    if isinstance(buffer, VTraceBuffer):
+        assert torch.equal(
+            buffer.get_updated_action_log_probs(),
+            linear_actor().get_dist(buffer.rollout).log_prob(buffer.rollout["action"]),
+        )
+
+
+@pytest.mark.parametrize("cls", [GeneralizedAdvantages, VTraceAdvantages])
+def test_a_transform_estimates_in_evaluation_mode(cls: Any) -> None:
+    options = {"actor": dropping_actor()} if cls is VTraceAdvantages else {}
+    data = cls(critic=critic(), **options)(make_rollout())
+    assert torch.equal(data["state_value"], data["observation"])
+
+
+def test_modes_are_restored_after_an_error() -> None:
+    buffer = GAEBuffer(5, critic=critic(broken=True))
+    buffer.insert_data_slice(make_rollout())
+    with pytest.raises(RuntimeError, match="broken"):
+        buffer.before_gradients()
+    assert buffer.critic is not None
+    assert all(part.training for part in buffer.critic.modules())
