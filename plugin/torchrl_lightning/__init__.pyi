@@ -55,9 +55,9 @@ from torchrl_lightning.rollout import MinibatchSampler as MinibatchSampler
 from torchrl_lightning.rollout import PPOBuffer as PPOBuffer
 from torchrl_lightning.rollout import RolloutStorage as RolloutStorage
 from torchrl_lightning.rollout import RolloutWriter as RolloutWriter
+from torchrl_lightning.rollout import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
 from torchrl_lightning.rollout import VTraceAdvantages as VTraceAdvantages
 from torchrl_lightning.rollout import VTraceBuffer as VTraceBuffer
-from torchrl_lightning.rollout import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
 from torchrl_lightning.scan import discounted_scan as discounted_scan
 from torchrl_lightning.segment_tree import MaxSegmentTree as MaxSegmentTree
 from torchrl_lightning.segment_tree import MinSegmentTree as MinSegmentTree
