@@ -7,6 +7,7 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,18 @@ def waiting_steps(transform: MultiStepTransform) -> TensorDictBase | None:
 def restore_waiting(transform: MultiStepTransform, waiting: TensorDictBase | None) -> None:
     """Replace the steps that wait in an n-step transform; None forgets them."""
     transform._buffer = waiting
+
+
+class OwnSignature:
+    """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
+
+    TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        shown = inspect.signature(cls.__init__)
+        cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 class StorageBase(LazyTensorStorage):
@@ -237,7 +250,7 @@ def _unpacked(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
-class OwnGenerator:
+class OwnGenerator(OwnSignature):
     """Gives a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
 
     Example:
@@ -310,7 +323,7 @@ class SamplerBase(OwnGenerator, SamplerWithoutReplacement):
         SamplerWithoutReplacement._empty(self)
 
 
-class BufferBase(TensorDictReplayBuffer):
+class BufferBase(OwnSignature, TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with its private parts under public names."""
 
     def __init__(self, **kwargs: Any) -> None:

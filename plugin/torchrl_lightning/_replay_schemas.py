@@ -45,7 +45,6 @@ class ReplayBufferSchema:
     writer: Any = None
     sampler: Any = None
     priority_key: str = "td_error"
-    sample_unit: Any = None
     pin_memory: bool = False
     prefetch: int | None = None
     transform: Any = None
@@ -57,6 +56,7 @@ class ExperienceBufferSchema(ReplayBufferSchema):
 
     _target_: str = "torchrl_lightning.ExperienceBuffer"
     storage: Any = None
+    sample_unit: Any = None
 
 
 @dataclass

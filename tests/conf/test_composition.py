@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -17,7 +18,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from configs.signatures import constructor_arguments
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
@@ -170,7 +170,7 @@ def test_a_model_is_built(compose_train, option):
 def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
     cfg = compose_train(f"model={option}", "~experiment").model
     component = get_class(cfg._target_)
-    defaults = {name: parameter.default for name, parameter in constructor_arguments(component).items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(component).parameters.items()}
     said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", "network")}
     assert said == {name: defaults[name] for name in said}
     assert instantiate(cfg).network == component().network

@@ -12,7 +12,6 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from configs.processes import environment
-from configs.signatures import constructor_arguments
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning._conf import EXPORT_DIR
 from torchrl_lightning._schemas import SCHEMAS, register_schemas
@@ -23,15 +22,16 @@ ON_POLICY = {
     *("num_envs", "time_dim"),
 }
 # Besides: what TorchRL offers to programs that share a buffer between processes, or that bring functions of their own.
-REPLAY = {
-    *("num_envs", "generator", "dim_extend"),
-    *("collate_fn", "transform_factory", "checkpointer", "consume_after_n_samples", "shared", "compilable"),
-    *("delayed_init", "service_backend", "service_backend_options", "transport", "transport_options"),
+REPLAY = {"num_envs", "generator", "shared"}
+RARE = {
+    *("collate_fn", "transform_factory", "dim_extend", "checkpointer", "consume_after_n_samples"),
+    *("compilable", "delayed_init", "transport", "transport_options"),
 }
 FILLED_IN: dict[tuple[str, str], set[str]] = {
     **{("buffer", name): {*ON_POLICY, "batch_size"} for name in ("vanilla", "gae", "vtrace")},
     ("buffer", "ppo"): ON_POLICY,
-    **{("buffer", name): {*REPLAY, "batch_size"} for name in ("experience", "recurrent")},
+    ("buffer", "experience"): {*REPLAY, *RARE, "batch_size"},
+    ("buffer", "recurrent"): {*REPLAY, "batch_size"},
     ("buffer", "simple"): REPLAY,
     ("storage", "ring"): {"compilable"},
     # The buffer has the generator; a dtype has no name in YAML.
@@ -50,7 +50,7 @@ def own_fields(schema: type) -> dict[str, dataclasses.Field]:
 @pytest.mark.parametrize(("group", "name"), list(SCHEMAS))
 def test_fields_are_the_arguments_with_equal_defaults(group, name):
     schema = SCHEMAS[group, name]
-    arguments = constructor_arguments(get_class(schema._target_))
+    arguments = inspect.signature(get_class(schema._target_)).parameters
     fields = own_fields(schema)
     filled_in = FILLED_IN.get((group, name), set())
     assert set(fields) == set(arguments) - filled_in
@@ -73,7 +73,7 @@ def test_every_exported_option_is_checked_against_a_schema():
 
 
 def test_the_default_buffer_is_the_one_of_data_gae():
-    default = constructor_arguments(OnPolicyDataModule)["buffer"].default
+    default = inspect.signature(OnPolicyDataModule).parameters["buffer"].default
     assert f"torchrl_lightning.{default.__name__}" == SCHEMAS["buffer", "gae"]._target_
 
 

@@ -12,9 +12,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the surest one.
 
-    Args:
-        *args: as for ``ModelCheckpoint``.
-        **kwargs: as for ``ModelCheckpoint``.
+    It takes the arguments of ``ModelCheckpoint``.
 
     Example:
         >>> BestCheckpoint(monitor="eval/return", mode="max").monitor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -45,27 +45,29 @@ class EnvironmentFactory:
     Args:
         id: an environment id.
         observe: entries of a flat observation to show; all if None.
-        **kwargs: passed on to :func:`gymnasium.make`, e.g. ``max_episode_steps``.
+        env_kwargs: passed on to :func:`gymnasium.make`, e.g. ``max_episode_steps``.
 
     Example:
-        >>> factory = EnvironmentFactory("CartPole-v1", observe=[0, 2], max_episode_steps=200)
+        >>> factory = EnvironmentFactory("CartPole-v1", observe=[0, 2], env_kwargs={"max_episode_steps": 200})
         >>> factory().observation_space.shape
         (2,)
         >>> factory
-        EnvironmentFactory('CartPole-v1', observe=[0, 2], max_episode_steps=200)
+        EnvironmentFactory('CartPole-v1', observe=[0, 2], env_kwargs={'max_episode_steps': 200})
     """
 
-    def __init__(self, id: str, observe: Sequence[int] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, id: str, observe: Sequence[int] | None = None, env_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.id = id
         self.observe = None if observe is None else list(observe)
-        self.kwargs = kwargs
+        self.env_kwargs = dict(env_kwargs or {})
 
     def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
         """Makes an environment; ``kwargs`` win over those of the factory, e.g. ``render_mode``."""
-        env = gym.make(self.id, **{**self.kwargs, **kwargs})
+        env = gym.make(self.id, **{**self.env_kwargs, **kwargs})
         return env if self.observe is None else SelectObservation(env, self.observe)
 
     def __repr__(self) -> str:
-        settings = {} if self.observe is None else {"observe": self.observe}
-        text = "".join(f", {name}={value!r}" for name, value in {**settings, **self.kwargs}.items())
+        settings = {"observe": self.observe, "env_kwargs": self.env_kwargs}
+        text = "".join(f", {name}={value!r}" for name, value in settings.items() if value)
         return f"{type(self).__name__}({self.id!r}{text})"

@@ -21,23 +21,11 @@ class ReplayOptionsConfig(ReplayBufferBaseConfig):
     num_envs: int | None = None
     generator: Any = None
     priority_key: Any = "td_error"
-    sample_unit: Any = None
-    collate_fn: Any = None
     pin_memory: bool = False
     prefetch: int | None = None
     transform: Any = None
-    transform_factory: Any = None
     batch_size: int | None = None
-    dim_extend: int | None = None
-    checkpointer: Any = None
-    consume_after_n_samples: int | None = None
     shared: bool = False
-    compilable: bool | None = None
-    delayed_init: bool | None = None
-    service_backend: str = "direct"
-    service_backend_options: Any = None
-    transport: str = "auto"
-    transport_options: Any = None
 
 
 @dataclass
@@ -46,6 +34,16 @@ class ExperienceBufferConfig(ReplayOptionsConfig):
 
     _target_: str = f"{_TARGETS}.ExperienceBuffer"
     storage: Any = None
+    sample_unit: Any = None
+    collate_fn: Any = None
+    transform_factory: Any = None
+    dim_extend: int | None = None
+    checkpointer: Any = None
+    consume_after_n_samples: int | None = None
+    compilable: bool | None = None
+    delayed_init: bool | None = None
+    transport: str = "auto"
+    transport_options: Any = None
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
@@ -14,6 +14,14 @@ from torchrl_lightning.datamodules.episodes import EpisodeTracker
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 
 
+class RolloutBufferFactory(Protocol):
+    """A callable that takes ``size``, the time steps of a rollout, and returns the buffer."""
+
+    def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
+        """Build the buffer."""
+        ...
+
+
 class OnPolicyDataModule(ExperienceDataModule):
     """Collects a rollout, estimates its advantages and serves it in mini-batches, once each Lightning epoch.
 
@@ -21,7 +29,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     the weights that the last update left: no batch is ever older than its policy.
 
     Args:
-        env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
+        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
             :class:`~torchrl_lightning.GAEBuffer` (the default).
         num_epochs: passes over each rollout.
@@ -31,6 +39,16 @@ class OnPolicyDataModule(ExperienceDataModule):
             that many batches of exactly that size (environments, for a recurrent policy). For a recurrent policy it
             must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
+        num_envs: environments stepped side by side, on each rank.
+        frames_per_batch: frames of one rollout, on each rank; a multiple of ``num_envs``.
+        total_frames: frames, summed over ranks, after which training stops; -1 for never.
+        collector: a callable that takes the policy and gives any TorchRL collector; by default a
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
+        reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
+        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
+        eval_episodes: finished episodes that one evaluation plays.
+        eval_num_envs: environments that play them side by side.
+        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
 
     Raises:
         ValueError: if the mini-batches do not fit the rollout.
@@ -47,14 +65,33 @@ class OnPolicyDataModule(ExperienceDataModule):
         self,
         env: Any,
         *,
-        buffer: Callable[..., VanillaOnPolicyBuffer] = GAEBuffer,
+        buffer: RolloutBufferFactory = GAEBuffer,
         num_epochs: int = 4,
         mini_batch_size: int | None = None,
         num_mini_batch: int | None = None,
         shuffle: bool = True,
-        **kwargs: Any,
+        num_envs: int = 8,
+        frames_per_batch: int = 1024,
+        total_frames: int = -1,
+        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
+        reset_at_each_batch: bool = False,
+        eval_env: Any = None,
+        eval_episodes: int = 10,
+        eval_num_envs: int = 10,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(env, **kwargs)
+        super().__init__(
+            env,
+            num_envs=num_envs,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            collector=collector,
+            reset_at_each_batch=reset_at_each_batch,
+            eval_env=eval_env,
+            eval_episodes=eval_episodes,
+            eval_num_envs=eval_num_envs,
+            seed=seed,
+        )
         if num_epochs < 1:
             raise ValueError(f"num_epochs is {num_epochs}; it must be at least 1.")
         self.num_epochs = num_epochs

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -28,6 +28,14 @@ CHECKPOINTS = ("inside", "beside", "none")
 LEFT_OUT = ("collector", "done", "terminated", "truncated")
 
 
+class ReplayBufferFactory(Protocol):
+    """A callable that takes ``num_envs`` and returns the replay buffer."""
+
+    def __call__(self, *, num_envs: int) -> ExperienceBuffer:
+        """Build the buffer."""
+        ...
+
+
 class ReplayDataModule(ExperienceDataModule):
     """Serves ``updates_per_epoch`` batches a Lightning epoch from a replay buffer that grows in step with them.
 
@@ -37,7 +45,7 @@ class ReplayDataModule(ExperienceDataModule):
     priorities that the loss wrote into the batch are taken back.
 
     Args:
-        env: see :class:`ExperienceDataModule`, as all arguments that are not named here.
+        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: batches of one epoch.
@@ -56,7 +64,14 @@ class ReplayDataModule(ExperienceDataModule):
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
         num_envs: environments stepped side by side, on each rank.
-        kwargs: as for :class:`ExperienceDataModule`.
+        total_frames: frames, summed over ranks, after which training stops; -1 for never.
+        collector: a callable that takes the policy and gives any TorchRL collector; by default a
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
+        reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
+        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
+        eval_episodes: finished episodes that one evaluation plays.
+        eval_num_envs: environments that play them side by side.
+        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
 
     Raises:
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown.
@@ -73,7 +88,7 @@ class ReplayDataModule(ExperienceDataModule):
         self,
         env: Any,
         *,
-        buffer: Callable[..., ExperienceBuffer],
+        buffer: ReplayBufferFactory,
         batch_size: int = 256,
         updates_per_epoch: int = 1000,
         frames_per_update: float = 1.0,
@@ -85,13 +100,25 @@ class ReplayDataModule(ExperienceDataModule):
         buffer_dir: str | Path | None = None,
         frames_per_batch: int | None = None,
         num_envs: int = 1,
-        **kwargs: Any,
+        total_frames: int = -1,
+        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
+        reset_at_each_batch: bool = False,
+        eval_env: Any = None,
+        eval_episodes: int = 10,
+        eval_num_envs: int = 10,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             env,
             num_envs=num_envs,
             frames_per_batch=num_envs if frames_per_batch is None else frames_per_batch,
-            **kwargs,
+            total_frames=total_frames,
+            collector=collector,
+            reset_at_each_batch=reset_at_each_batch,
+            eval_env=eval_env,
+            eval_episodes=eval_episodes,
+            eval_num_envs=eval_num_envs,
+            seed=seed,
         )
         for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch), ("n_steps", n_steps)):
             if value < 1:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
 from torchrl_lightning.replay.buffer_state import gather_state, restore_state
@@ -40,7 +43,23 @@ class ExperienceBuffer(BufferBase):
         sampler: any sampler; TorchRL's ``RandomSampler`` by default.
         num_envs: number of environments of the default writer.
         generator: the only source of randomness; seeded from torch's global one by default.
-        kwargs: as for TorchRL's ``TensorDictReplayBuffer``.
+        batch_size: rows (or windows) that ``sample()`` draws, here and below as in TorchRL's
+            ``TensorDictReplayBuffer``.
+        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
+        sample_unit: what a sample is a number of.
+        collate_fn: what makes a batch of the cells that were read.
+        pin_memory: pin sampled batches in page-locked memory.
+        prefetch: batches drawn ahead by a thread.
+        transform: a transform that written data and samples pass through.
+        transform_factory: a callable that makes the transform.
+        dim_extend: the dimension along which data are written.
+        checkpointer: what writes and reads the storage in ``dumps`` and ``loads``.
+        consume_after_n_samples: samples after which a cell is given up.
+        shared: let other processes write and read.
+        compilable: support ``torch.compile``.
+        delayed_init: build storage, sampler and writer at first use.
+        transport: how data reach a buffer in another process.
+        transport_options: settings of the transport.
 
     Raises:
         ValueError: ``num_envs`` differs from that of a given writer, or another buffer fills the storage.
@@ -58,12 +77,27 @@ class ExperienceBuffer(BufferBase):
     def __init__(
         self,
         *,
-        storage: Any = None,
-        writer: Any = None,
-        sampler: Any = None,
+        storage: Storage | Callable[[], Storage] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
         num_envs: int | None = None,
         generator: torch.Generator | None = None,
-        **kwargs: Any,
+        batch_size: int | None = None,
+        priority_key: NestedKey = "td_error",
+        sample_unit: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Transform | Callable[[Any], Any] | None = None,
+        transform_factory: Callable[[], Transform] | None = None,
+        dim_extend: int | None = None,
+        checkpointer: Any = None,
+        consume_after_n_samples: int | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
+        delayed_init: bool | None = None,
+        transport: Literal["auto", "direct", "ray", "distributed"] = "auto",
+        transport_options: dict[str, Any] | None = None,
     ) -> None:
         if isinstance(storage, RingStorage):
             _check_free(storage, writer)
@@ -74,7 +108,22 @@ class ExperienceBuffer(BufferBase):
             writer=RingWriter(num_envs or 1) if writer is None else writer,
             sampler=sampler,
             generator=_fresh_generator() if generator is None else generator,
-            **kwargs,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            sample_unit=sample_unit,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+            transform_factory=transform_factory,
+            dim_extend=dim_extend,
+            checkpointer=checkpointer,
+            consume_after_n_samples=consume_after_n_samples,
+            shared=shared,
+            compilable=compilable,
+            delayed_init=delayed_init,
+            transport=transport,
+            transport_options=transport_options,
         )
         if self.shared:
             self.share()

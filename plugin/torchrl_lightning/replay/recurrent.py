@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrl_lightning.replay.experience import BatchExperience
-from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.velora_base import BufferBase
 from torchrl_lightning.replay.warm import collect
 
@@ -34,8 +33,22 @@ class RecurrentReplayBuffer(BufferBase):
     ``state`` is the hidden state before; give it as ``previous_hidden`` to have both.
 
     Args:
-        *args: ``capacity, state_dim, action_dim, hidden_dim``, see :class:`BufferBase`.
-        **kwargs: ``device`` and options of :class:`BufferBase`; the default ``sampler`` is a :class:`UniformSampler`.
+        capacity: transitions kept; later ones replace the oldest.
+        state_dim: length of an observation; ``None`` takes what the first transition has, here as in the next two.
+        action_dim: length of an action.
+        hidden_dim: length of a recurrent state.
+        device: where transitions lie; ``None`` means torch's default device.
+        scratch_dir: folder for memory-mapped files; ``None`` keeps the transitions in memory.
+        sampler: any sampler; a :class:`UniformSampler` by default.
+        writer: as in :class:`ExperienceBuffer`, here and below.
+        num_envs: number of environments of the default writer.
+        generator: the only source of randomness; seeded from torch's global one by default.
+        batch_size: rows (or windows) that ``sample()`` draws.
+        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
+        transform: a transform that written data and samples pass through.
+        pin_memory: pin sampled batches in page-locked memory.
+        prefetch: batches drawn ahead by a thread.
+        shared: let other processes write and read.
 
     Source:
         https://github.com/Achronus/Velora
@@ -47,11 +60,6 @@ class RecurrentReplayBuffer(BufferBase):
         >>> len(buffer), buffer.sample(1).hiddens.shape
         (1, torch.Size([1, 8]))
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("sampler") is None:
-            kwargs["sampler"] = UniformSampler()
-        super().__init__(*args, **kwargs)
 
     def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> BatchExperience:
         """Sample transitions uniformly, with replacement (or as the given ``sampler`` does).

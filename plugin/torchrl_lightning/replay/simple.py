@@ -12,6 +12,9 @@ from omegaconf import MISSING
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.writers import Writer
+from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import flag, vector
@@ -53,8 +56,15 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         batch_size: steps in a batch.
         device: where steps lie and batches come out.
         scratch_dir: folder for memory-mapped files; ``None`` keeps the steps in memory.
-        **kwargs: ``sampler`` (a :class:`UniformSampler` without replacement by default), ``num_envs``, ``transform``,
-            ``generator``, ... of :class:`ExperienceBuffer`.
+        sampler: any sampler; a :class:`UniformSampler` without replacement by default.
+        writer: as in :class:`ExperienceBuffer`, here and below.
+        num_envs: number of environments of the default writer.
+        generator: the only source of randomness; seeded from torch's global one by default.
+        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
+        transform: a transform that written data and samples pass through.
+        pin_memory: pin sampled batches in page-locked memory.
+        prefetch: batches drawn ahead by a thread.
+        shared: let other processes write and read.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -83,16 +93,32 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         *,
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
-        **kwargs: Any,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        num_envs: int | None = None,
+        generator: torch.Generator | None = None,
+        priority_key: NestedKey = "td_error",
+        transform: Transform | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        shared: bool = False,
     ) -> None:
         for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
             unset = number is None and name.endswith("dim")
             if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be a positive integer, got {number!r}.")
-        if kwargs.get("sampler") is None:
-            kwargs["sampler"] = UniformSampler(with_replacement=False)
         super().__init__(
-            storage=RingStorage(size, device=device, scratch_dir=scratch_dir), batch_size=batch_size, **kwargs
+            storage=RingStorage(size, device=device, scratch_dir=scratch_dir),
+            sampler=UniformSampler(with_replacement=False) if sampler is None else sampler,
+            writer=writer,
+            num_envs=num_envs,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            shared=shared,
         )
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None

@@ -10,10 +10,14 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.writers import Writer
+from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.velora_files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
 
 WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
@@ -32,8 +36,16 @@ class BufferBase(ExperienceBuffer):
         hidden_dim: length of a recurrent state.
         device: where transitions lie; ``None`` means torch's default device.
         scratch_dir: folder for memory-mapped files; ``None`` keeps the transitions in memory.
-        **kwargs: ``sampler``, ``num_envs``, ``transform``, ``batch_size``, ``generator``, ... of
-            :class:`ExperienceBuffer`.
+        sampler: any sampler; a :class:`UniformSampler` by default.
+        writer: as in :class:`ExperienceBuffer`, here and below.
+        num_envs: number of environments of the default writer.
+        generator: the only source of randomness; seeded from torch's global one by default.
+        batch_size: rows (or windows) that ``sample()`` draws.
+        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
+        transform: a transform that written data and samples pass through.
+        pin_memory: pin sampled batches in page-locked memory.
+        prefetch: batches drawn ahead by a thread.
+        shared: let other processes write and read.
 
     Raises:
         TypeError: the class has no ``sample`` of its own.
@@ -59,7 +71,16 @@ class BufferBase(ExperienceBuffer):
         *,
         device: torch.device | str | None = None,
         scratch_dir: str | Path | None = None,
-        **kwargs: Any,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        num_envs: int | None = None,
+        generator: torch.Generator | None = None,
+        batch_size: int | None = None,
+        priority_key: NestedKey = "td_error",
+        transform: Transform | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        shared: bool = False,
     ) -> None:
         if type(self).sample is BufferBase.sample:
             raise TypeError(f"{type(self).__name__} does not say how to sample; use RecurrentReplayBuffer.")
@@ -70,7 +91,19 @@ class BufferBase(ExperienceBuffer):
         self.capacity, self.state_dim, self.action_dim, self.hidden_dim = capacity, state_dim, action_dim, hidden_dim
         self.device = None if device is None else torch.device(device)
         place = torch.get_default_device() if self.device is None else self.device
-        super().__init__(storage=RingStorage(capacity, device=place, scratch_dir=scratch_dir), **kwargs)
+        super().__init__(
+            storage=RingStorage(capacity, device=place, scratch_dir=scratch_dir),
+            sampler=UniformSampler() if sampler is None else sampler,
+            writer=writer,
+            num_envs=num_envs,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            shared=shared,
+        )
 
     # ------------------------------------------------------------------ writing
 

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning._compat import OwnSignature, new_tensordict
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.layout import leaves_of, nested_keys
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
@@ -39,7 +39,7 @@ RESULTS: tuple[NestedKey, ...] = (
 )
 
 
-class OnPolicyBuffer(TensorDictReplayBuffer):
+class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     """One time-major rollout with TorchRL's verbs and the documented ones; see :class:`VanillaOnPolicyBuffer`."""
 
     storage: RolloutStorage
