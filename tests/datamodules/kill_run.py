@@ -9,16 +9,17 @@ and saves in turn. What is offered for resuming must be whole and no older than 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
+import select
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tensordict import TensorDict
@@ -54,16 +55,21 @@ def write(folder, data):
     os.replace(folder / "state.new", folder / STATE)
 
 
+def step(folder, data):
+    update = data.updates + 1
+    # Every row tells its position, in each of its numbers.
+    position = torch.arange((update - 1) * ROWS, update * ROWS)
+    data.buffer.extend(TensorDict({"step": position.unsqueeze(1).expand(-1, WIDTH)}, [ROWS]))
+    data.buffer.update_priority(position % CELLS, 1.0 + position % 7)
+    data.updates, data._snapshot = update, None
+    write(folder, data)
+
+
 def child(folder, in_files, report):
     data = make(folder, in_files)
-    for update in range(data.updates + 1, 1 << 30):
-        # Every row tells its position, in each of its numbers.
-        position = torch.arange((update - 1) * ROWS, update * ROWS)
-        data.buffer.extend(TensorDict({"step": position.unsqueeze(1).expand(-1, WIDTH)}, [ROWS]))
-        data.buffer.update_priority(position % CELLS, 1.0 + position % 7)
-        data.updates, data._snapshot = update, None
-        write(folder, data)
-        os.write(report, f"{update}\n".encode())
+    while True:
+        step(folder, data)
+        os.write(report, f"{data.updates}\n".encode())
 
 
 def check(folder, in_files, returned):
@@ -99,7 +105,7 @@ def kill_once(folder, in_files, seconds):
             os._exit(1)
     os.close(writable)
     with os.fdopen(readable) as pipe:
-        said = [pipe.readline()]  # it has begun
+        said = [pipe.readline()] if select.select([pipe], [], [], 60)[0] else []  # it has begun
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -109,24 +115,40 @@ def kill_once(folder, in_files, seconds):
     return numbers[-1]
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Compute in one thread: a forked process has no others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def kill(folder, kills, seed):
+    """Give the update that the last resumed run would go on from."""
+    moments, resumed = random.Random(seed), 0
+    with one_thread(), tempfile.TemporaryDirectory() as aside:
+        data = make(Path(aside), in_files=False)
+        step(Path(aside), data)  # compiles what every process would compile anew
+        data.close()
+        for number in range(kills):
+            in_files = bool(number % 2)
+            below = folder / ("files" if in_files else "memory")
+            below.mkdir(parents=True, exist_ok=True)
+            returned = kill_once(below, in_files, moments.uniform(0.0, 0.15))
+            resumed = check(below, in_files, returned)
+    return resumed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
-    moments = random.Random(arguments.seed)
-    torch.set_num_threads(1)
-    resumed = 0
-    for number in range(arguments.kills):
-        in_files = bool(number % 2)
-        folder = arguments.folder / ("files" if in_files else "memory")
-        folder.mkdir(exist_ok=True)
-        returned = kill_once(folder, in_files, moments.uniform(0.0, 0.15))
-        resumed = check(folder, in_files, returned)
+    resumed = kill(arguments.folder, arguments.kills, arguments.seed)
     sys.stdout.write(f"{arguments.kills} kills survived, {resumed} saves\n")
 
 

@@ -7,8 +7,8 @@ import functools
 import json
 import os
 import pickle
-import subprocess
-import sys
+import signal
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -367,10 +367,10 @@ def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
     one.dumps(tmp_path / "state")
     for step in range(SIZE):  # a run that is lost for more than the length of the rings
         one.extend(rows(ENVS, 500 + step * ENVS))
-    for time in range(2):
+    for again in range(2):
         other = buffer(tmp_path / "ring")
         other.loads(tmp_path / "state")
-        other.extend(rows(ENVS, 30 + time * ENVS))
+        other.extend(rows(ENVS, 30 + again * ENVS))
         other.dumps(tmp_path / "state")
     assert other.writer.filled.tolist() == [7] * ENVS
     assert sorted(other[:]["a"].tolist()) == list(range(36 - SIZE, 36))
@@ -419,35 +419,36 @@ def test_cells_on_disk_take_no_anonymous_memory(tmp_path: Path) -> None:
     assert anonymous_bytes() - before < 32 << 20
 
 
-KILLED = """
-import sys, torch
-from pathlib import Path
-from tensordict import TensorDict
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage
-folder = Path(sys.argv[1])
-ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=folder / "ring"), num_envs=2, batch_size=4)
-for number in range(10_000):
-    value = torch.full((200, 2), float(number))
-    ours.extend(TensorDict({"a": value, "b": value.clone()}, [200, 2]), time_dim=0)
-    ours.dumps(folder / "state")
-    sys.stdout.write(f"{number}\\n")
-    sys.stdout.flush()
-"""
+def save_forever(folder: Path, report: int) -> None:
+    ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=folder / "ring"), num_envs=2, batch_size=4)
+    for number in range(10_000):
+        value = torch.full((200, 2), float(number))
+        ours.extend(TensorDict({"a": value, "b": value.clone()}, [200, 2]), time_dim=0)
+        ours.dumps(folder / "state")
+        os.write(report, f"{number}\n".encode())
 
 
-def test_killed_while_saving(tmp_path: Path) -> None:
-    source = str(Path(files.__file__).parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    saved = [int(process.stdout.readline()) for _ in range(7)]
-    process.kill()
-    saved += [int(line) for line in process.stdout.read().split()]
-    process.communicate()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("saves", [1, 4, 7])
+def test_killed_while_saving(saves: int, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the child has no others
+    readable, writable = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            save_forever(tmp_path, writable)
+        finally:
+            os._exit(1)
+    os.close(writable)
+    torch.set_num_threads(threads)
+    with os.fdopen(readable) as said:
+        saved = [int(said.readline()) for _ in range(saves)]
+        time.sleep(0.003 * saves)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        saved += [int(line) for line in said]
     ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=tmp_path / "ring"), num_envs=2)
     ours.loads(tmp_path / "state")
     number = int(ours.writer.positions[0]) // 200 - 1
