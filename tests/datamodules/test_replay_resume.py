@@ -153,10 +153,30 @@ def test_what_was_resumed_from_stays_until_two_states_follow_it(tmp_path):
     assert [name.rpartition("_")[0] for name in states_in(tmp_path)] == ["after_5", "after_6"]
 
 
-def steps():
+def steps(value=0.0):
     from tensordict import TensorDict
 
-    return TensorDict({"observation": torch.zeros(2, 4)}, [2])
+    return TensorDict({"observation": torch.full((2, 4), value)}, [2])
+
+
+@pytest.mark.parametrize("cells", ["cells", "elsewhere"])
+def test_a_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, tmp_path):
+    def data(folder):
+        made = replay_data(in_files(tmp_path / folder), checkpoint_buffer="beside", buffer_dir=tmp_path / "states")
+        made.setup("fit")
+        return made
+
+    first = data("cells")
+    for number in range(300):  # round the ring
+        first.buffer.extend(steps(float(number)))
+    state, expected = first.state_dict(), stored(first)
+    for _ in range(4):
+        first.buffer.extend(steps(-1.0))
+    for _ in range(2):
+        resumed = data(cells)
+        resumed.load_state_dict(state)
+        assert torch.equal(stored(resumed), expected)
+        state = resumed.state_dict()
 
 
 def test_a_moved_folder_is_found_and_a_missing_one_explained(tmp_path):

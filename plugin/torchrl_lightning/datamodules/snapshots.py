@@ -25,7 +25,7 @@ class BufferSnapshots:
     Below ``root`` every run has a folder of its own, and those that resume it go on there, so that runs that share a
     ``root`` never remove or mistake each other's states. A state appears at once, complete, or not at all. What a run
     resumed from is removed only when two states of its own exist: by then a checkpoint that refers to the older one was
-    written, or the second would not have been asked for.
+    written, or the second would not have been asked for. While a state is written, there is room on the disk for three.
 
     Args:
         root: where all runs' folders lie; made when the first state is written.

@@ -187,8 +187,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         if manifest.stat().st_size > _MANIFEST_LIMIT:
             raise ValueError("the manifest is too large")
         written = json.loads(manifest.read_text())
-        if not isinstance(written, dict) or written.get("version") != VERSION:
-            raise ValueError(f"expected version {VERSION}")
+        if written["version"] != VERSION:
+            raise ValueError(f"it has version {written['version']!r}, this release reads {VERSION}")
         content = written["content"]
         if _checksum(content) != written["crc32"]:
             raise ValueError(f"{MANIFEST} was changed after it was written")
