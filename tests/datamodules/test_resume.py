@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -39,6 +40,95 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     )
     assert data.frames == 4 * 64
     assert torch.equal(parameters(resumed), parameters(uninterrupted))
+
+
+class Stop(L.Callback):
+    """Ends a run like Ctrl-C, in the midst of an update or behind it, and keeps a checkpoint."""
+
+    def __init__(self, path, after, behind):
+        self.path, self.after, self.behind, self.done = path, after, behind, 0
+
+    def on_train_batch_start(self, *args):
+        if self.done == self.after and not self.behind:
+            raise RuntimeError("stopped")
+
+    def on_train_batch_end(self, *args):
+        self.done += 1
+        if self.done == self.after and self.behind:
+            raise RuntimeError("stopped")
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+def noisy(base):
+    class Noisy(base):
+        """Draws from torch's own generator in each update, and notes its batches."""
+
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch["observation"].clone())
+            return super().training_step(batch, batch_idx) * torch.rand(())
+
+    return Noisy
+
+
+@pytest.mark.parametrize(
+    ("buffer", "after", "behind"),
+    [
+        (GAEBuffer, 0, False),  # in the first update of the first rollout
+        (GAEBuffer, 4, False),  # ... of the second one
+        (GAEBuffer, 5, False),
+        (GAEBuffer, 6, False),  # in the first update of a pass
+        (GAEBuffer, 6, True),  # behind the last update of a pass
+        (GAEBuffer, 7, True),
+        (GAEBuffer, 8, True),  # behind the last update of a rollout
+        (VTraceBuffer, 6, False),
+        (VTraceBuffer, 7, False),
+    ],
+)
+def test_a_run_that_was_stopped_in_the_midst_of_a_rollout_goes_on_bit_for_bit(
+    buffer, after, behind, tmp_path, make_data, make_trainer, make_module, tiny_actor_critic
+):
+    settings = {"buffer": buffer, "reset_at_each_batch": True, "total_frames": 4 * 64}
+    whole, expected = make_module(noisy(tiny_actor_critic)), make_data(**settings)
+    make_trainer(max_epochs=-1).fit(whole, datamodule=expected)
+
+    stopped, stop = make_module(noisy(tiny_actor_critic)), Stop(tmp_path / "at.ckpt", after, behind)
+    with pytest.raises(RuntimeError, match="stopped"):
+        make_trainer(max_epochs=-1, callbacks=[stop]).fit(stopped, datamodule=make_data(**settings))
+
+    resumed, data = make_module(noisy(tiny_actor_critic), seed=99), make_data(**settings)
+    make_trainer(max_epochs=-1).fit(resumed, datamodule=data, ckpt_path=stop.path)
+    assert len(whole.seen) == 16
+    assert torch.equal(torch.stack(stopped.seen[:after] + resumed.seen), torch.stack(whole.seen))
+    assert torch.equal(parameters(resumed), parameters(whole))
+    figures = ("frames", "train/return", "train/length", "train/episodes")
+    assert [data.metrics().get(name) for name in figures] == [expected.metrics().get(name) for name in figures]
+
+
+def test_what_is_left_of_the_last_rollout_is_learned_though_all_frames_are_collected(
+    tmp_path, make_data, make_trainer, make_module
+):
+    stop = Stop(tmp_path / "at.ckpt", 5, False)
+    with pytest.raises(RuntimeError, match="stopped"):
+        make_trainer(max_epochs=-1, callbacks=[stop]).fit(make_module(), datamodule=make_data(total_frames=128))
+    data, trainer = make_data(total_frames=128), make_trainer(max_epochs=-1)
+    trainer.fit(make_module(), datamodule=data, ckpt_path=stop.path)
+    assert (data.frames, trainer.global_step) == (128, 8)
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_run_by_steps_goes_on_without_a_rollout_too_many(steps, tmp_path, make_data, make_trainer, make_module):
+    first = make_trainer(max_epochs=-1, max_steps=steps)
+    first.fit(make_module(), datamodule=make_data())
+    first.save_checkpoint(tmp_path / "at.ckpt")
+    data, trainer = make_data(), make_trainer(max_epochs=-1, max_steps=12)
+    trainer.fit(make_module(), datamodule=data, ckpt_path=tmp_path / "at.ckpt")
+    assert (data.frames, trainer.global_step) == (3 * 64, 12)
 
 
 def test_without_resets_a_resumed_run_goes_on_from_its_counters(tmp_path, make_data, make_trainer, make_module):

@@ -14,7 +14,7 @@ class SaveOnException(Callback):
     """Writes a checkpoint when Ctrl-C or an exception ends the training, and says where.
 
     Unlike Lightning's ``OnExceptionCheckpoint`` it never makes a later run resume by itself: pass the file as
-    ``ckpt_path``. The updates that were left of the last rollout are not made up for; a resumed run collects anew.
+    ``ckpt_path``. The resumed run makes the updates that were left of the last rollout before it collects anew.
 
     With several ranks nothing is written: an exception ends one of them while the others wait for its gradients, and
     a checkpoint needs the state of all.

@@ -26,8 +26,6 @@ def quiet() -> None:
         # The folder of a resumed run is not empty, as it should be, and one run's best is not another's.
         ".*directory .* exists and is not empty.*",
         ".*The dirpath has changed from.*",
-        # A rollout whose updates were interrupted is not gone on with; the next one is new.
-        ".*resuming from a checkpoint that ended before the epoch ended.*",
         # The compiled extension of TorchRL is not needed.
         ".*Failed to import.*torchrl.*",
         # Small networks are faster on the CPU.

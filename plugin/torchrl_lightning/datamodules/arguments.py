@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gymnasium.vector import VectorEnv
@@ -23,13 +24,68 @@ def environment_name(env: Any) -> str:
     return getattr(env, "__qualname__", None) or str(env)
 
 
-def call_with_policy(make_collector: Callable[..., Any], policy: Any) -> Any:
-    """Calls a collector factory with the policy, by name where it has such a parameter.
+def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
+    """Call a collector factory with the policy, by name where it has such a parameter.
 
     Example:
-        >>> call_with_policy(lambda policy: policy, "pi"), call_with_policy(lambda p: p, "pi")
-        ('pi', 'pi')
+        >>> call_with_policy(lambda policy: policy, "pi"), call_with_policy(lambda p, seed: (p, seed), "pi", seed=3)
+        ('pi', ('pi', 3))
     """
     if "policy" in inspect.signature(make_collector).parameters:
-        return make_collector(policy=policy)
-    return make_collector(policy)
+        return make_collector(policy=policy, **options)
+    return make_collector(policy, **options)
+
+
+def collector_options(
+    make_collector: Callable[..., Any], seed: int, reset_at_each_batch: bool, world_size: int
+) -> dict[str, Any]:
+    """Choose what a collector factory is called with beside the policy.
+
+    A seed that the user has bound to a partial stays, on a single rank.
+
+    Args:
+        make_collector: The factory.
+        seed: The seed of this rank's collector.
+        reset_at_each_batch: Whether every rollout is to begin with a seeded reset.
+        world_size: The number of ranks that collect.
+
+    Returns:
+        ``seed`` and ``reset_at_each_batch``, as far as the factory has such parameters.
+
+    Raises:
+        ValueError: All ranks would collect the same data, or the collector would not reset as the DataModule says.
+
+    Example:
+        >>> collector_options(lambda policy, seed: ..., 7, False, 2)
+        {'seed': 7}
+    """
+    parameters = inspect.signature(make_collector).parameters
+    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
+    options: dict[str, Any] = {}
+    own_seed = bound.get("seed")
+    if world_size > 1 and own_seed is not None:
+        raise ValueError(
+            f"collector= has seed={own_seed}, with which all {world_size} ranks would collect the same data. Leave the "
+            "seed out: each rank's collector is given one of its own."
+        )
+    if own_seed is None and "seed" in parameters:
+        options["seed"] = seed
+    elif own_seed is None and world_size > 1:
+        raise ValueError(
+            f"collector= takes no `seed`, so all {world_size} ranks would collect the same data. Give it such a "
+            "parameter, e.g. def collector(policy, seed): made = Collector(...); made.set_seed(seed); return made."
+        )
+    own_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
+    if own_reset != reset_at_each_batch:
+        raise ValueError(
+            f"collector= has reset_at_each_batch={own_reset}, but the DataModule {reset_at_each_batch}. "
+            "Give it to the DataModule alone, which passes it on."
+        )
+    if "reset_at_each_batch" in parameters:
+        options["reset_at_each_batch"] = reset_at_each_batch
+    elif reset_at_each_batch:
+        raise ValueError(
+            "reset_at_each_batch=True, but collector= takes no `reset_at_each_batch`, so its rollouts would not begin "
+            "with a seeded reset. Give it such a parameter, or leave reset_at_each_batch out."
+        )
+    return options

@@ -21,7 +21,7 @@ from torchrl_lightning.collectors import (
     play_episodes,
     spawn_seed,
 )
-from torchrl_lightning.datamodules.arguments import call_with_policy, environment_name
+from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 
@@ -42,8 +42,10 @@ class ExperienceDataModule(L.LightningDataModule):
         num_envs: environments stepped side by side, on each rank.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and gives any TorchRL collector; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
+        collector: a callable that takes the policy and returns any TorchRL collector; by default a
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``. If it has parameters ``seed`` and
+            ``reset_at_each_batch``, it is given this rank's seed and the argument below; under several ranks it needs
+            the former.
         reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
             repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
@@ -139,10 +141,19 @@ class ExperienceDataModule(L.LightningDataModule):
         if self.seed is None:
             self.seed = int(torch.randint(2**31, ()).item())
         if stage == "fit":
+            self._own_collector_options()  # refuses what does not fit before anything is built
             self._environment()
 
     def train_dataloader(self) -> Batches:
-        """Gives the sized stream of training batches; nothing is collected before it is iterated."""
+        """Return the sized stream of training batches; nothing is collected before it is iterated.
+
+        Training that has nothing left to collect or to learn from ends before it begins.
+        """
+        if self.trainer is not None and self._is_spent():
+            logger.warning(
+                "all %d frames are collected; raise total_frames=%d to go on.", self.frames, self.total_frames
+            )
+            self.trainer.should_stop = True
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
@@ -268,6 +279,15 @@ class ExperienceDataModule(L.LightningDataModule):
         loop = getattr(self.trainer, "fit_loop", None)
         return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
 
+    def _epoch_length(self) -> int:
+        """Batches that Lightning asks for in one epoch: fewer than there are under ``limit_train_batches``."""
+        asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
+        return int(min(self.batches_per_epoch, asked))
+
+    def _is_spent(self) -> bool:
+        """Whether as many frames are collected as were asked for."""
+        return 0 <= self.total_frames <= self.frames
+
     @property
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
@@ -289,6 +309,14 @@ class ExperienceDataModule(L.LightningDataModule):
         """What the stream asks of the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
+    def _own_collector_options(self) -> dict[str, Any]:
+        """What the user's collector is asked for."""
+        if self._make_collector is None:
+            return {}
+        return collector_options(
+            self._make_collector, self._spawn_seed("collector"), self.reset_at_each_batch, self.world_size
+        )
+
     def _wrap_env(self, env: VectorEnv) -> Any:
         """Lets the buffer have its say on the environment that is collected from."""
         return env
@@ -300,6 +328,9 @@ class ExperienceDataModule(L.LightningDataModule):
     def _start(self, policy: Any) -> Iterator[TensorDictBase]:
         """Builds the collector at the first iteration, when weights are restored and on their device."""
         if self._stream is None:
+            if self._restored is not None and "rng" not in self._restored:
+                # The run goes on already; building a collector must not take numbers from it.
+                self._restored["rng"] = torch.get_rng_state()
             policy = self._wrap_policy(policy)
             if self._make_collector is None:
                 self.collector = GymnasiumCollector(
@@ -310,7 +341,7 @@ class ExperienceDataModule(L.LightningDataModule):
                     **self._collector_options(),
                 )
             else:
-                self.collector = call_with_policy(self._make_collector, policy)
+                self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
             self._stream = iter(self.collector)
             self._restore_run()
         return self._stream
@@ -324,8 +355,13 @@ class ExperienceDataModule(L.LightningDataModule):
         # Last of all, so that nothing that was built for this run draws from the restored generator.
         torch.set_rng_state(restored["rng"])
 
+    def _restore_rng(self) -> None:
+        """Set torch's generator as it was, where a resumed run learns before it collects."""
+        if self._restored is not None and "rng" in self._restored:
+            torch.set_rng_state(self._restored.pop("rng"))
+
     def _collect(self, policy: Any) -> TensorDictBase | None:
-        """Gives the next rollout and counts its frames; None when the collector has ended."""
+        """Return the next rollout; None when the collector has ended."""
         stream = self._start(policy)
         update_weights = getattr(self.collector, "update_policy_weights_", None)
         if update_weights is not None and self._make_collector is not None:
@@ -338,12 +374,18 @@ class ExperienceDataModule(L.LightningDataModule):
             if self.trainer is not None:
                 self.trainer.should_stop = True
             return None
-        self.frames += rollout.numel() * self.world_size
         return rollout
 
-    def _stop_at_total_frames(self) -> None:
-        if 0 <= self.total_frames <= self.frames and self.trainer is not None:
-            self.trainer.should_stop = True
+    def _count(self, rollout: TensorDictBase) -> None:
+        """Count the frames of a rollout that is ready to be learned from, on all ranks."""
+        self.frames += rollout.numel() * self.world_size
+
+    def _stop_if_spent(self) -> bool:
+        """End the training where all frames are collected; return whether it was not to end yet."""
+        if self.trainer is None or self.trainer.should_stop or not self._is_spent():
+            return False
+        self.trainer.should_stop = True
+        return True
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool = True) -> TensorDict:
         """Plays finished episodes in environments of their own, with seeds that training never sees.

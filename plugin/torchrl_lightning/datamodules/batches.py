@@ -37,18 +37,12 @@ class Batches:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self._length})"
 
-
-class ResumableBatches(Batches):
-    """Batches of a stream that goes on exactly where a checkpoint was written, also in the midst of an epoch.
-
-    Example:
-        >>> ResumableBatches(1, lambda: iter(["only"])).state_dict()
-        {}
-    """
-
     def state_dict(self) -> dict[str, int]:
-        """Nothing: the DataModule keeps where the stream is, so that Lightning may resume in the midst of an epoch."""
+        """Return nothing: the DataModule knows where the stream is.
+
+        With this method Lightning resumes in the midst of an epoch without a warning.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Nothing to do; without this method Lightning warns that the loader cannot be resumed."""
+        """Do nothing, as there is nothing to load."""

@@ -101,6 +101,8 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._make_buffer = buffer
         self._tracker = EpisodeTracker(self.num_envs)
         self._metrics: dict[str, float] = {}
+        self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
+        self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
     @property
     def batches_per_epoch(self) -> int:
@@ -137,30 +139,57 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
         state["episodes"] = self._tracker.state_dict()
+        state["metrics"] = dict(self._metrics)
+        if self._place is not None:
+            state["place"] = {**self._place, "generator": self._place["generator"].clone()}
         if self.buffer is not None:
             state["buffer"] = self.buffer.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores counters, generators and the rollout; the collector follows at the first iteration."""
+        """Restore counters, generators and the rollout; the collector follows at the first iteration."""
         super().load_state_dict(state)
         own = self._restored
-        if own is not None and not self.reset_at_each_batch:
+        if own is None or self.buffer is None or "buffer" not in own:
+            return
+        if not self.reset_at_each_batch:
             # The environments start anew, and what their unfinished episodes had gathered is gone with them.
             own["episodes"] = EpisodeTracker(self.num_envs).state_dict()
-        if own is not None and self.buffer is not None and "buffer" in own:
-            self.buffer.load_state_dict(own["buffer"])
-            self._tracker.load_state_dict(own["episodes"])
+        self.buffer.load_state_dict(own["buffer"])
+        self._tracker.load_state_dict(own["episodes"])
+        self._metrics = dict(own.get("metrics", {}))
+        self._place = self._resumed = own.get("place")
+        # The rollout is not needed twice.
+        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     def _epoch(self) -> Iterator[TensorDictBase]:
-        module = self._module()
-        buffer = self._require_buffer()
-        began = time.perf_counter()
+        module, buffer = self._module(), self._require_buffer()
+        trainer: Any = self.trainer
+        length, served = self._epoch_length(), self._batches_served()
         buffer.actor = module.policy
         buffer.critic = getattr(module, "critic", None)
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
+            self._restore_rng()
+        else:
+            resumed = None
+            # Lightning restarts behind the last batch where a run by steps ended, and a module may cut epochs short.
+            if served >= length or self._stop_if_spent() or not self._fill(module, buffer):
+                return
+        for number, batch in self._passes(buffer, resumed, served):
+            if number + 1 == length:
+                # Lightning counts the batches and never asks for one more: nothing runs behind the last yield.
+                buffer.after_gradients(None, {})
+                self._stop_if_spent()
+            if served <= number < length:
+                yield batch
+
+    def _fill(self, module: Any, buffer: VanillaOnPolicyBuffer) -> bool:
+        """Collect a rollout and estimate its advantages; return whether there is one."""
+        began = time.perf_counter()
         rollout = self._collect(module.policy)
         if rollout is None:
-            return
+            return False
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
         buffer.insert_data_slice(rollout)
@@ -171,17 +200,48 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer.before_gradients()
         estimated = time.perf_counter()
         self._measure(buffer.rollout, collected - began, estimated - collected)
-        left = self.batches_per_epoch - self._batches_served()
-        for epoch in range(self.num_epochs):
-            if epoch > 0:
+        # Behind all that may be interrupted: a resumed run has either this rollout or another one in its place.
+        self._count(rollout)
+        self._note_pass(buffer, -1)
+        return True
+
+    def _passes(
+        self, buffer: VanillaOnPolicyBuffer, resumed: dict[str, Any] | None, served: int
+    ) -> Iterator[tuple[int, TensorDictBase]]:
+        """Yield the numbered batches of all passes over the rollout, from the pass on that was interrupted.
+
+        Args:
+            buffer: holds the rollout.
+            resumed: the place that a checkpoint was written at, if the rollout comes from one.
+            served: batches that were learned from before.
+        """
+        for number in range(served // self.num_mini_batch, self.num_epochs):
+            if resumed is not None and number == resumed["pass"]:
+                # Draws the order of the pass again.
+                buffer.generator.set_state(resumed["generator"].cpu())
+            elif number > 0:
                 buffer.before_epoch()
-            for batch in buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle):
-                left -= 1
-                if left == 0:
-                    # Lightning counts the batches and never asks for one more: nothing runs behind the last yield.
-                    buffer.after_gradients(None, {})
-                    self._stop_at_total_frames()
-                yield batch
+            self._note_pass(buffer, number)
+            batches = buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle)
+            yield from enumerate(batches, number * self.num_mini_batch)
+
+    def _note_pass(self, buffer: VanillaOnPolicyBuffer, number: int) -> None:
+        trainer: Any = self.trainer
+        self._place = {"epoch": trainer.current_epoch, "pass": number, "generator": buffer.generator.get_state()}
+
+    def _is_spent(self) -> bool:
+        """Whether as many frames are collected as were asked for, and learned from."""
+        return super()._is_spent() and not self._goes_on()
+
+    def _goes_on(self) -> bool:
+        """Whether the first thing that a resumed run does is to learn from what is left of its rollout."""
+        trainer: Any = self.trainer
+        if self._resumed is None or not trainer.fit_loop.restarting:
+            return False
+        learned = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return bool(
+            0 < learned < self._epoch_length() or (not learned and self._resumed["epoch"] == trainer.current_epoch)
+        )
 
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch

@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.batches import ResumableBatches
 from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
@@ -155,10 +154,6 @@ class ReplayDataModule(ExperienceDataModule):
         """``updates_per_epoch``, the same on every rank."""
         return self.updates_per_epoch
 
-    def train_dataloader(self) -> ResumableBatches:
-        """Gives the sized stream of training batches; nothing is collected before it is iterated."""
-        return ResumableBatches(self.batches_per_epoch, self._epoch)
-
     def metrics(self) -> dict[str, float]:
         """Figures of the last epoch.
 
@@ -206,7 +201,7 @@ class ReplayDataModule(ExperienceDataModule):
         sample = getattr(buffer, "sample_tensordict", buffer.sample)
         left_out = self._left_out(buffer)
         collected = sampled = 0.0
-        for left in range(self.updates_per_epoch - self._batches_served(), 0, -1):
+        for left in range(self._epoch_length() - self._batches_served(), 0, -1):
             # The batch before, also when it was the last of the epoch before: nothing runs behind the last yield.
             self._take_back()
             began = time.perf_counter()
@@ -219,7 +214,7 @@ class ReplayDataModule(ExperienceDataModule):
             self.updates += 1
             collected += drawing - began
             sampled += time.perf_counter() - drawing
-            is_last = self._is_over()
+            is_last = self._is_spent()
             if is_last or left == 1:
                 self._metrics = {"time/collect": collected, "time/sample": sampled, **self._episodes.summary()}
             if is_last and self.trainer is not None:
@@ -232,15 +227,16 @@ class ReplayDataModule(ExperienceDataModule):
         wanted = (self.warmup_frames + self._refilled - frames) * ratio.denominator + self.updates * ratio.numerator
         return wanted / ratio.denominator
 
-    def _is_over(self) -> bool:
+    def _is_spent(self) -> bool:
         """Whether all frames are collected and all updates that they allow are served."""
-        return 0 <= self.total_frames <= self.frames and self._frames_missing() > 0
+        return super()._is_spent() and self._frames_missing() > 0
 
     def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
         """Steps the environments once more; False when the collector has ended."""
         rollout = self._collect(module.policy)
         if rollout is None:
             return False
+        self._count(rollout)
         self._snapshot = None
         if rollout.ndim == 1:
             rollout = rollout.unsqueeze(0)
