@@ -65,7 +65,6 @@ def test_replay(fit, option, model, env):
 
 def test_priorities_come_back(fit):
     data, _, served = fit("data=prioritized", "model=dqn", *REPLAY)
-    data.state_dict()  # takes back those of the last batch too
     priorities = data.buffer.sampler.state_dict()["priorities"]
     last = served[-1]
     for cell, priority in zip(last["index"].tolist(), priorities[last["index"]].tolist(), strict=True):

@@ -51,6 +51,7 @@ def make(folder, in_files):
 
 def write(folder, data):
     """Save as Lightning does: the buffer first, then the checkpoint in place of the one before."""
+    data.save_buffer()
     torch.save(data.state_dict(), folder / "state.new")
     os.replace(folder / "state.new", folder / STATE)
 

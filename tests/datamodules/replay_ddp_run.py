@@ -41,7 +41,7 @@ class Reporting(L.Callback):
 
     def on_train_end(self, trainer, module):
         data = trainer.datamodule
-        data._take_back()
+        data.take_back()
         cells = data.buffer.storage.get(torch.arange(len(data.buffer)))
         report = {
             "started": self.started,

@@ -109,7 +109,7 @@ def test_a_batch_that_was_never_learned_from_is_not_taken_back(tmp_path):
     fit(tmp_path, data, module, max_epochs=1)
     before = cells(data)
     data._served = data.buffer.sample(8)  # its states are the first of each window, expanded
-    data._take_back()
+    data.take_back()
     assert (cells(data) == before).all()
 
 

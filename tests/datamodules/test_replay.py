@@ -97,7 +97,7 @@ class Marking(DQNModule):
 def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
     data = replay_data("prioritized", warmup_frames=100, frames_per_update=0.01)
     taken = []
-    original = data._take_back
+    original = data.take_back
 
     def take_back():
         batch = data._served
@@ -105,7 +105,7 @@ def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
         if batch is not None:
             taken.append(batch)
 
-    data._take_back = take_back
+    data.take_back = take_back
     module, _ = fit(tmp_path, data, dqn(Marking))
     # Twenty updates of two epochs: each batch once, in order, and the very one that the loss wrote into.
     assert len(taken) == len(module.served) == 20

@@ -74,6 +74,41 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(buffer, settings,
     assert torch.equal(parameters(module), parameters(uninterrupted))
 
 
+class Look(L.Callback):
+    """Reads the state time and again, before and behind each update."""
+
+    def look(self, trainer):
+        data = trainer.datamodule
+        before = data.buffer.state_dict()
+        states = [data.state_dict()["ranks"][0] for _ in range(2)]
+        assert str(data.buffer.state_dict()) == str(before)
+        assert str(states[0]) == str(states[1])
+        return states[0]
+
+    def on_train_batch_start(self, trainer, module, *args):
+        assert self.look(trainer)["updates"] == module.updates
+
+    def on_train_batch_end(self, trainer, module, *args):
+        state = self.look(trainer)
+        assert state["updates"] == module.updates
+        assert "snapshot" not in state
+
+
+def test_reading_the_state_changes_nothing_and_writes_nothing(tmp_path):
+    data = [replay_data("prioritized", checkpoint_buffer="beside", updates_per_epoch=4) for _ in range(2)]
+    module, _ = fit(tmp_path / "left_alone", data[0], max_epochs=1)
+    watched, run = fit(tmp_path / "watched", data[1], max_epochs=1, callbacks=[Look()])
+    assert states_in(tmp_path) == []
+    assert torch.equal(parameters(watched), parameters(module))
+    assert str(data[1].buffer.state_dict()) == str(data[0].buffer.state_dict())
+    # Writing is a step of its own, which each checkpoint takes.
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    run.save_checkpoint(tmp_path / "again.ckpt")
+    (name,) = states_in(tmp_path)
+    state = torch.load(tmp_path / "again.ckpt", weights_only=True)["ReplayDataModule"]
+    assert state["ranks"][0]["snapshot"]["name"] == name
+
+
 def test_without_resets_counters_and_ratio_go_on(tmp_path):
     first = replay_data(frames_per_update=0.1, n_steps=2)
     module, run = fit(tmp_path, first)
@@ -136,6 +171,7 @@ def test_what_was_resumed_from_stays_until_two_states_follow_it(tmp_path):
 
     def write(made, updates):
         made.updates, made._snapshot = updates, None
+        assert made.save_buffer()
         return made.state_dict()
 
     first = data()
@@ -183,6 +219,7 @@ def test_a_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
     first = replay_data(checkpoint_buffer="beside", buffer_dir=tmp_path / "states")
     first.setup("fit")
     first.buffer.extend(steps())
+    first.save_buffer()
     state = first.state_dict()
     shutil.move(tmp_path / "states", tmp_path / "moved")
     moved = replay_data(buffer_dir=tmp_path / "moved")
@@ -236,8 +273,10 @@ def test_several_ranks_keep_their_buffers_apart(tmp_path, monkeypatch):
     data = replay_data(checkpoint_buffer="inside", buffer_dir=tmp_path)
     data.setup("fit")
     data.buffer.extend(steps())
+    assert not data.save_buffer()
     assert "buffer" in data.state_dict()["ranks"][0]
     monkeypatch.setattr(type(data), "world_size", 2)
+    assert data.save_buffer()
     state = data.state_dict()["ranks"][0]
     assert "buffer" not in state
     assert state["snapshot"]["folder"].endswith("rank_0")

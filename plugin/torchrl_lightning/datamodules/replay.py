@@ -17,6 +17,7 @@ from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
+from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.replay import ExperienceBuffer
 
@@ -142,7 +143,8 @@ class ReplayDataModule(ExperienceDataModule):
         # As a fraction: 30 * 0.1 is more than 3 as a floating-point number, and would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
-        self._served: TensorDictBase | None = None
+        self._served: TensorDictBase | None = None  # the batch that is being learned from
+        self._hooks = ReplayHooks(self)
         self._lookahead = Lookahead(n_steps, gamma) if n_steps > 1 else None
         self._episodes = FinishedEpisodes(self.num_envs)
         self._metrics: dict[str, float] = {}
@@ -171,14 +173,10 @@ class ReplayDataModule(ExperienceDataModule):
                 self.buffer = self._build_buffer()
             # Not where the buffer is built: that may be to look at a checkpoint, before a trainer knows the ranks.
             check_files_apart(self.buffer.storage, self.world_size)
+            if self.trainer is not None:
+                self._hooks.attach(self.trainer)
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-
-    def teardown(self, stage: str) -> None:
-        """Takes the last batch back, and ends collector and environment after a fit."""
-        if stage == "fit":
-            self._take_back()
-        super().teardown(stage)
 
     def _build_buffer(self) -> ExperienceBuffer:
         buffer = self._make_buffer(num_envs=self.num_envs)
@@ -202,8 +200,6 @@ class ReplayDataModule(ExperienceDataModule):
         left_out = self._left_out(buffer)
         collected = sampled = 0.0
         for left in range(self._epoch_length() - self._batches_served(), 0, -1):
-            # The batch before, also when it was the last of the epoch before: nothing runs behind the last yield.
-            self._take_back()
             began = time.perf_counter()
             while self._frames_missing() > 0 or not len(buffer):
                 if not self._collect_frames(module, buffer, left_out):
@@ -250,8 +246,11 @@ class ReplayDataModule(ExperienceDataModule):
         buffer.extend(rollout)
         return True
 
-    def _take_back(self) -> None:
-        """Hands priorities and rewritten entries of the last served batch to the buffer, once."""
+    def take_back(self) -> None:
+        """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
+
+        Lightning's trainer does so at the end of each batch; without a batch it does nothing.
+        """
         batch, self._served = self._served, None
         buffer = self.buffer
         if batch is None or buffer is None:
@@ -264,14 +263,6 @@ class ReplayDataModule(ExperienceDataModule):
             keys = [] if rewritten_keys is None else rewritten_keys(batch)
         if keys:
             buffer.write_back(batch, keys)
-
-    def _is_unlearned(self) -> bool:
-        """Whether the update that the last batch was served for has not been made, e.g. because it failed."""
-        loop = getattr(self.trainer, "fit_loop", None)
-        if self._served is None or loop is None:
-            return False
-        progress = loop.epoch_loop.batch_progress.current
-        return progress.processed < progress.ready
 
     @staticmethod
     def _left_out(buffer: ExperienceBuffer) -> list[str]:
@@ -305,11 +296,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
-        unlearned = self._is_unlearned()
-        if not unlearned:
-            self._take_back()
-        # An update that was not made is made anew by the resumed run.
-        state["updates"] = self.updates - unlearned
+        # An update whose batch has not been learned from, e.g. because it failed, is made anew by the resumed run.
+        state["updates"] = self.updates - (self._served is not None)
         state["refilled"] = self._refilled
         state["episodes"] = self._episodes.state_dict()
         if self.buffer is None or self._kept == "none":
@@ -318,11 +306,23 @@ class ReplayDataModule(ExperienceDataModule):
             state["lookahead"] = self._lookahead.state_dict()
         if self._kept == "inside":
             state["buffer"] = self.buffer.state_dict()
-        else:
-            if self._snapshot is None:
-                self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
+        elif self._snapshot is not None:
             state["snapshot"] = self._snapshot
         return state
+
+    def save_buffer(self) -> bool:
+        """Write the buffer, where it is kept beside the checkpoint, so that :meth:`state_dict` refers to it.
+
+        Lightning's trainer does so for each checkpoint. A buffer that has not changed is not written twice.
+
+        Returns:
+            Whether it is kept there.
+        """
+        if self.buffer is None or self._kept != "beside":
+            return False
+        if self._snapshot is None:
+            self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores counters, generators and, if it was kept, the buffer; the collector follows at the first update.

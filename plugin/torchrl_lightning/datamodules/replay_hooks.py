@@ -1,0 +1,47 @@
+"""What Lightning tells callbacks alone, and a replay DataModule has to know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+if TYPE_CHECKING:
+    from torchrl_lightning.datamodules.replay import ReplayDataModule
+
+
+class ReplayHooks(Callback):
+    """Take priorities back when an update was made, and write the buffer when a checkpoint is.
+
+    Lightning calls no hook of a DataModule at these two moments. The DataModule puts this callback before all others,
+    so that a checkpoint that another callback writes behind an update holds the priorities of that update.
+
+    Args:
+        data: The DataModule that is told.
+    """
+
+    def __init__(self, data: ReplayDataModule) -> None:
+        super().__init__()
+        self.data = data
+
+    def attach(self, trainer: Trainer) -> None:
+        """Put this callback before all others of a trainer, once."""
+        callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
+        if self not in callbacks:
+            callbacks.insert(0, self)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take priorities and rewritten entries back."""
+        if self._is_of(trainer):
+            self.data.take_back()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write the buffer, where it is kept beside the checkpoint, and refer to it."""
+        if self._is_of(trainer) and self.data.save_buffer():
+            checkpoint[type(self.data).__qualname__] = self.data.state_dict()
+
+    def _is_of(self, trainer: Trainer) -> bool:
+        # A trainer may fit with another DataModule later.
+        return getattr(trainer, "datamodule", None) is self.data
