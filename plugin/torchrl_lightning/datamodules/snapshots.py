@@ -1,4 +1,4 @@
-"""Replay buffers kept beside the checkpoints that refer to them."""
+"""States of replay buffers, kept beside the checkpoints that refer to them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
 def new_run() -> str:
-    """Draws the name of a run's folder."""
+    """Draw the name of a run's folder."""
     return secrets.token_hex(4)
 
 
 class BufferSnapshots:
-    """A folder of buffer states, one subfolder for each, of which a run keeps the newest.
+    """A folder of buffer states, one subfolder for each, of which a run keeps the newest two.
 
-    Below ``root`` every run has a folder of its own, and those that resume it go on there, so that runs that share a
-    ``root`` never remove or mistake each other's states. A state appears at once, complete, or not at all. What a run
-    resumed from is removed only when two states of its own exist: by then a checkpoint that refers to the older one was
-    written, or the second would not have been asked for. While a state is written, there is room on the disk for three.
+    Every run has a folder of its own below ``root``, which runs that resume it continue to use, so that runs that share
+    a ``root`` never remove or confuse each other's states. A state appears complete or not at all. The state that a run
+    resumed from is removed only when the run has written two states itself: by then, a checkpoint that refers to the
+    first of them exists. While a state is written, the disk holds three.
 
     Args:
         root: where all runs' folders lie; made when the first state is written.
@@ -54,7 +54,7 @@ class BufferSnapshots:
 
     @property
     def folder(self) -> Path:
-        """Where this run's states lie."""
+        """Folder of this run's states."""
         return self.root / self.run / f"rank_{self.rank}"
 
     def save(self, buffer: ExperienceBuffer, updates: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The state of a whole buffer: gathered, checked, restored."""
+"""Gathering, checking and restoring the state of a whole buffer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def gather_state(buffer: ExperienceBuffer, *, copy: bool = True) -> dict[str, Any]:
-    """Everything that decides what the buffer samples next: tensors and scalars only.
+    """Gather everything that decides what the buffer samples next: tensors and scalars only.
 
     Args:
-        buffer: whose state.
-        copy: give copies of the stored cells; otherwise views, to be written away at once.
+        buffer: the buffer.
+        copy: copy the stored cells; otherwise return views, which are to be written out at once.
     """
     storage, sampler, writer = buffer.parts
     with buffer.at_rest() as prefetched:

@@ -54,18 +54,18 @@ class Rows:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists, tensors and scalars; either all of it is there afterwards, or what was there before.
+    """Write nested dicts, lists, tensors and scalars to a folder, all of it or nothing.
 
-    A new folder appears at once, complete. In an existing one the manifest is replaced last, after everything that it
-    names has reached the disk.
+    A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
+    reached the disk.
 
     Args:
-        folder: where to; its parents are made.
-        state: what to; :class:`Rows` in place of tensors are gathered while they are written.
+        folder: where to write; missing parents are made.
+        state: what to write; :class:`Rows` in place of tensors are gathered while they are written.
 
     Raises:
         TypeError: an entry is neither tensor nor scalar.
-        OSError: the disk is full or not writable; the old state stays whole.
+        OSError: the disk is full or not writable; the old state stays intact.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _sync(file: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder reach the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -173,7 +173,7 @@ def _chunks(value: Tensor | Rows) -> Iterator[Tensor]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote; tensors are mapped, not loaded, so that sizes cost nothing.
+    """Read what :func:`write_state` wrote; tensors are mapped from the file, not loaded into memory.
 
     Raises:
         FileNotFoundError: there is no state in the folder.
@@ -211,7 +211,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 class _Reader:
     def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self.data = data
-        self.left = len(data)  # no byte is read twice, so a hostile manifest cannot ask for more than the file holds
+        self.left = len(
+            data
+        )  # each byte is read once, so that a hostile manifest cannot ask for more than the file holds
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, dict):

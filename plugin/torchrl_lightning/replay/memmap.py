@@ -1,4 +1,4 @@
-"""Memory-mapped cells: one file without a name, which no other process can meet and which vanishes with this one."""
+"""Memory-mapped cells in a file without a name, which no other process can open and which vanishes with this one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:
-    """Map leaves of ``rows`` rows each, which share the memory of a new file on the disk of ``folder``.
+    """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``.
 
-    The file has no name and is removed by the kernel when its last user is gone, so that processes may share a folder,
-    and a killed one leaves nothing behind. Its blocks are reserved at once: a write to a mapped page that finds no free
-    block would kill the process.
+    The file has no name, and the kernel removes it when its last user is gone. So processes may share a folder, and a
+    killed process leaves nothing behind. The blocks are reserved at once, because a write to a mapped page for which
+    the disk has no block left kills the process.
 
     Args:
-        folder: made with its parents where it is missing.
+        folder: made, with its parents, where it is missing.
         tree: leaves whose first dimension is replaced by ``rows``.
         rows: number of cells.
 

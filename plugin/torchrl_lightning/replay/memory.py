@@ -1,6 +1,6 @@
-"""Memory for what is stored, and the question whether there is room.
+"""Memory for what is stored, and checks that there is enough of it.
 
-It is asked before anything is allocated, so that a typo in a size is an error and not a killed process.
+Sizes are checked before anything is allocated, so that a typo in a size is an error and not a killed process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CGROUP = Path("/sys/fs/cgroup")
 def check_room(
     needed: int, owner: str, remedy: str, *, device: torch.device | str = "cpu", folder: Path | None = None
 ) -> None:
-    """Compare the bytes that are needed with those that are free.
+    """Refuse to allocate more bytes than are free.
 
     Args:
         needed: bytes about to be allocated.
-        owner: what asks, for the message.
-        remedy: what its user can do, for the message.
-        device: where, unless ``folder`` is given.
-        folder: the folder of memory-mapped files.
+        owner: what needs them, for the message.
+        remedy: what the user can do, for the message.
+        device: where to allocate, unless ``folder`` is given.
+        folder: a folder on the disk of memory-mapped files.
 
     Raises:
         ValueError: there is not enough room; the message gives both numbers.
@@ -44,12 +44,12 @@ def check_room(
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Reserve memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
+    """Allocate an uninitialised tensor; on the CPU by numpy, whose huge pages make scattered reads faster.
 
     Args:
-        shape: of the tensor.
-        dtype: any of torch's.
-        device: where.
+        shape: shape of the tensor.
+        dtype: any dtype of torch.
+        device: where to allocate.
 
     Example:
         >>> reserve((3, 2), torch.bfloat16, torch.device("cpu")).shape
@@ -62,7 +62,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
-    """Bytes that can still be allocated on a device or in a folder; None where nobody can tell."""
+    """Return how many bytes are free on a device, or on the disk of a folder; None where that is unknown."""
     if folder is not None:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -99,7 +99,7 @@ def _container() -> int | None:
 
 
 def readable(count: int) -> str:
-    """Write a number of bytes for people.
+    """Format a number of bytes for a message.
 
     Example:
         >>> readable(3 << 20)

@@ -1,7 +1,7 @@
 """Velora's buffer files: six float32 tensors in a safetensors file, and the metadata in a JSON file beside it.
 
-Both files are replaced only when both new ones are whole and on the disk. Position and size are written into the
-header of the safetensors file as well, so that the pair stays readable when a process dies between the two renames.
+Both files are replaced only when both new ones are complete and on the disk. Position and size are also written into
+the header of the safetensors file, so that the pair stays readable when a process dies between the two renames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shapes = dict[str, tuple[int, int]]
 
 
 def shapes_of(metadata: Mapping[str, Any]) -> Shapes:
-    """Shapes of the six tensors, ``[capacity, dim]``.
+    """Return the shapes of the six tensors, ``[capacity, dim]``.
 
     Example:
         >>> shapes_of({"capacity": 9, "state_dim": 3, "action_dim": 2, "hidden_dim": 4})["next_states"]
@@ -44,7 +44,7 @@ def shapes_of(metadata: Mapping[str, Any]) -> Shapes:
 
 
 def file_paths(dirpath: str | Path, prefix: str) -> tuple[Path, Path]:
-    """The safetensors file and the JSON file; a prefix may hold dots.
+    """Return the paths of the safetensors file and of the JSON file; a prefix may contain dots.
 
     Example:
         >>> [path.name for path in file_paths("folder", "run.1_")]
@@ -54,11 +54,11 @@ def file_paths(dirpath: str | Path, prefix: str) -> tuple[Path, Path]:
 
 
 def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write both files; an error leaves the old ones whole.
+    """Write both files; an error leaves the old ones intact.
 
     Args:
-        dirpath: the folder; made with its parents where it is missing.
-        prefix: what both names begin with.
+        dirpath: the folder; made, with its parents, where it is missing.
+        prefix: how both names begin.
         tensors: the filled part of the six tensors, ``[size, dim]``; the files hold zeros up to the capacity.
         metadata: Velora's seven entries.
 
@@ -74,10 +74,10 @@ def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], 
 
 @contextlib.contextmanager
 def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Open a temporary sibling of each path; put all in place, synced, when the block ends without an error.
+    """Open a temporary file beside each path; flush and rename them all when the block ends without an error.
 
-    The siblings are new files with names that nobody can guess, so that no link is followed; those that a killed
-    process left are removed.
+    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
+    process left behind are removed.
 
     Example:
         >>> import tempfile
@@ -108,7 +108,7 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Renames last only when the folder itself is on the disk; not every platform can open one.
+    # A rename lasts only once the folder itself is on the disk; not every platform can open a folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -118,7 +118,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    # By hand, because the safetensors package wants every tensor at full capacity in memory.
+    # Not by the safetensors package, which needs every tensor at full capacity in memory.
     shapes = shapes_of(metadata)
     header: dict[str, Any] = {"__metadata__": {name: str(metadata[name]) for name in COUNTERS}}
     start = 0
@@ -154,7 +154,7 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
     """
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
-    # The buffer, and as much again while the file is read. Its own size bounds what the metadata can ask for.
+    # For the buffer, and as much again while the file is read. The file's size bounds what the metadata can ask for.
     needed = 2 * path.stat().st_size
     check_room(needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu")
 
