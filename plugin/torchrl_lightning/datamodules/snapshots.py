@@ -61,8 +61,8 @@ class BufferSnapshots:
         """Write the buffer's state, atomically, then remove what is too old.
 
         Args:
-            buffer: what to write.
-            updates: how many there were, for the name.
+            buffer: the buffer.
+            updates: number of updates so far, for the name.
 
         Returns:
             What :meth:`load` needs to find it.
@@ -76,21 +76,21 @@ class BufferSnapshots:
         return {"folder": str(self.folder), "run": self.run, "name": name}
 
     def _remove_all_but(self, names: list[str]) -> None:
-        # Also what a killed process had begun (hidden folders) or had finished without writing its checkpoint.
+        # Includes what a killed process had begun (hidden folders), or finished without writing its checkpoint.
         for old in self.folder.iterdir():
             if old.name not in names and old.name.lstrip(".").startswith("after_"):
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:
-        """Read a state into the buffer, and go on in the folder of the run that wrote it, if it is below ``root``.
+        """Read a state into the buffer, and continue in the folder of the run that wrote it, if it is below ``root``.
 
         Args:
-            buffer: takes the state.
-            reference: what :meth:`save` gave.
+            buffer: receives the state.
+            reference: what :meth:`save` returned.
 
         Raises:
-            FileNotFoundError: if it is not there any more; names those that are.
-            ValueError: if it is damaged or does not fit the buffer, or the reference is none of ours.
+            FileNotFoundError: the state no longer exists; the message names those that do.
+            ValueError: the state is damaged or does not fit the buffer, or the reference is not one of ours.
         """
         run, name = str(reference["run"]), str(reference["name"])
         if not (_RUN.fullmatch(run) and _NAME.fullmatch(name)):

@@ -203,7 +203,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = reader.decode(content.get("state"))
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # what a hostile manifest can do
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may hold anything
         raise ValueError(f"The saved state in {folder} is damaged or foreign: {error}.") from error
     return state
 
@@ -211,9 +211,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 class _Reader:
     def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self.data = data
-        self.left = len(
-            data
-        )  # each byte is read once, so that a hostile manifest cannot ask for more than the file holds
+        self.left = len(data)  # no byte is read twice, so that a hostile manifest cannot ask for more than there is
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, dict):
