@@ -205,6 +205,7 @@ def test_a_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, t
     first = data("cells")
     for number in range(300):  # round the ring
         first.buffer.extend(steps(float(number)))
+    first.save_buffer()
     state, expected = first.state_dict(), stored(first)
     for _ in range(4):
         first.buffer.extend(steps(-1.0))
@@ -212,6 +213,7 @@ def test_a_run_that_crashed_behind_its_checkpoint_resumes_from_it_alone(cells, t
         resumed = data(cells)
         resumed.load_state_dict(state)
         assert torch.equal(stored(resumed), expected)
+        resumed.save_buffer()
         state = resumed.state_dict()
 
 
