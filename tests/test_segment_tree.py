@@ -282,6 +282,39 @@ def test_exports() -> None:
     assert set(segment_tree.__all__) == {"MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"}
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.add, "sum"),
+        (torch.min, "min"),
+        (torch.minimum, "min"),
+        (torch.max, "max"),
+        (torch.maximum, "max"),
+    ],
+)
+def test_operations_given_as_functions_of_torch(function: Any, name: str) -> None:
+    one, other = SegmentTree(3, function), SegmentTree(3, name)
+    one[:] = other[:] = [3.0, 1.0, 2.0]
+    assert one.summary() == other.summary() == {"sum": 6.0, "min": 1.0, "max": 3.0}[name]
+    assert one.op == name
+    other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("op", [torch.mul, sum, None, "mean"])
+def test_other_operations_are_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"op must be one of \('sum', 'min', 'max'\), or torch.add"):
+        SegmentTree(3, op)
+
+
+@pytest.mark.parametrize("index", ["a", None, ..., [0.5], [True]])
+def test_what_is_no_index_is_refused(index: Any) -> None:
+    tree = SumSegmentTree(3)
+    with pytest.raises(TypeError, match="indices must be integers"):
+        tree[index]
+    with pytest.raises(TypeError, match="indices must be integers"):
+        tree[index] = 1.0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_equals_cpu() -> None:
     generator = torch.Generator().manual_seed(2)

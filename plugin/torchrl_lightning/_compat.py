@@ -99,11 +99,47 @@ class OwnSignature:
         cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
-class StorageBase(LazyTensorStorage):
+class OwnFiles:
+    """Refuses TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
+
+    Example:
+        >>> OwnFiles().register_save_hook(print)
+        Traceback (most recent call last):
+        TypeError: OwnFiles writes its own files, in which TorchRL's checkpointers and hooks have no part; ...
+    """
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Refuse a hook.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} writes its own files, in which TorchRL's checkpointers and hooks have no part; "
+            "change what state_dict() gives, or use TorchRL's buffer and storage."
+        )
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Refuse a hook, as :meth:`register_save_hook`."""
+        self.register_save_hook(hook)
+
+
+class StorageBase(OwnFiles, LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
     _own_length = 0
     _shared = False
+
+    @property
+    def checkpointer(self) -> Any:
+        """TorchRL's way to files, which is not ours."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        if value is not None:
+            self.register_save_hook(value)
+        self._checkpointer = self._default_checkpointer()
 
     @property
     def data(self) -> TensorDictBase | None:
@@ -323,7 +359,7 @@ class SamplerBase(OwnGenerator, SamplerWithoutReplacement):
         SamplerWithoutReplacement._empty(self)
 
 
-class BufferBase(OwnSignature, TensorDictReplayBuffer):
+class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with its private parts under public names."""
 
     def __init__(self, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ are a function of the leaves alone, and rounding cannot pile up. Numba's walks k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -24,6 +24,15 @@ __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
+Operation: TypeAlias = str | Callable[..., Any]
+OPERATORS: dict[Any, str] = {
+    torch.add: "sum",
+    torch.min: "min",
+    torch.minimum: "min",
+    torch.max: "max",
+    torch.maximum: "max",
+}
+"""The operations that may be given as torch's functions."""
 
 
 class SegmentTree:
@@ -33,7 +42,8 @@ class SegmentTree:
 
     Args:
         capacity: number of leaves, any positive number.
-        op: ``"sum"``, ``"min"`` or ``"max"``.
+        op: ``"sum"``, ``"min"`` or ``"max"``; or ``torch.add``, ``torch.min`` (``torch.minimum``), ``torch.max``
+            (``torch.maximum``), which name the same.
         dtype: ``torch.float64`` or ``torch.float32``.
         device: where the nodes live.
         name: how errors call this tree.
@@ -46,7 +56,7 @@ class SegmentTree:
             unknown or cannot serve the device.
 
     Example:
-        >>> tree = SegmentTree(3, "max")
+        >>> tree = SegmentTree(3, torch.max)
         >>> tree[[0, 2]] = [1.0, 5.0]
         >>> tree.summary().item(), tree[[2, 1]].tolist()
         (5.0, [5.0, 0.0])
@@ -55,7 +65,7 @@ class SegmentTree:
     def __init__(
         self,
         capacity: int,
-        op: str,
+        op: Operation,
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
         name: str = "SegmentTree",
@@ -67,17 +77,20 @@ class SegmentTree:
             raise TypeError(f"{name}: capacity must be an integer, got {capacity!r}.")
         if capacity < 1:
             raise ValueError(f"{name}: capacity must be at least 1, got {capacity}.")
-        if op not in OPERATIONS:
-            raise ValueError(f"{name}: op must be one of {tuple(OPERATIONS)}, got {op!r}.")
+        operation = OPERATORS.get(op) if callable(op) else op
+        if operation not in tuple(OPERATIONS):
+            raise ValueError(
+                f"{name}: op must be one of {tuple(OPERATIONS)}, or torch.add, torch.min or torch.max, got {op!r}."
+            )
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
         if backend not in ("auto", "numba", "torch"):
             raise ValueError(f"{name}: backend must be 'auto', 'numba' or 'torch', got {backend!r}.")
         self.capacity = capacity
-        self.op = op
+        self.op = operation
         self.name = name
         self.initial = float(initial)
-        self._code, neutral = OPERATIONS[op]
+        self._code, neutral = OPERATIONS[operation]
         self._neutral = float(neutral)
         self._width = 1 << (capacity - 1).bit_length()
         self._largest = torch.finfo(dtype).max / capacity  # so that no sum can overflow
@@ -278,7 +291,10 @@ class SegmentTree:
     def _index(self, index: Index) -> Tensor:
         if isinstance(index, slice):
             index = list(range(*index.indices(self.capacity)))
-        where = torch.as_tensor(index, device=self.device)
+        try:
+            where = torch.as_tensor(index, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{self.name}: indices must be integers, got {index!r}.") from error
         if where.numel() == 0:
             return where.to(torch.int64)
         if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:

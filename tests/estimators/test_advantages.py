@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -318,3 +319,20 @@ def test_discount_cumsum_keeps_time_first() -> None:
     expected = torch.stack([sum(0.9 ** (k - t) * x[k] for k in range(t, 9)) for t in range(9)])
     torch.testing.assert_close(discount_cumsum(x, 0.9), expected)
     assert torch.equal(discount_cumsum(x, 0.0), x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_discount_cumsum_of_an_array_is_an_array(dtype: str) -> None:
+    x = np.array([[1, 2], [3, 4], [5, 6]]).astype(dtype)[::-1]  # as l2r-lab's, which calls it with reversed views
+    kept = x.copy()
+    for discount, expected in (
+        (0.5, [[6.75, 8.5], [3.5, 5.0], [1.0, 2.0]]),
+        (np.array([0.5, 1.0]), [[6.75, 12.0], [3.5, 6.0], [1.0, 2.0]]),
+    ):
+        found = discount_cumsum(x, discount)
+        assert isinstance(found, np.ndarray)
+        assert found.tolist() == expected
+        assert found.dtype == (np.float64 if dtype == "int64" else dtype)
+    assert (x == kept).all()
+    with pytest.raises(TypeError, match="x must hold numbers"):
+        discount_cumsum(np.array(["a"]), 0.5)

@@ -11,7 +11,7 @@ from torchrl.data import RandomSampler, SamplerWithoutReplacement, Sequence, Sli
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import RewardScaling, Transform, UnsqueezeTransform
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -264,11 +264,14 @@ def test_delayed_construction() -> None:
 
 
 def test_consumed_samples() -> None:
-    with pytest.raises(TypeError, match="write_at"):  # rings have no free cells to put new data into
-        buffer(consume_after_n_samples=1)
-    ours = buffer(consume_after_n_samples=1, writer=TensorDictRoundRobinWriter())
-    ours.extend(rows(12))
-    assert sorted(torch.cat([ours.sample()["a"], ours.sample()["a"]]).tolist()) == list(range(12))
+    for ours in (
+        buffer(consume_after_n_samples=1),
+        buffer(consume_after_n_samples=1, writer=TensorDictRoundRobinWriter()),
+    ):
+        ours.extend(rows(12))
+        assert sorted(torch.cat([ours.sample()["a"], ours.sample()["a"]]).tolist()) == list(range(12))
+    with pytest.raises(TypeError, match="write_at"):  # a ring has no free cells to put new data into
+        buffer(consume_after_n_samples=1, writer=RingWriter())
 
 
 def test_two_buffers_cannot_fill_one_storage() -> None:

@@ -79,7 +79,7 @@ def test_gradients_and_inference_mode_stay_outside() -> None:
         (lambda data: data.set("a", torch.zeros(3).double()), "torch.float64"),
         (lambda data: data.set(("next", "deep", "x"), torch.zeros(3)), r"\('next', 'deep', 'x'\)"),
         (lambda data: data.set("next", torch.zeros(3)), "'next' is new"),
-        (lambda data: data.set("a", "text"), "stores tensors only"),
+        (lambda data: data.set("a", "text"), "stores dense tensors only"),
     ],
 )
 def test_another_schema_changes_nothing(change: object, says: str) -> None:

@@ -50,8 +50,14 @@ def test_number_and_size_give_exactly_that() -> None:
         buffer.generate_batches(4, 4)
     with pytest.raises(ValueError, match="Give num_mini_batch"):
         buffer.generate_batches()
-    with pytest.raises(ValueError, match="positive"):
-        buffer.generate_batches(0)
+    for wrong in (0, -1, 2.5, True, "2"):
+        for name in ("num_mini_batch", "mini_batch_size", "num_epochs"):
+            with pytest.raises(ValueError, match=f"{name} must be a positive integer, got"):
+                buffer.generate_batches(**{"num_mini_batch": 1, name: wrong})
+        with pytest.raises(ValueError, match="batch_size must be a positive integer, got"):
+            buffer.sample(wrong)
+        with pytest.raises(ValueError, match="batch_size must be a positive integer, got"):
+            list(MinibatchSampler().epoch(5, wrong))
     with pytest.raises(ValueError, match="more than the 15"):
         buffer.generate_batches(None, 16)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from rollout.helpers import make_rollout
@@ -87,6 +87,14 @@ def poison(data: TensorDict, what: str) -> TensorDict:
         del data["action"]
     elif what == "extra":
         data["surprise"] = torch.zeros(data.shape)
+    elif what == "text":
+        data["surprise"] = NonTensorStack(*[NonTensorStack(*"abcde") for _ in range(3)])
+    elif what == "no environments":
+        data = data[:0]
+    elif what == "no steps":
+        data = data[:, :0]
+    elif what == "plain tensor":
+        return data["observation"]
     return data
 
 
@@ -102,6 +110,10 @@ def poison(data: TensorDict, what: str) -> TensorDict:
         ("shape", ValueError, r"'observation' is \[7\]"),
         ("missing", ValueError, "'action' is missing"),
         ("extra", ValueError, "'surprise' is new"),
+        ("text", TypeError, "'surprise' is a NonTensorStack; rollouts hold tensors only"),
+        ("no environments", ValueError, "5 steps of 0 environments"),
+        ("no steps", ValueError, "0 steps of 3 environments"),
+        ("plain tensor", TypeError, "Expected a TensorDict, or a dict .* got a Tensor"),
     ],
 )
 def test_bad_rollouts_are_refused_before_anything_changes(what: str, error: type[Exception], message: str) -> None:

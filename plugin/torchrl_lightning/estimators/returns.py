@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, check_inputs, explain_not_finite
@@ -67,25 +68,35 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
     return target
 
 
-def discount_cumsum(x: Tensor, discount: float | Tensor) -> Tensor:
+@overload
+def discount_cumsum(x: Tensor, discount: float | Tensor) -> Tensor: ...
+@overload
+def discount_cumsum(x: NDArray[Any], discount: float | NDArray[Any]) -> NDArray[Any]: ...
+def discount_cumsum(x: Any, discount: Any) -> Any:
     r"""Discounted cumulative sum from the end, :math:`y_t = \sum_{k \ge t} \mathrm{discount}^{k - t} x_k`.
 
     Args:
-        x: ``[T, ...]``, time first, floating point.
-        discount: a number, or a tensor that broadcasts to ``x``.
+        x: ``[T, ...]``, time first, floating point; an array may hold integers.
+        discount: a number, or a tensor (array) that broadcasts to ``x``.
 
     Returns:
-        A tensor in the shape and dtype of ``x``.
+        A tensor (for an array, an array) in the shape and dtype of ``x``; float64 for integers.
 
     Raises:
-        TypeError: ``x`` is not a floating-point tensor.
+        TypeError: ``x`` is neither a floating-point tensor nor an array of numbers.
         ValueError: ``x`` has no dimension or ``discount`` does not broadcast.
 
     >>> import torch
     >>> discount_cumsum(torch.tensor([1.0, 2.0, 4.0]), 0.5)
     tensor([3., 4., 4.])
     """
-    return discounted_scan(x, discount)
+    if not isinstance(x, np.ndarray):
+        return discounted_scan(x, discount)
+    if x.dtype.kind not in "biuf":
+        raise TypeError(f"discount_cumsum: x must hold numbers, got an array of {x.dtype}")
+    floats = torch.from_numpy(x.copy() if x.dtype.kind == "f" else x.astype(np.float64))
+    factor = torch.as_tensor(discount, dtype=floats.dtype) if isinstance(discount, np.ndarray) else discount
+    return discounted_scan(floats, factor).numpy()
 
 
 def _return_rows(reward: Any, next_value: Any, terminated: Any, done: Any, gamma: float, target: Any) -> bool:

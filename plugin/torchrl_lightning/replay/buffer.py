@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import Writer
+from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
@@ -22,11 +22,12 @@ from torchrl_lightning.replay.buffer_state import gather_state, restore_state
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, is_spawning
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import entry_of, is_tensordict, moved
+from torchrl_lightning.replay.tree import check_tensordict, entry_of, moved
 from torchrl_lightning.replay.write_back import write_back
 from torchrl_lightning.replay.writer import RingWriter
 
@@ -105,7 +106,7 @@ class ExperienceBuffer(BufferBase):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
             storage=RingStorage(1000) if storage is None else storage,
-            writer=RingWriter(num_envs or 1) if writer is None else writer,
+            writer=_writer(num_envs, sampler, consume_after_n_samples) if writer is None else writer,
             sampler=sampler,
             generator=_fresh_generator() if generator is None else generator,
             batch_size=batch_size,
@@ -209,20 +210,24 @@ class ExperienceBuffer(BufferBase):
             update_priority: whether priorities in the data are used; yes by default.
 
         Returns:
-            The cells, ``[n]``; time-major for a rollout.
+            The cells, ``[n]``; time-major for a rollout; none for data of no rows.
 
         Raises:
-            TypeError: not a TensorDict.
-            ValueError: a batch size or schema that does not fit; nothing is written.
+            TypeError: not a TensorDict, an entry that is no tensor, or ``env_ids`` that are no integers.
+            ValueError: a batch size, schema or priority that does not fit; nothing is written.
         """
-        if not is_tensordict(data):
-            raise TypeError(f"Expected a TensorDict, got a {type(data).__name__}.")
+        check_tensordict(data)
         writer = self.parts[2]
+        if not isinstance(writer, RingWriter) and not (env_ids is None and time_dim is None):
+            raise TypeError(f"env_ids and time_dim need a RingWriter, this buffer has a {type(writer).__name__}.")
+        if 0 in data.shape:
+            return nothing()
+        env_ids = None if env_ids is None else integers(env_ids, "env_ids").reshape(-1)
         if self.has_transform:
             folding = multi_steps(self.transform)
             if folding and isinstance(writer, RingWriter):
                 width = writer.num_envs
-                if env_ids is not None and torch.as_tensor(env_ids).tolist() != list(range(width)):
+                if env_ids is not None and env_ids.tolist() != list(range(width)):
                     raise ValueError("N-step returns are written for all environments at once, without env_ids.")
                 data = _flat(data, width, time_dim).reshape(-1, width).transpose(0, 1)
                 with unharmed(folding):
@@ -236,18 +241,22 @@ class ExperienceBuffer(BufferBase):
     def _write(
         self, data: TensorDictBase, env_ids: Tensor | None, time_dim: int | None, update_priority: bool | None
     ) -> Tensor:
-        _, sampler, writer = self.parts
+        storage, sampler, writer = self.parts
         if isinstance(writer, RingWriter):
             data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
-        index = self.write(data) if env_ids is None else self.write(data, env_ids)
+        priority = None
         if update_priority is not False and _is_prioritized(sampler):
             priority = data.get(self.priority_key, None)
-            if priority is not None:
-                self.update_priority(index, priority)
+        if isinstance(sampler, PrioritizedSampler):
+            sampler.check_write(storage, data.shape[0], priority)
+        index = self.write(data) if env_ids is None else self.write(data, env_ids)
+        if priority is not None:
+            self.update_priority(index, priority)
         return index
 
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Write one step: a row without batch dimension, or ``[num_envs]`` for all environments."""
+        check_tensordict(data)
         if data.ndim:
             return self.extend(data)
         return int(self.extend(data.unsqueeze(0)))
@@ -411,6 +420,7 @@ class ExperienceBuffer(BufferBase):
         Raises:
             KeyError: the batch has no priorities or no ``index``.
         """
+        check_tensordict(data)
         _, sampler, _ = self.parts
         if not _is_prioritized(sampler):
             return
@@ -449,6 +459,15 @@ def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictB
     if data.shape[1] != width:
         raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
     return data.reshape(-1)
+
+
+def _writer(num_envs: int | None, sampler: Any, consume_after: int | None) -> Writer:
+    if consume_after is None and not isinstance(sampler, ConsumingSampler):
+        return RingWriter(1 if num_envs is None else num_envs)
+    # A ring is overwritten in order; what was consumed leaves single cells to fill.
+    if num_envs not in (None, 1):
+        raise ValueError(f"consume_after_n_samples takes steps out of their order, so num_envs={num_envs} must be 1.")
+    return TensorDictRoundRobinWriter()
 
 
 def _check_free(storage: RingStorage, writer: Any) -> None:

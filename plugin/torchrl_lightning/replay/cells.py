@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.replay.tree import Path, Plan, Tree, difference, leaves_of, match, plan_of
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.replay.tree import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
 
 SMALL = 1024
 """Up to so many rows, numpy's smaller overhead wins."""
@@ -68,7 +68,7 @@ class Cells:
                 self._plans.clear()
             plan = self._plans[rows] = plan_of(self.tree, rows)
         found: list[Tensor] = []
-        if not match(plan, entries_of(data), found):
+        if not match(plan, level_of(data), found):
             wrong = difference(self.tree, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
                 f"The data does not fit what is stored: {wrong}. "

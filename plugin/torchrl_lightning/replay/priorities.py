@@ -174,10 +174,26 @@ class Priorities:
             values = self.priorities[cells]
             self._follow(cells[values >= 0], values[values >= 0])
 
+    def check(self, priority: Tensor) -> None:
+        """Refuse priorities ``[n]`` that no cell may have.
+
+        Raises:
+            ValueError: one is negative, NaN or infinite.
+        """
+        bad = (~self._sound(priority, self.power(priority))).nonzero()
+        if len(bad):
+            row = int(bad[0])
+            raise ValueError(
+                f"A priority must be finite and not negative, got {float(priority[row])} in row {row}; "
+                "nothing was written."
+            )
+
+    def _sound(self, priority: Tensor, leaves: Tensor) -> Tensor:
+        return (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
+
     def _update_torch(self, index: Tensor, priority: Tensor, generation: Tensor | None) -> None:
         leaves = self.power(priority)
-        sound = (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
-        bad = (index < -1) | (index >= self.capacity) | ~sound
+        bad = (index < -1) | (index >= self.capacity) | ~self._sound(priority, leaves)
         if bad.any():
             raise self._error(index, priority, int(bad.nonzero()[0]))
         safe = index.clamp(min=0)

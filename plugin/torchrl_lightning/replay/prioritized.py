@@ -16,7 +16,8 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.priorities import STATE_KEYS, Priorities
-from torchrl_lightning.replay.sampling import check_entries, stored_cells
+from torchrl_lightning.replay.rings import integers
+from torchrl_lightning.replay.sampling import check_entries, check_size, stored_cells
 
 STATE_VERSION = 1
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -167,8 +168,9 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
         Raises:
             RuntimeError: nothing is stored, or all priorities are zero.
-            ValueError: the storage is larger than ``max_capacity``.
+            ValueError: the storage is larger than ``max_capacity``, or the number is none.
         """
+        batch_size = check_size(batch_size)
         self._adopt(storage)
         table = self.table
         if not table.count:
@@ -205,6 +207,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
         Raises:
             IndexError: a cell out of range.
+            TypeError: the cells are no integers.
             ValueError: a priority is negative, NaN or infinite, or shapes do not fit.
         """
         if storage is not None:
@@ -244,6 +247,22 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             value = REDUCTIONS[self.reduction](value.reshape(count, -1), 1)
         return cells, value.to(self.dtype).reshape(-1)
 
+    def check_write(self, storage: Storage, rows: int, priority: Tensor | None) -> None:
+        """Check that a write which brings its priorities along will not fail half-way; nothing is changed.
+
+        Args:
+            storage: what is written to.
+            rows: how many rows.
+            priority: their priorities, or None where they get that of new data.
+
+        Raises:
+            ValueError: the storage is larger than ``max_capacity``, a priority is negative, NaN or infinite, or there
+                is not one for each row.
+        """
+        self._check_capacity(storage)
+        if priority is not None:
+            self.table.check(self._flat(torch.arange(rows), priority, None)[1])
+
     @torch.no_grad()
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:
         """Give cells that were just written the priority of new data; called by the storage.
@@ -268,11 +287,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
     def _cells(self, index: Any, storage: Storage | None) -> Tensor:
         if isinstance(index, tuple):
             index = torch.stack(index, -1)
-        cells = torch.as_tensor(index, device=self.device)
-        if cells.dtype != torch.int64:
-            if cells.dtype.is_floating_point or cells.dtype is torch.bool:
-                raise TypeError(f"Indices must be integers, got {cells.dtype}.")
-            cells = cells.to(torch.int64)
+        cells = integers(index, "Cells").to(self.device)
         if storage is not None and storage.ndim > 1 and cells.ndim > 1:
             flat = cells[..., 0]
             for axis, size in enumerate(storage.shape[1:], start=1):

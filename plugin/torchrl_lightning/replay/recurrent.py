@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrl_lightning.replay.experience import BatchExperience
+from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.replay.velora_base import BufferBase
 from torchrl_lightning.replay.warm import collect
 
@@ -70,9 +71,9 @@ class RecurrentReplayBuffer(BufferBase):
             **kwargs: as in TorchRL.
 
         Raises:
-            ValueError: fewer are stored; names both numbers.
+            ValueError: fewer are stored (names both numbers), or the number is none.
         """
-        wanted = self.batch_size if batch_size is None else batch_size
+        wanted = self.batch_size if batch_size is None else check_size(batch_size)
         if wanted is not None and len(self) < wanted:
             raise ValueError(
                 f"The buffer does not hold enough transitions. Available: {len(self)}, Requested: {wanted}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +12,29 @@ from torch import Tensor
 from torchrl_lightning.replay.sharing import SharedArrays
 
 Ints = NDArray[np.int64]
+
+
+def integers(value: Any, name: str) -> Tensor:
+    """Read integers of any shape as int64; an empty list holds none.
+
+    Args:
+        value: an integer, or a list, array or tensor of them.
+        name: what the error calls them.
+
+    Raises:
+        TypeError: they are fractions, flags or no numbers at all.
+
+    Example:
+        >>> integers([2, 0], "Cells"), integers([], "Cells")
+        (tensor([2, 0]), tensor([], dtype=torch.int64))
+    """
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be integers, got {value!r}.") from error
+    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {found.dtype}.")
+    return found.to(torch.int64)
 
 
 class Rings(SharedArrays):

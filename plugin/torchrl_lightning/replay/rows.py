@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def check_step(step: Any) -> None:
+    """Refuse a step that is no mapping.
+
+    Raises:
+        TypeError: says what it is.
+    """
+    if not isinstance(step, Mapping):
+        raise TypeError(f"A step is a dict of documented entries, got a {type(step).__name__}; nothing was stored.")
+
+
+def numbers(value: Any, name: str) -> Tensor:
+    """Read numbers of any shape, detached.
+
+    Args:
+        value: a number, array, tensor, or list of numbers.
+        name: what the error calls it.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> numbers([1, 2], "obs")
+        tensor([1, 2])
+    """
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be numbers, got a {type(value).__name__}; nothing was stored.") from error
 
 
 def vector(value: Any, name: str, width: int | None, device: torch.device) -> Tensor:
@@ -18,13 +49,14 @@ def vector(value: Any, name: str, width: int | None, device: torch.device) -> Te
         device: where the row lies.
 
     Raises:
+        TypeError: it is something else.
         ValueError: there are more or fewer numbers, or they are NaN or infinite.
 
     Example:
         >>> vector([1, 2], "obs", 2, torch.device("cpu"))
         tensor([[1., 2.]])
     """
-    row = torch.as_tensor(value).detach().to(device, torch.float32).reshape(1, -1)
+    row = numbers(value, name).to(device, torch.float32).reshape(1, -1)
     if width is not None and row.shape[1] != width:
         raise ValueError(f"{name} has {row.shape[1]} numbers, expected {width}; nothing was stored.")
     if not bool(torch.isfinite(row).all()):
@@ -47,7 +79,7 @@ def flag(value: Any, name: str, device: torch.device) -> Tensor:
         >>> flag(1.0, "done", torch.device("cpu"))
         tensor([[True]])
     """
-    given = torch.as_tensor(value)
+    given = numbers(value, name)
     if given.numel() != 1 or float(given) not in (0.0, 1.0):
         raise ValueError(f"{name} must be true or false, got {value!r}; nothing was stored.")
     return given.bool().reshape(1, 1).to(device)

@@ -17,7 +17,7 @@ from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
-from torchrl_lightning.replay.sampling import check_entries
+from torchrl_lightning.replay.sampling import check_entries, check_size
 from torchrl_lightning.replay.sequence_reading import first_states
 from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.replay.trajectories import TrajectoryList
@@ -145,7 +145,11 @@ class SequenceSampler(OwnGenerator, Sampler):
             RuntimeError: nothing is stored.
             ValueError: windows are longer than any stored episode, or it is unknown where episodes end.
         """
+        batch_size = check_size(batch_size)
         rings = self._rings(storage, batch_size)
+        if not batch_size:
+            nothing = torch.zeros((0, self.batch_length), dtype=torch.int64)
+            return nothing, {"mask": nothing.bool()}
         if self.over == "steps":
             starts = self._draw(rings, batch_size)
         else:

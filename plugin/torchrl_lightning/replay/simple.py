@@ -17,9 +17,10 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.rows import flag, vector
+from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.schema import Configurable
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.tree import check_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
 
 BATCH: dict[str, NestedKey] = {
@@ -142,14 +143,18 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
 
         Raises:
             KeyError: an entry is missing.
+            TypeError: it is no mapping, or an entry holds no numbers.
             ValueError: a size differs from what was declared, or a number is not finite; nothing is stored.
         """
         if isinstance(buffer_dict, SimpleReplayBuffer):
             writer = buffer_dict.writer
             steps = torch.arange(int(writer.oldest.min()), int(writer.positions.max()))
+            if not len(buffer_dict):
+                return
             cells = writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten()
             self.extend(buffer_dict.storage.get(cells[writer.is_filled(cells)]))
             return
+        check_step(buffer_dict)
         missing = [name for name in ("obs", "next_obs", "act", "rew", "done") if name not in buffer_dict]
         if missing:
             raise KeyError(f"The step lacks {missing}; store takes obs, next_obs, act, rew, done.")
@@ -175,8 +180,10 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
+            TypeError: it is no TensorDict.
             ValueError: an observation or action has another size than declared.
         """
+        check_tensordict(data)
         widths = {"obs_dim": "observation", "act_dim": "action"}
         found = {}
         for name, key in widths.items():

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -18,8 +19,17 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.files import Rows, read_state, write_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
+from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning
-from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves, row_bytes, to_tensordict, tree_of
+from torchrl_lightning.replay.tree import (
+    Tree,
+    check_tensordict,
+    leaves_of,
+    map_leaves,
+    row_bytes,
+    to_tensordict,
+    tree_of,
+)
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.writer import RingWriter
@@ -58,7 +68,7 @@ class RingStorage(StorageBase):
         scratch_dir: str | Path | None = None,
         compilable: bool = False,
     ) -> None:
-        if isinstance(max_size, bool) or int(max_size) != max_size or max_size < 1:
+        if not _is_whole(max_size) or max_size < 1:
             raise ValueError(f"max_size must be a positive integer, got {max_size!r}.")
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
@@ -179,19 +189,22 @@ class RingStorage(StorageBase):
         """Write cells, as TorchRL's writers do; an integer cursor takes one row without batch dimension.
 
         Raises:
+            TypeError: the data is no TensorDict, or the cells are no integers.
             ValueError: another schema than what is stored.
             IndexError: a cell out of range.
         """
         check_owner(self._process, self._shared)
+        check_tensordict(data)
         if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
             cursor, data = slice(int(cursor), int(cursor) + 1), data.unsqueeze(0)
         if isinstance(cursor, slice):
             cursor = range(*cursor.indices(self.max_size))
-        index = torch.as_tensor(cursor)
-        if index.dtype == torch.bool:
-            index = index.nonzero().squeeze(1)
-        index = index.long().reshape(-1)
-        if index.numel() and (int(index.min()) < -self.max_size or int(index.max()) >= self.max_size):
+        if isinstance(cursor, Tensor) and cursor.dtype == torch.bool:
+            cursor = cursor.nonzero()
+        index = integers(cursor, "Cells").reshape(-1)
+        if not index.numel():
+            return
+        if int(index.min()) < -self.max_size or int(index.max()) >= self.max_size:
             raise IndexError(f"Cell {int(index.max())} does not exist; the storage has {self.max_size} cells.")
         leaves = self.check(data, index.numel())
         assert self.cells is not None
@@ -212,21 +225,23 @@ class RingStorage(StorageBase):
     def get(self, index: Any) -> TensorDictBase:
         """Read cells; a tensor of indices of any shape is gathered leaf by leaf, anything else is a view.
 
-        Indices ``[B, T]`` give sequences named ``(None, "time")``.
+        Indices ``[B, T]`` give sequences named ``(None, "time")``. As in a list, a negative number, alone or in a list,
+        counts from the last filled cell; in a tensor it stands for no cell.
 
         Raises:
             RuntimeError: nothing is stored.
             IndexError: a cell that holds nothing.
+            TypeError: the indices are no integers.
         """
         if self.cells is None:
             raise RuntimeError("The storage is empty: write something first (extend).")
         if isinstance(index, tuple) and len(index) == 1:  # coordinates, as TorchRL's slice samplers give them
             index = index[0]
-        if isinstance(index, list | range):
-            index = torch.as_tensor(index)
+        if isinstance(index, list | range | np.ndarray) and np.asarray(index).dtype != np.bool_:
+            index = self._from_end(integers(index, "Cells"))
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
-        index = index.to(self.device)
+        index = integers(index, "Cells").to(self.device)
         self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
         return new_tensordict(self.gather(index, names), index.shape, names, index.device)
@@ -234,14 +249,20 @@ class RingStorage(StorageBase):
     def _view(self, index: Any) -> TensorDictBase:
         assert self.data is not None
         if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
-            self.check_filled(torch.as_tensor(int(index)).reshape(1))
-            return self.data[int(index)]
+            cell = self._from_end(torch.tensor([int(index)]))
+            self.check_filled(cell)
+            return self.data[int(cell)]
         if not self.is_prefix:
             raise IndexError(
                 "The rings are unevenly filled, so that cells are not in one piece; read them by a tensor of indices "
                 "(writer.cell), or fill the rings evenly."
             )
         return self.data[: len(self)][index]
+
+    def _from_end(self, index: Tensor) -> Tensor:
+        # Where the filled cells are not in one piece, there is no last one.
+        size = len(self) if self.is_prefix else 0
+        return torch.where((index < 0) & (index >= -size), index + size, index)
 
     def check_filled(self, index: Tensor) -> None:
         """Refuse cells that hold nothing.
@@ -391,3 +412,10 @@ class RingStorage(StorageBase):
             self._process = os.getpid()
         if tree:
             self.adopt(tree)
+
+
+def _is_whole(number: Any) -> bool:
+    try:
+        return not isinstance(number, bool) and int(number) == number
+    except (TypeError, ValueError, OverflowError):
+        return False

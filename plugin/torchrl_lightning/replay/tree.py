@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -32,22 +32,34 @@ def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return {k: map_leaves(function, leaf) if isinstance(leaf, dict) else function(leaf) for k, leaf in tree.items()}
 
 
+def level_of(data: TensorDictBase) -> dict[str, Any]:
+    """Return the entries of one level, for reading only.
+
+    Raises:
+        TypeError: only some rows of a lazy stack have an entry.
+    """
+    if isinstance(data, LazyStackedTensorDict):  # it shows only what all of its rows have
+        lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
+        if lost:
+            raise TypeError(f"Only some rows have the entries {sorted(lost)}; give them to all or to none.")
+    return entries_of(data)
+
+
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
     """Nested dict of the leaves of ``data``.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf is not a dense tensor, or only some rows have it.
     """
     tree: Tree = {}
-    for key, value in entries_of(data).items():
-        if isinstance(value, TensorDictBase):
+    for key, value in level_of(data).items():
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             tree[key] = tree_of(value, (*path, key))
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
             tree[key] = value
         else:
-            raise TypeError(
-                f"Entry {name_of((*path, key))} is a {type(value).__name__}; a replay buffer stores tensors only."
-            )
+            kind = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"Entry {name_of((*path, key))} is a {kind}; a replay buffer stores dense tensors only.")
     return tree
 
 
@@ -65,6 +77,20 @@ def name_of(path: Path) -> str:
 def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
     """Whether a value is a TensorDict; the abstract class, which takes long to answer, is asked about no plain one."""
     return type(value) is TensorDict or isinstance(value, TensorDictBase)
+
+
+def check_tensordict(data: Any) -> None:
+    """Refuse data that is no TensorDict.
+
+    Raises:
+        TypeError: says what it is, and how it becomes one.
+    """
+    if not is_tensordict(data):
+        kind = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
+        raise TypeError(
+            f"Expected a TensorDict, got {kind}; name the entries and the rows, "
+            'e.g. TensorDict({"observation": tensor}, [len(tensor)]).'
+        )
 
 
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -101,9 +127,15 @@ def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
     for key, dtype, device, shape in plan:
         value = entries.get(key)
         if shape is None:
-            if not is_tensordict(value) or not match(dtype, entries_of(value), found):
+            if not is_tensordict(value) or not match(dtype, level_of(value), found):
                 return False
-        elif isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.device == device:
+        elif (
+            isinstance(value, Tensor)
+            and value.dtype is dtype
+            and value.layout is torch.strided
+            and value.shape == shape
+            and value.device == device
+        ):
             found.append(value.detach() if value.requires_grad else value)
         else:
             return False

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.sampling import check_entries, ring_of
+from torchrl_lightning.replay.sampling import check_entries, check_size, ring_of
 from torchrl_lightning.replay.storage import RingStorage
 
 STATE_VERSION = 1
@@ -65,9 +65,9 @@ class UniformSampler(OwnGenerator, Sampler):
 
         Raises:
             RuntimeError: nothing is stored.
-            ValueError: there are fewer cells than asked for without replacement.
+            ValueError: there are fewer cells than asked for without replacement, or the number is none.
         """
-        stored = len(storage)
+        batch_size, stored = check_size(batch_size), len(storage)
         if not stored:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if batch_size > stored and not self.with_replacement:

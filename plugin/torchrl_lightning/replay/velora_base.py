@@ -16,7 +16,9 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
+from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.tree import check_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.velora_files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
 
@@ -136,8 +138,11 @@ class BufferBase(ExperienceBuffer):
         """
         if isinstance(state, TensorDictBase):
             return super().add(state)
-        rows = [_row(value) for value in (state, action, reward, next_state, done, hidden)]
-        self.add_multi(*rows, truncated=_row(truncated), previous_hiddens=_row(previous_hidden))
+        given = zip(NAMES, (state, action, reward, next_state, done, hidden), strict=True)
+        truncated, previous_hiddens = _row(truncated, "truncated"), _row(previous_hidden, "previous_hiddens")
+        self.add_multi(
+            *(_row(value, name) for name, value in given), truncated=truncated, previous_hiddens=previous_hiddens
+        )
         return None
 
     def add_multi(
@@ -193,15 +198,17 @@ class BufferBase(ExperienceBuffer):
     def _column(self, value: Any, name: str) -> Tensor:
         if value is None:
             raise ValueError(f"{name} is None; every transition needs it.")
-        column = torch.as_tensor(value).detach().to(self.storage.device, torch.float32)
+        column = numbers(value, name).to(self.storage.device, torch.float32)
         return column.unsqueeze(-1) if column.ndim == 1 else column.flatten(1) if column.ndim else column.reshape(1, 1)
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
         """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
+            TypeError: it is no TensorDict.
             ValueError: an observation, action or recurrent state has another size than declared.
         """
+        check_tensordict(data)
         if self.storage.tree and None not in (self.state_dim, self.action_dim, self.hidden_dim):
             same: Tensor = super().extend(data, *args, **kwargs)  # which refuses another schema
             return same
@@ -350,5 +357,5 @@ class BufferBase(ExperienceBuffer):
         return buffer
 
 
-def _row(value: Any) -> Tensor | None:
-    return None if value is None else torch.as_tensor(value).reshape(1, -1)
+def _row(value: Any, name: str) -> Tensor | None:
+    return None if value is None else numbers(value, name).reshape(1, -1)

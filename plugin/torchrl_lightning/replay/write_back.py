@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import leaves_of, name_of
+from torchrl_lightning.replay.tree import check_tensordict, leaves_of, name_of
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.segment_kernels import last_of_each
 
@@ -33,16 +33,20 @@ def write_back(buffer: ExperienceBuffer, batch: TensorDictBase, keys: Sequence[N
 
     Raises:
         KeyError: an entry is neither stored nor in the batch, or nothing says what was overwritten since.
-        TypeError: the cells do not lie in a :class:`RingStorage`.
+        TypeError: the batch is no TensorDict, or the cells do not lie in a :class:`RingStorage`.
         ValueError: a shape or dtype differs from what is stored.
     """
+    check_tensordict(batch)
     storage, _, _ = buffer.parts
     if not isinstance(storage, RingStorage):
         raise TypeError(f"Entries are written back into a RingStorage, this buffer has a {type(storage).__name__}.")
     index = batch.get("index", None)
     if index is None:
         raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
+    keys = [keys] if isinstance(keys, str) else keys
     pairs = [pair for key in keys for pair in _pairs(storage, batch, index.shape, key)]
+    if not pairs:
+        return torch.zeros(0, dtype=torch.int64)
     keep = _unchanged(buffer, batch, index)
     mask = batch.get("mask", None)
     if mask is not None:

@@ -19,10 +19,10 @@ from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.rings import Ints, Rings
+from torchrl_lightning.replay.rings import Ints, Rings, integers
 from torchrl_lightning.replay.sharing import check_owner, check_unshared
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import entry_of
+from torchrl_lightning.replay.tree import check_tensordict, entry_of
 
 _WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
 
@@ -166,6 +166,7 @@ class RingWriter(WriterBase, Rings):
 
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Write one row; with several environments, one step of all of them (``[num_envs]``)."""
+        check_tensordict(data)
         if data.ndim:
             return self.extend(data)
         return int(self.extend(data.unsqueeze(0)))
@@ -180,22 +181,29 @@ class RingWriter(WriterBase, Rings):
                 ``[T * len(env_ids)]``.
 
         Returns:
-            The cells, ``[n]``. Rows that more than ``length`` later ones overwrote at once are not written; their cell
-            is that of the row which replaced them.
+            The cells, ``[n]``; none for data of no rows. Rows that more than ``length`` later ones overwrote at once
+            are not written; their cell is that of the row which replaced them.
 
         Raises:
+            TypeError: the data is no TensorDict, has an entry that is no tensor, or ``env_ids`` are no integers.
             ValueError: another schema than what is stored, or a number of rows that does not fit the environments.
         """
         check_owner(self._process, self.is_shared)
+        check_tensordict(data)
         ids = None if env_ids is None else self._check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
         rows = data.shape[0] if data.ndim == 1 else -1
+        if not rows:
+            return torch.zeros(0, dtype=torch.int64)
         if rows < 1 or rows % width:
             raise ValueError(
                 f"Got data of batch size {list(data.shape)} for {width} environments; expected [{width}] (one step of "
                 f"each) or a multiple of it, time-major ([T * {width}])."
             )
         storage: Any = self.storage
+        # Before the storage, which takes the first rows it checks for its schema.
+        if self.track_episodes and not self.write_count and self._entry(data, None, self.done_key) is None:
+            raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
         flags = self._flags(data, leaves, rows // width)
         if ids is None and self._common is not None:
@@ -272,7 +280,7 @@ class RingWriter(WriterBase, Rings):
         return index
 
     def _check_ids(self, env_ids: Tensor) -> Ints:
-        ids = torch.as_tensor(env_ids, dtype=torch.int64).cpu().numpy().reshape(-1)
+        ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
             raise ValueError(
                 f"env_ids must be different numbers in [0, {self.num_envs}), got {ids.tolist()}; "
@@ -288,8 +296,6 @@ class RingWriter(WriterBase, Rings):
         done = self._entry(data, leaves, self.done_key)
         if self.index is None:
             if done is None:
-                if self.track_episodes:
-                    raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
                 return None
             self._make_index()
         if done is None:
@@ -299,7 +305,8 @@ class RingWriter(WriterBase, Rings):
 
     def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, key: NestedKey) -> Tensor | None:
         if leaves is None:
-            return entry_of(data, key)
+            found = entry_of(data, key)
+            return found if isinstance(found, Tensor) else None
         # What was matched need not be looked for again.
         storage: Any = self.storage
         place = storage.cells.places.get((key,) if isinstance(key, str) else key)

@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import OwnSignature, new_tensordict
+from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.layout import leaves_of, nested_keys
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
@@ -245,6 +246,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         if num_mini_batch is None and mini_batch_size is None:
             num_mini_batch, mini_batch_size = self._default_split()
         units = rollout.shape[1] if whole else rollout.numel()
+        check_size(num_epochs, 1, "num_epochs")
         number, size = split_epoch(units, num_mini_batch, mini_batch_size, drop_last, whole=whole)
         hidden = [*HIDDEN, *(join("next", path(key)) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)

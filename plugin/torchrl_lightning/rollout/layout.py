@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def leaves_of(data: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
         TypeError: a leaf is not a tensor.
     """
     for key, value in data.items():
-        if isinstance(value, TensorDictBase):
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             for inner, leaf in leaves_of(value):
                 yield (key, *((inner,) if isinstance(inner, str) else inner)), leaf
         elif isinstance(value, Tensor):

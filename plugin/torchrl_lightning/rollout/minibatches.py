@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
+from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.storage import check_entries, check_generator, check_state_version
 
 UNITS = ("steps", "environments")
@@ -77,7 +78,11 @@ class MinibatchSampler(SamplerBase):
             drop_last: overrides the sampler's option.
             num_batches: stop after so many batches.
             device: where the indices live.
+
+        Raises:
+            ValueError: the batch size is not positive.
         """
+        batch_size = check_size(batch_size, 1)
         drop = self.drop_last if drop_last is None else drop_last
         for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):
             if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
@@ -89,8 +94,9 @@ class MinibatchSampler(SamplerBase):
 
         Raises:
             RuntimeError: the storage is empty.
-            ValueError: ``drop_last`` is set and an epoch holds no full batch.
+            ValueError: ``drop_last`` is set and an epoch holds no full batch, or the batch size is not positive.
         """
+        batch_size = check_size(batch_size, 1)
         if not len(storage):
             raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
         whole = self.by == "environments"

@@ -59,7 +59,10 @@ def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
 
     Raises:
         KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
+        TypeError: it is no dict.
     """
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"Expected a TensorDict, or a dict with the documented names, got a {type(sample).__name__}.")
     unknown = sorted(set(sample) - set(KNOWN))
     if unknown:
         raise KeyError(f"Unknown names {unknown}; the documented ones are {KNOWN}.")

@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns, gae
-from torchrl_lightning.replay.rows import vector
+from torchrl_lightning.replay.rows import check_step, vector
 from torchrl_lightning.replay.schema import Configurable
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
@@ -239,9 +239,11 @@ class PPOBuffer(Configurable, GAEBuffer):
 
         Raises:
             KeyError: ``obs``, ``act`` or ``rew`` is missing.
+            TypeError: it is no mapping, or an entry holds no numbers.
             ValueError: a size differs from what was declared, or a number is not finite.
             RuntimeError: the open path has ended or fills the whole buffer, so that ``finish_path`` is missing.
         """
+        check_step(buffer_dict)
         row = step_row(buffer_dict, self.obs_dim, self.act_dim, self.device, start=not self.path_length)
         if self.path_length and bool(self._cells(DONE, [self._stored - 1])):
             raise RuntimeError("The last step ended its episode; call finish_path before the next store.")

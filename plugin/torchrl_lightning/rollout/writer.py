@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
+from torchrl_lightning.replay.tree import check_tensordict
 from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
 from torchrl_lightning.rollout.storage import RolloutStorage, check_entries, check_state_version
 
@@ -80,10 +81,11 @@ class RolloutWriter(WriterBase):
 
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> None:
         """Check that ``data`` may be written from step ``start`` on; changes nothing."""
+        check_tensordict(data)
         rollout = time_major(data, time_dim)
         steps, size = rollout.shape[0], self._target.size
-        if not steps:
-            raise ValueError("The rollout is empty: it holds 0 steps.")
+        if not rollout.shape.numel():
+            raise ValueError(f"The rollout is empty: it holds {steps} steps of {rollout.shape[1]} environments.")
         if start + steps > size:
             stored = f" after {start} stored ones; call empty() first" if start else ""
             raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
@@ -106,6 +108,7 @@ class RolloutWriter(WriterBase):
 
     def add(self, data: TensorDictBase) -> int:
         """Append one step of all environments, ``[N]``, and return its row."""
+        check_tensordict(data)
         storage = self._target
         if data.ndim != 1:
             raise ValueError(

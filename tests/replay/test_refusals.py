@@ -1,0 +1,350 @@
+"""Calls that fail change nothing, and say what came; calls that ask for nothing get nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.utils import TED2Flat
+
+from torchrl_lightning import (
+    ExperienceBuffer,
+    PPOBuffer,
+    PrioritizedSampler,
+    RecurrentReplayBuffer,
+    RingStorage,
+    RingWriter,
+    SequenceSampler,
+    SimpleReplayBuffer,
+    UniformSampler,
+)
+
+SIZES = pytest.mark.parametrize("size", [-1, 2.5, True, "3"])
+
+
+def rows(count: int, **extra: Any) -> TensorDict:
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    return TensorDict({"a": torch.arange(float(count)), "next": {"done": done}, **extra}, [count])
+
+
+def buffer(filled: int = 5, size: int = 8, **kwargs: Any) -> ExperienceBuffer:
+    ours = ExperienceBuffer(storage=RingStorage(size), **kwargs)
+    if filled:
+        ours.extend(rows(filled))
+    return ours
+
+
+def prioritized(filled: int = 5, capacity: int = 8) -> ExperienceBuffer:
+    return buffer(filled, sampler=PrioritizedSampler(capacity, 1.0, 1.0))
+
+
+def state(ours: ExperienceBuffer) -> str:
+    return repr((ours.state_dict(), sorted(ours.storage.tree), len(ours), ours.writer.index is None))
+
+
+# ---------------------------------------------------------------------- a failed write
+
+
+@pytest.mark.parametrize("filled", [0, 5])
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf])
+def test_a_wrong_priority_is_refused_before_anything_is_written(wrong: float, filled: int) -> None:
+    ours = prioritized(0)
+    if filled:
+        ours.extend(rows(filled, td_error=torch.ones(filled)))
+    before = state(ours)
+    with pytest.raises(ValueError, match=r"got (nan|-1\.0|inf) in row 1; nothing was written"):
+        ours.extend(rows(2, td_error=torch.tensor([1.0, wrong])))
+    assert state(ours) == before
+
+
+def test_priorities_with_further_dimensions_are_reduced() -> None:
+    ours = prioritized(0)
+    ours.extend(rows(2, td_error=torch.tensor([[1.0, 2.0], [3.0, 1.0]])))
+    assert ours.sampler.table.priorities[:2].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("filled", [0, 3])
+def test_a_sampler_smaller_than_the_storage_is_refused_before_anything_is_written(filled: int) -> None:
+    ours = buffer(filled)
+    ours.set_sampler(PrioritizedSampler(4, 1.0, 1.0))
+    before = state(ours)
+    with pytest.raises(ValueError, match=r"8 cells, this sampler keeps 4 .* max_capacity=8"):
+        ours.extend(rows(2))
+    assert state(ours) == before
+
+
+def test_a_failed_first_write_leaves_the_schema_open() -> None:
+    ours = ExperienceBuffer(storage=RingStorage(8), writer=RingWriter(track_episodes=True))
+    with pytest.raises(KeyError, match="track_episodes=True needs"):
+        ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))
+    ours.extend(rows(2))
+    assert sorted(ours[:].keys()) == ["a", "next"]
+    ours = buffer(0)
+    with pytest.raises(ValueError, match="meta"):
+        ours.extend(rows(2).to("meta"))
+    ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))  # nor has it made an episode index that needs a done flag
+    assert ours.writer.index is None
+
+
+def lazy(**last: Any) -> LazyStackedTensorDict:
+    done = torch.zeros(1, dtype=torch.bool)
+    steps = [TensorDict({"a": torch.tensor(float(i)), "next": {"done": done}}, []) for i in range(3)]
+    steps[-1].update(last)
+    return LazyStackedTensorDict(*steps)
+
+
+@pytest.mark.parametrize("filled", [0, 5])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: rows(3, x=NonTensorData("a", [3])), "'x' is a NonTensorData"),
+        (lambda: rows(3, x=NonTensorStack("a", "b", "c")), "'x' is a NonTensorStack"),
+        (lambda: rows(3, x="text"), "'x' is a NonTensorData"),
+        (lambda: rows(3, x=np.array(["a", "b", "c"])), "'x' is a NonTensorData"),
+        (lambda: rows(3).set("x", {"y": np.zeros(3), "z": "text"}), r"\('x', 'z'\) is a NonTensorData"),
+        (lambda: rows(3, x=torch.eye(3).to_sparse()), "'x' is a sparse"),
+        (lambda: lazy(extra=torch.zeros(())), r"Only some rows have the entries \['extra'\]"),
+    ],
+)
+def test_entries_that_are_no_tensors_are_refused_by_name(make: Callable[[], Any], says: str, filled: int) -> None:
+    ours = buffer(filled)
+    before = state(ours)
+    with pytest.raises(TypeError, match=says):
+        ours.extend(make())
+    assert state(ours) == before
+
+
+def test_lazy_stacks_of_equal_rows_are_written() -> None:
+    ours = buffer(0)
+    ours.extend(lazy())
+    ours.extend(lazy())
+    assert ours[:]["a"].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+# ---------------------------------------------------------------------- what is no TensorDict
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3), [1, 2], {"a": torch.zeros(3)}])
+def test_what_is_no_tensordict_is_refused_by_name(data: Any) -> None:
+    kind = "plain tensor" if isinstance(data, torch.Tensor) else type(data).__name__
+    storage = RingStorage(8)
+    calls = [
+        buffer().extend,
+        buffer().add,
+        buffer().update_tensordict_priority,
+        lambda data: buffer().write_back(data, ["a"]),
+        RingWriter().extend,
+        RingWriter().add,
+        lambda data: storage.set(slice(0, 3), data),
+        ReplayBuffer(storage=RingStorage(8), writer=RingWriter()).extend,
+        SimpleReplayBuffer(1, 1, 8, 2).extend,
+        RecurrentReplayBuffer(8, 1, 1, 1).extend,
+        PPOBuffer(1, 1, 8, 2).writer.add,
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"Expected a TensorDict, got a {kind}"):
+            call(data)
+    assert not storage.tree
+
+
+def test_a_mixture_of_ours_and_torchrls_buffers() -> None:
+    parts = [
+        TensorDictReplayBuffer(storage=RingStorage(8), writer=RingWriter(), batch_size=2),
+        TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2),
+    ]
+    for part in parts:
+        part.extend(TensorDict({"a": torch.ones(3)}, [3]))
+    mixture = ReplayBufferEnsemble(*parts, p=[0.5, 0.5], batch_size=4)
+    assert mixture.sample()["a"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+# ---------------------------------------------------------------------- nothing
+
+
+@pytest.mark.parametrize("filled", [0, 5])
+def test_writing_no_rows_writes_nothing(filled: int) -> None:
+    for ours in (buffer(filled), prioritized(filled), buffer(filled, writer=RingWriter(1))):
+        before = state(ours)
+        for write in (ours.extend, ours.writer.extend):
+            index = write(rows(0))
+            assert index.tolist() == []
+            assert index.dtype == torch.int64
+        assert state(ours) == before
+    several = buffer(0, num_envs=2)
+    assert several.extend(TensorDict({"a": torch.zeros(2, 0)}, [2, 0]), time_dim=1).tolist() == []
+    assert several.extend(rows(0), env_ids=[]).tolist() == []
+
+
+SAMPLERS = [
+    UniformSampler,
+    lambda: UniformSampler(with_replacement=False),
+    lambda: UniformSampler(stratified=True),
+    lambda: PrioritizedSampler(8, 1.0, 1.0),
+    lambda: PrioritizedSampler(8, 1.0, 1.0, weight_norm="buffer"),
+    lambda: SequenceSampler(2),
+    lambda: SequenceSampler(2, over="trajectories"),
+    lambda: SequenceSampler(2, episode_ends="pad"),
+    lambda: SequenceSampler(2, episode_ends="across"),
+]
+
+
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_sampling_nothing_gives_an_empty_batch(make: Callable[[], Any]) -> None:
+    ours = buffer(sampler=make())
+    batch = ours.sample(0)
+    assert len(batch) == 0
+    assert set(ours.sample(2).keys(True, True)) == set(batch.keys(True, True))
+    assert batch.shape[1:] == ours.sample(2).shape[1:]
+
+
+@SIZES
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_other_batch_sizes_are_refused(make: Callable[[], Any], size: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 0, got"):
+        buffer(sampler=make()).sample(size)
+
+
+def test_priorities_of_nothing() -> None:
+    ours = prioritized()
+    before = ours.sampler.table.priorities.clone()
+    ours.update_priority([], torch.zeros(0))
+    ours.update_priority([], 1.0)
+    ours.sampler.mark_update([])
+    ours.update_tensordict_priority(ours.sample(0).set("td_error", torch.zeros(0)))
+    assert ours.write_back(ours.sample(2), []).tolist() == []
+    assert torch.equal(ours.sampler.table.priorities, before)
+
+
+# ---------------------------------------------------------------------- cells and environments
+
+
+def test_negative_numbers_count_from_the_last_cell() -> None:
+    ours, theirs = buffer(), TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    theirs.extend(rows(5))
+    for index in (-1, -5, [0, -1], [], slice(-2, None), torch.tensor([-1, 0]), np.array([-1]), np.int64(-2)):
+        assert ours[index]["a"].tolist() == theirs[index]["a"].tolist()
+    for index in (-6, [0, -6], 5):
+        with pytest.raises(IndexError, match=r"Cell (-6|5) holds nothing; 5 of 8"):
+            ours[index]
+    uneven = buffer(0, num_envs=2)
+    uneven.extend(rows(1), env_ids=[1])
+    with pytest.raises(IndexError, match="Cell -1 holds nothing"):
+        uneven[-1]
+
+
+@pytest.mark.parametrize("index", [[0.5], torch.tensor([0.5]), np.array([1.0]), [[True]]])
+def test_cells_are_integers(index: Any) -> None:
+    ours = prioritized()
+    if index != [[True]]:  # a mask
+        with pytest.raises(TypeError, match="Cells must be integers, got torch"):
+            ours.storage.get(index)
+    with pytest.raises(TypeError, match="Cells must be integers, got torch"):
+        ours.storage.set(index, rows(1))
+    with pytest.raises(TypeError, match="Cells must be integers, got torch"):
+        ours.update_priority(index, 1.0)
+
+
+@pytest.mark.parametrize("env_ids", [[0.5], [1.0], [True], torch.tensor([True, False]), "1"])
+def test_env_ids_are_integers(env_ids: Any) -> None:
+    ours = buffer(0, num_envs=2)
+    ours.extend(rows(2))
+    for call in (lambda: ours.extend(rows(1), env_ids), lambda: ours.writer.cut(env_ids)):
+        with pytest.raises(TypeError, match="env_ids must be integers, got"):
+            call()
+    assert ours.writer.positions.tolist() == [1, 1]
+    assert ours.extend(rows(1), env_ids=1).tolist() == [3]
+
+
+def test_env_ids_need_a_ring_writer() -> None:
+    ours = buffer(0, consume_after_n_samples=1)
+    for options in ({"env_ids": [0]}, {"time_dim": 0}):
+        with pytest.raises(TypeError, match="need a RingWriter, this buffer has a TensorDictRoundRobinWriter"):
+            ours.extend(rows(1), **options)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "a", math.nan, math.inf])
+def test_capacities_are_positive_integers(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="max_size must be a positive integer"):
+        RingStorage(wrong)
+    with pytest.raises(ValueError, match="num_envs must be a positive integer"):
+        ExperienceBuffer(num_envs=wrong)
+
+
+# ---------------------------------------------------------------------- extras of TorchRL
+
+
+def test_hooks_and_checkpointers_are_refused() -> None:
+    for part in (buffer(), ExperienceBuffer(storage=LazyTensorStorage(8)), RingStorage(4), PPOBuffer(1, 1, 8, 2)):
+        for register in (part.register_save_hook, part.register_load_hook):
+            with pytest.raises(TypeError, match="writes its own files"):
+                register(TED2Flat())
+    with pytest.raises(TypeError, match="writes its own files"):
+        ExperienceBuffer(storage=RingStorage(4), checkpointer=SimpleNamespace())
+
+
+def test_consumed_samples_leave_the_buffer_and_a_restored_one() -> None:
+    one, other = (buffer(0, consume_after_n_samples=1) for _ in range(2))
+    one.extend(rows(8))
+    drawn = one.sample(3)["a"].tolist()
+    other.load_state_dict(one.state_dict())
+    assert len(one) == len(other) == 5
+    rest = one.sample(5)["a"].tolist()
+    assert other.sample(5)["a"].tolist() == rest
+    assert sorted([*drawn, *rest]) == list(range(8))
+    one.extend(rows(3))
+    assert len(one) == 3
+    with pytest.raises(ValueError, match="num_envs=2 must be 1"):
+        buffer(0, consume_after_n_samples=1, num_envs=2)
+
+
+# ---------------------------------------------------------------------- documented buffers
+
+
+def velora(count: int = 3) -> RecurrentReplayBuffer:
+    ours = RecurrentReplayBuffer(8, state_dim=2, action_dim=1, hidden_dim=4)
+    for number in range(count):
+        ours.add([number, number], [0.0], 1.0, [number, number], False, torch.zeros(4))
+    return ours
+
+
+def test_velora_samples_nothing() -> None:
+    batch = velora().sample(0)
+    assert (batch.states.shape, batch.rewards.shape, batch.hiddens.shape) == ((0, 2), (0, 1), (0, 4))
+    for size in (-1, 2.5, True, "3"):
+        with pytest.raises(ValueError, match="batch_size must be an integer of at least 0"):
+            velora().sample(size)
+
+
+def test_velora_adds_nothing() -> None:
+    ours = velora()
+    ours.add_multi(*(torch.zeros(0, width) for width in (2, 1, 1, 2, 1, 4)))
+    assert (len(ours), ours.position) == (3, 3)
+
+
+def test_steps_that_hold_no_numbers_are_refused_by_name() -> None:
+    act = SimpleNamespace(action=[0.0], value=0.0, logp=0.0)
+    simple, ppo = SimpleReplayBuffer(1, 1, 8, 2), PPOBuffer(1, 1, 8, 2)
+    good = {"obs": [0.0], "next_obs": [0.0], "act": act, "rew": 1.0, "done": False}
+    for ours in (simple, ppo):
+        for step in (None, [good], "step"):
+            with pytest.raises(TypeError, match="A step is a dict of documented entries, got a"):
+                ours.store(step)
+        with pytest.raises(TypeError, match="obs must be numbers, got a str"):
+            ours.store({**good, "obs": "text"})
+        ours.store(good)
+    with pytest.raises(TypeError, match="states must be numbers, got a str"):
+        velora().add("text", [0.0], 1.0, [0.0, 0.0], False, torch.zeros(4))
+    assert len(simple) == ppo.step == 1
+
+
+def test_storing_an_empty_buffer_stores_nothing() -> None:
+    ours = SimpleReplayBuffer(1, 1, 8, 2)
+    ours.store(SimpleReplayBuffer(1, 1, 8, 2))
+    assert len(ours) == 0
