@@ -38,10 +38,9 @@ def test_values_over_a_shared_trunk_are_estimated_in_evaluation_mode() -> None:
 
 
 def test_rewards_for_novelty_are_estimated_in_evaluation_mode() -> None:
-    rnd = dropping(RandomNetworkDistillation(MLPNetwork([32], "relu")).build(SPECS))
-    assert rnd.target is not None
-    assert rnd.predictor is not None
-    assert not any(part.training for part in rnd.target.modules())
+    rnd: Any = dropping(RandomNetworkDistillation(MLPNetwork([32], "relu")).build(SPECS))
+    modes: set[bool] = set()
+    rnd.target.register_forward_hook(lambda module, *_: modes.add(module.encoder.training))
     rewards = []
     for _ in range(2):
         rollout = TensorDict({"next": {"observation": torch.arange(8.0).view(4, 2, 1)}}, [4, 2])
@@ -49,4 +48,6 @@ def test_rewards_for_novelty_are_estimated_in_evaluation_mode() -> None:
         rnd.annotate(rollout)
         rewards.append(rollout["next", "intrinsic_reward"])
     assert torch.equal(*rewards)
-    assert all(part.training for part in rnd.predictor.modules())
+    rnd.loss(rollout)
+    assert modes == {False}
+    assert all(part.training for part in rnd.modules())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -135,15 +136,58 @@ class AgentModule(ReportingModule):
         self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
         for parameter in idle:
             parameter.grad = None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        for i, (optimizer, group) in enumerate(zip(self._optimizers(), self._groups, strict=True)):
-            if self.max_grad_norm is not None:
-                if scaler is not None:
-                    scaler.unscale_(optimizer.optimizer)
-                norms["critic_grad_norm" if i else "grad_norm"] = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
-            optimizer.step()
+        optimizers = self._optimizers()
+        with _unscaled(self.trainer.precision_plugin, [optimizer.optimizer for optimizer in optimizers]):
+            for i, (optimizer, group) in enumerate(zip(optimizers, self._groups, strict=True)):
+                if self.max_grad_norm is not None:
+                    norm = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
+                    norms["critic_grad_norm" if i else "grad_norm"] = norm
+                optimizer.step()
         return norms
 
     def report(self) -> dict[str, float]:
         """Return the learning rate."""
         return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
+
+
+@contextmanager
+def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Unscale the gradients of all optimizers, and update the gradient scaler, if there is one, once behind the block.
+
+    Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None:
+        yield
+        return
+    moving = [optimizer for optimizer in optimizers if _has_gradients(optimizer)]
+    for optimizer in moving:
+        scaler.unscale_(optimizer)
+    plugin.scaler = _UnscaledSteps(scaler)
+    try:
+        yield
+    finally:
+        plugin.scaler = scaler
+    if moving:
+        scaler.update()
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _UnscaledSteps:
+    """What Lightning finds in the place of a scaler whose gradients are unscaled already."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: it is done."""
+
+    def update(self) -> None:
+        """Do nothing: other optimizers are still to step."""
+
+    def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
+        """Step unless a gradient is infinite or there is none."""
+        return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -150,6 +150,14 @@ class OffPolicyModule(AgentModule):
         self._built()
         return self.__dict__["_policy"]
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What moves the module moves the unregistered policy, also where there is no fit.
+        super()._apply(fn, recurse)
+        policy = self.__dict__.get("_policy")
+        if policy is not None:
+            policy._apply(fn, recurse)
+        return self
+
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -158,10 +166,6 @@ class OffPolicyModule(AgentModule):
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic)
-
-    def on_fit_start(self) -> None:
-        """Lightning's hook: the unregistered policy follows to the device."""
-        self.policy.to(self.device)
 
     def on_train_epoch_start(self) -> None:
         """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""

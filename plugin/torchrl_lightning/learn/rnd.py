@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -62,6 +62,7 @@ class RandomNetworkDistillation(nn.Module):
         self.keys: list[Any] = []
         self.target: nn.Module | None = None
         self.predictor: nn.Module | None = None
+        self._target_mode = EvaluationMode()
 
     def build(self, specs: Any) -> RandomNetworkDistillation:
         """Build both networks and the running moments for an environment's specs, once; return the module."""
@@ -69,7 +70,9 @@ class RandomNetworkDistillation(nn.Module):
             self.keys, entries = observation_entries(specs)
             self.whitened = [not isinstance(entry, Categorical) for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
-            self.target.requires_grad_(False).eval()
+            self.target.requires_grad_(False)
+            # A fixed target: its dropout would be noise in what the predictor learns.
+            self._target_mode = EvaluationMode(self.target)
             self.register_buffer("count", torch.zeros((), dtype=torch.float64))
             for i, entry in enumerate(entries):
                 self.register_buffer(f"mean_{i}", torch.zeros(entry.shape, dtype=torch.float64))
@@ -79,13 +82,6 @@ class RandomNetworkDistillation(nn.Module):
     def _embedding(self, entries: list[Any]) -> nn.Module:
         encoder = self.network.encoder(entries)
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the predictor; the fixed target is always in evaluation mode."""
-        super().train(mode)
-        if self.target is not None:
-            self.target.eval()
-        return self
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
         """Return what is trained."""
@@ -147,7 +143,7 @@ class RandomNetworkDistillation(nn.Module):
 
     def _error(self, entries: list[Tensor]) -> Tensor:
         whitened = self._whiten(entries)
-        with torch.no_grad():
+        with torch.no_grad(), self._target_mode:
             target = self._built(self.target)(*whitened)
         return (self._built(self.predictor)(*whitened) - target).square().mean(-1)
 

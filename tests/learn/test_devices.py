@@ -1,0 +1,145 @@
+"""The networks on one device, rollouts and buffers on another: each path between them says where it goes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.data import Categorical, Composite, Unbounded
+
+from devices import THERE, SecondDevice, move_there
+from learn.replay_fakes import BOX, DISCRETE, sequences
+from rollout.helpers import make_rollout
+from torchrl_lightning import (
+    ExperienceBuffer,
+    GAEBuffer,
+    GymnasiumCollector,
+    PrioritizedSampler,
+    RingStorage,
+    RingWriter,
+    VTraceBuffer,
+    play_episodes,
+)
+from torchrl_lightning.learn import (
+    DQNModule,
+    MLPNetwork,
+    Network,
+    PPOModule,
+    RandomNetworkDistillation,
+    RecurrentNetwork,
+    SACModule,
+    TD3Module,
+    build_actor,
+    build_critic,
+)
+from torchrl_lightning.learn.memory import refreshed_states
+from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.rollout.values import RECURRENT_KEYS
+
+SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=Categorical(2), num_envs=3)
+Move = Callable[[nn.Module], nn.Module]
+on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
+
+
+@pytest.fixture(params=["stand-in", on_cuda])
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[torch.device, Move]]:
+    """Another device, and what moves a module to it."""
+    if request.param == "cuda":
+        yield torch.device("cuda", 0), lambda module: module.cuda()
+        return
+    with SecondDevice():
+        yield THERE, move_there
+
+
+def test_novelty_of_a_rollout_that_lies_elsewhere(there: tuple[torch.device, Move]) -> None:
+    rnd = RandomNetworkDistillation(MLPNetwork([8])).build(SPECS)
+    far = there[1](copy.deepcopy(rnd))
+    for _ in range(2):
+        near, other = ({"next": {"observation": torch.rand(4, 3, 1)}} for _ in range(2))
+        other["next"]["observation"] = near["next"]["observation"].clone()
+        rollouts = [TensorDict(entries, [4, 3]) for entries in (near, other)]
+        rnd.annotate(rollouts[0])
+        far.annotate(rollouts[1])  # type: ignore[operator]
+        reward = rollouts[1]["next", "intrinsic_reward"]
+        assert reward.device.type == "cpu"
+        torch.testing.assert_close(reward, rollouts[0]["next", "intrinsic_reward"])
+
+
+@pytest.mark.parametrize("cls", [GAEBuffer, VTraceBuffer])
+@pytest.mark.parametrize(
+    "network", [MLPNetwork([8], shared=True), RecurrentNetwork("gru", 4), RecurrentNetwork("lstm", 4)]
+)
+def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
+    cls: Any, network: Network, there: tuple[torch.device, Move]
+) -> None:
+    torch.manual_seed(0)
+    actor = build_actor(SPECS, network)
+    critic = build_critic(SPECS, network, actor=actor)
+    data = make_rollout()
+    for key in getattr(actor.trunk, "state_keys", ()):
+        data[key] = torch.rand(3, 5, 1, 4)
+        data["next", *((key,) if isinstance(key, str) else key)] = torch.rand(3, 5, 1, 4)
+    rollouts = []
+    for device in (None, there[0]):
+        if device is not None:
+            there[1](actor), there[1](critic)
+        buffer = cls(5, actor=actor, critic=critic)
+        buffer.insert_data_slice(data)
+        buffer.before_gradients()
+        assert {value.device.type for value in buffer.rollout.values(True, True)} == {"cpu"}
+        rollouts.append(buffer.rollout)
+    for key in ("state_value", ("next", "state_value"), "advantage", "value_target"):
+        torch.testing.assert_close(rollouts[1][key], rollouts[0][key])
+
+
+def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
+    specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+    policy = there[1](build_actor(specs, RecurrentNetwork("gru", 4)))
+    collector = GymnasiumCollector("CartPole-v1", policy, num_envs=2, frames_per_batch=8, seed=0)
+    rollout = collector.rollout()
+    collector.shutdown()
+    assert {value.device.type for value in rollout.values(True, True)} == {"cpu"}
+    assert rollout["next", "recurrent_state"].any()
+    assert play_episodes("CartPole-v1", policy, 2, seed=0)["episode_length"].device.type == "cpu"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torch.device, Move]) -> None:
+    torch.manual_seed(0)
+    module = DQNModule(RecurrentNetwork(cell, 6), refresh_states=True).build(DISCRETE)
+    memory = RecurrentNetwork(cell, 6).trunk(["observation"], [Unbounded(4)])
+    data = sequences(DISCRETE, module, 2, 8)
+    buffer = ExperienceBuffer(
+        storage=RingStorage(16), writer=RingWriter(num_envs=2), sampler=PrioritizedSampler(16, 1.0, 1.0), batch_size=6
+    )
+    buffer.extend(data)
+    batch = buffer.sample()
+    far = batch.unsqueeze(0).to(there[0])
+    there[1](memory)
+    part = read_transitions(far, ["observation"], 0.99, module._state_keys)
+    module._rewrite(far, [refreshed_states(part, memory)])
+    far["td_error"] = part.reward.abs() + 1.0
+    keys = module.rewritten_keys(far)
+    assert keys
+    far = far.squeeze(0)
+    buffer.update_tensordict_priority(far)
+    assert len(buffer.write_back(far, keys))
+    root = RECURRENT_KEYS[0]
+    cells = buffer[:][root] if cell == "gru" else buffer[:][root, "h"]
+    assert cells.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cls", "specs"), [(PPOModule, BOX), (DQNModule, DISCRETE), (SACModule, BOX), (TD3Module, BOX)]
+)
+def test_the_acting_policy_follows_its_module(cls: Any, specs: Any) -> None:
+    # Another dtype stands in for another device: every machine has one.
+    module = cls(MLPNetwork([8])).build(specs).to(torch.float64)
+    tensors = [*module.policy.parameters(), *module.policy.buffers()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float64}

@@ -1,0 +1,67 @@
+"""Optimizers under one gradient scaler: clipped, skipped and scaled as without it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from learn.fakes import SPECS, FakeData, trainer
+from learn.replay_fakes import BOX, FakeReplay, transitions
+from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule, TD3Module
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)
+
+
+class Scaling(MixedPrecision):
+    """A gradient scaler over single precision: what it scales by must not show."""
+
+    def autocast_context_manager(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+def fit(case: str, scaler: torch.amp.GradScaler | None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    cls = {"ppo": PPOModule, "sac": SACModule, "td3": TD3Module}[case]
+    specs = SPECS if case == "ppo" else BOX
+    module = cls(MLPNetwork([8]), **options).build(specs)
+    data: Any = (
+        FakeData() if case == "ppo" else FakeReplay(specs, lambda g: transitions(specs, 16, generator=g), batches=3)
+    )
+    plugins = [] if scaler is None else [Scaling("16-mixed", "cpu", scaler)]
+    trainer(max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module, datamodule=data)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("ppo", {"optimizer": SGD, "max_grad_norm": 0.05}),
+        ("ppo", {"optimizer": ADAM, "critic_optimizer": SGD, "max_grad_norm": 0.05}),
+        ("ppo", {"optimizer": ADAM, "critic_optimizer": SGD, "max_grad_norm": None}),
+        ("sac", {"optimizer": SGD, "critic_optimizer": SGD, "alpha_optimizer": SGD, "max_grad_norm": 0.5}),
+        ("td3", {"optimizer": SGD, "critic_optimizer": SGD, "max_grad_norm": 0.5}),
+        ("td3", {"optimizer": ADAM, "critic_optimizer": ADAM}),
+    ],
+)
+def test_a_scaler_changes_nothing_but_the_range(case: str, options: dict[str, Any]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    scaled, plain = fit(case, scaler, **options), fit(case, None, **options)
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    # Three updates of the module, and one of the scale for each, however many optimizers there are.
+    assert scaler.get_scale() == 2.0**13
+    assert scaled.trainer.global_step == plain.trainer.global_step
+
+
+def test_an_overflow_skips_the_update_once() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=float(torch.finfo(torch.float32).max), backoff_factor=2.0**-4)
+    module = fit("sac", scaler, optimizer=SGD, critic_optimizer=SGD, max_grad_norm=0.5)
+    assert scaler.get_scale() < 2.0**125
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
