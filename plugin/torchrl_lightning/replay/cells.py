@@ -14,9 +14,9 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.replay.tree import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
 
 SMALL = 1024
-"""Up to so many rows, numpy's smaller overhead wins."""
+"""Up to this many rows, numpy is faster because its overhead is smaller."""
 TAKEN = 1 << 20
-"""Up to so many bytes, numpy's gather is faster; beyond, torch's may use several threads."""
+"""Up to this many bytes, numpy gathers faster; beyond, torch may use several threads."""
 _PLANS = 16
 
 Runs = Sequence[tuple[int, int, int]]
@@ -52,12 +52,12 @@ class Cells:
         self._reading = _reading(self.tree, iter(arrays))
 
     def _follow(self) -> None:
-        # Handing a storage to another process moves its memory; the arrays would stay behind.
+        # Sharing a storage with another process moves its memory; the arrays would still point to the old one.
         if self.leaves[0].data_ptr() != self._address:
             self._view()
 
     def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
-        """The leaves of ``data`` (``[rows]``) in the order of the cells, without gradients.
+        """Return the leaves of ``data`` (``[rows]``) in the order of the cells, without gradients.
 
         Raises:
             ValueError: keys, shapes, dtypes or the device differ.
@@ -96,19 +96,19 @@ class Cells:
                     store[cell : cell + count] = leaf
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
-        """Copy matched leaves into scattered cells, in one indexed copy each."""
+        """Copy matched leaves into scattered cells, by one indexed copy each."""
         index = index.to(self.leaves[0].device)
         for store, leaf in zip(self.leaves, leaves, strict=True):
             store.index_copy_(0, index, leaf)
 
     def gather(self, index: Tensor, names: Names = None, skip: Collection[Path] = ()) -> dict[str, Any]:
-        """Entries of the cells ``index`` (any shape, on the device of the leaves), unchecked.
+        """Read entries of the cells ``index`` (any shape, on the device of the leaves), unchecked.
 
         Nested levels become TensorDicts of the index's shape.
 
         Args:
             index: cells, int64.
-            names: of the dimensions of nested levels.
+            names: names of the dimensions of nested levels.
             skip: leaves that are not read.
 
         Raises:
@@ -121,7 +121,7 @@ class Cells:
 
 Names = tuple[str | None, ...] | None
 Reading = list[tuple[Path, Any, Any, int]]
-"""One level of the tree: path, then what is below, or leaf, its array and up to how many rows numpy reads them."""
+"""One level of the tree: path, then the level below, or a leaf, its array and up to how many rows numpy reads."""
 
 
 def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None], above: Path = ()) -> Reading:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def check_step(step: Any) -> None:
-    """Refuse a step that is no mapping.
+    """Refuse a step that is not a mapping.
 
     Raises:
-        TypeError: says what it is.
+        TypeError: the message says what it is.
     """
     if not isinstance(step, Mapping):
         raise TypeError(f"A step is a dict of documented entries, got a {type(step).__name__}; nothing was stored.")
@@ -24,7 +24,7 @@ def numbers(value: Any, name: str) -> Tensor:
 
     Args:
         value: a number, array, tensor, or list of numbers.
-        name: what the error calls it.
+        name: its name in error messages.
 
     Raises:
         TypeError: it is something else.
@@ -44,9 +44,9 @@ def vector(value: Any, name: str, width: int | None, device: torch.device) -> Te
 
     Args:
         value: a number, array or tensor.
-        name: what the error calls it.
-        width: how many numbers there must be; any number if ``None``.
-        device: where the row lies.
+        name: its name in error messages.
+        width: how many numbers are expected; any number if ``None``.
+        device: device of the row.
 
     Raises:
         TypeError: it is something else.
@@ -69,8 +69,8 @@ def flag(value: Any, name: str, device: torch.device) -> Tensor:
 
     Args:
         value: a bool, or a number that is 0 or 1.
-        name: what the error calls it.
-        device: where the row lies.
+        name: its name in error messages.
+        device: device of the row.
 
     Raises:
         ValueError: there are several values, or one that is neither true nor false.

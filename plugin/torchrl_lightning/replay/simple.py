@@ -56,7 +56,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         size: steps kept; later ones replace the oldest.
         batch_size: steps in a batch.
         device: where steps lie and batches come out.
-        scratch_dir: folder for memory-mapped files; ``None`` keeps the steps in memory.
+        scratch_dir: folder on whose disk memory-mapped steps lie; ``None`` keeps them in memory.
         sampler: any sampler; a :class:`UniformSampler` without replacement by default.
         writer: as in :class:`ExperienceBuffer`, here and below.
         num_envs: number of environments of the default writer.

@@ -1,4 +1,4 @@
-"""What Velora's buffers have in common: six documented columns over one ring, and their files."""
+"""The common base of Velora's buffers: six documented columns over one ring, and their files."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "actio
 
 
 class BufferBase(ExperienceBuffer):
-    """Base of Velora's buffers: a subclass says how to ``sample``.
+    """Base of Velora's buffers; a subclass defines ``sample``.
 
     The columns are stored under our keys, so that every TorchRL verb, transform and sampler works beside the documented
     verbs. ``extend`` takes TensorDicts whose entries have the declared sizes, in any shape.
 
     Args:
-        capacity: transitions kept; later ones replace the oldest.
-        state_dim: length of an observation; ``None`` takes what the first transition has, here as in the next two.
+        capacity: number of transitions kept; later ones replace the oldest.
+        state_dim: length of an observation; ``None`` takes that of the first transition, here as in the next two.
         action_dim: length of an action.
         hidden_dim: length of a recurrent state.
-        device: where transitions lie; ``None`` means torch's default device.
-        scratch_dir: folder for memory-mapped files; ``None`` keeps the transitions in memory.
+        device: device of the transitions; ``None`` means torch's default device.
+        scratch_dir: folder on whose disk memory-mapped transitions lie; ``None`` keeps them in memory.
         sampler: any sampler; a :class:`UniformSampler` by default.
         writer: as in :class:`ExperienceBuffer`, here and below.
         num_envs: number of environments of the default writer.
@@ -232,7 +232,7 @@ class BufferBase(ExperienceBuffer):
     # ------------------------------------------------------------------ reading
 
     def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Sample a batch; a subclass says how."""
+        """Sample a batch; defined by subclasses."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to sample.")
 
     def sample_tensordict(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> TensorDictBase:
@@ -269,7 +269,7 @@ class BufferBase(ExperienceBuffer):
     # ------------------------------------------------------------------ state and files
 
     def metadata(self) -> dict[str, Any]:
-        """Velora's seven entries: ``capacity``, the three sizes, ``position``, ``size``, ``device``."""
+        """Return Velora's seven entries: ``capacity``, the three sizes, ``position``, ``size``, ``device``."""
         return {
             **{name: getattr(self, name) for name in DIMS},
             "position": self.position,
@@ -284,7 +284,7 @@ class BufferBase(ExperienceBuffer):
         return {name: getattr(experience, name) for name in NAMES}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy of Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes."""
+        """Copy Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes."""
         state: dict[str, Any] = super().state_dict()
         if self.writer.is_even:
             state |= {name: column.clone() for name, column in self._stored().items()}
@@ -310,11 +310,11 @@ class BufferBase(ExperienceBuffer):
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
         """Write ``<prefix>metadata.json`` and ``<prefix>state.safetensors``, which Velora reads.
 
-        They hold the six tensors at full capacity; ``dumps`` keeps everything. An error leaves older files whole.
+        They hold the six tensors at full capacity; ``dumps`` keeps everything. An error leaves older files intact.
 
         Args:
             dirpath: the folder; made where it is missing.
-            prefix: what both names begin with.
+            prefix: how both names begin.
 
         Raises:
             OSError: the disk is full or cannot be written.
