@@ -113,12 +113,6 @@ def test_schedules_follow_the_frames() -> None:
     assert clips == pytest.approx([0.2] * 4)
 
 
-def test_an_endless_run_keeps_its_rates() -> None:
-    module = small(schedule="cosine")
-    trainer().fit(module, datamodule=FakeData(total_frames=-1))
-    assert module.optimizers().param_groups[0]["lr"] == 3e-4
-
-
 def test_target_kl_leaves_out_the_rest_of_the_epoch_only() -> None:
     module, fit = small(target_kl=1e-9, learning_rate=0.5), trainer(max_epochs=3)
     fit.fit(module, datamodule=FakeData(batches=5))

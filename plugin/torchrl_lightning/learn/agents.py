@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.reports import ReportingModule
-from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,6 +53,21 @@ class AgentModule(ReportingModule):
     @abstractmethod
     def build(self, specs: Any) -> Self:
         """Build networks and loss for an environment's specs, once; return the module."""
+
+    def setup(self, stage: str) -> None:
+        """Lightning's hook: refuse a schedule over a run that nothing says the end of.
+
+        Raises:
+            ValueError: There is such a schedule.
+        """
+        schedules = [self.schedule, *self.scheduled_coefficients.values()]
+        if stage != "fit" or all(isinstance(schedule, ConstantSchedule) for schedule in schedules):
+            return
+        if progress_of(self.trainer) is None:
+            raise ValueError(
+                "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
+                "total_frames, or the trainer max_epochs or max_steps; or take schedule='constant'"
+            )
 
     def configure_model(self) -> None:
         """Lightning's hook: build from the DataModule's specs.
@@ -112,6 +127,21 @@ class AgentModule(ReportingModule):
     def _optimizers(self) -> list[Any]:
         optimizers = self.optimizers()
         return list(optimizers) if isinstance(optimizers, list) else [optimizers]
+
+    @property
+    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
+        """Buffers of the loss that follow a schedule."""
+        return {}
+
+    def on_train_start(self) -> None:
+        """Lightning's hook: set what an epoch begins with, where a resumed run begins one.
+
+        Behind a checkpoint that was written at the end of an epoch's last batch Lightning leaves out
+        `on_train_epoch_start`. In the midst of an epoch everything stays as it was restored.
+        """
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.processed >= self.trainer.num_training_batches:
+            self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:
         """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""

@@ -20,6 +20,8 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 
+STATE = "on_policy"
+
 
 class ActorCriticModule(AgentModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
@@ -144,6 +146,21 @@ class ActorCriticModule(AgentModule):
         for name, schedule in self.scheduled_coefficients.items():
             if name in self._coefficients:
                 getattr(self._built(), name).fill_(self._coefficients[name] * schedule(self.progress))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: note whether the rest of the epoch is left out."""
+        checkpoint[STATE] = {"stopped": self._stopped}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning's hook: go on leaving out the rest of an epoch.
+
+        Raises:
+            ValueError: The checkpoint is one of another environment.
+        """
+        super().on_load_checkpoint(checkpoint)
+        self._stopped = bool(checkpoint.get(STATE, {}).get("stopped", False))
 
     # -- learning ---------------------------------------------------------------------------------------------------
 

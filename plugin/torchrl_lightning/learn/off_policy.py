@@ -228,8 +228,12 @@ class OffPolicyModule(AgentModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: add the count of updates, on which delays and target networks depend."""
-        checkpoint[STATE] = {"updates": self.updates, "updater": self.updater.state_dict()}
+        """Lightning's hook: add the count of updates, on which delays and target networks depend, and exploration."""
+        checkpoint[STATE] = {
+            "updates": self.updates,
+            "updater": self.updater.state_dict(),
+            "exploration": float(self.policy.amount),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Lightning's hook: take them back; refuse the checkpoint of another environment before its weights are read.
@@ -248,4 +252,5 @@ class OffPolicyModule(AgentModule):
     def _restore(self, state: dict[str, Any]) -> None:
         self.updates = int(state["updates"])
         self.updater.load_state_dict(state["updater"])
+        self.policy.amount.fill_(state.get("exploration", 0.0))
         self._restored = None

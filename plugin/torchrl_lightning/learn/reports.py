@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.learn.metrics import MetricSums
+from torchrl_lightning.learn.schedules import progress_of
 
 
 class ReportingModule(L.LightningModule):
@@ -44,9 +45,8 @@ class ReportingModule(L.LightningModule):
 
     @property
     def progress(self) -> float:
-        """Share of the run's frames already collected; 0 where the DataModule does not say."""
-        total = getattr(self._data, "total_frames", None) or 0
-        return self.frames / total if total > 0 else 0.0
+        """Share of the run that is done; 0 where nothing says when it ends."""
+        return (progress_of(self._trainer) if self._trainer is not None else None) or 0.0
 
     @property
     def _data(self) -> Any:

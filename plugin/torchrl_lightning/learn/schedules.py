@@ -1,10 +1,11 @@
-"""Schedules over a run's environment frames: functions from progress in [0, 1] to a factor."""
+"""Schedules over a run: functions from progress in [0, 1] to a factor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 Schedule = Callable[[float], float]
 
@@ -73,3 +74,27 @@ def as_schedule(schedule: str | Schedule | None) -> Schedule:
             f"unknown schedule {schedule!r}; known are {', '.join(_NAMED)}, or give a function of progress"
         )
     return _NAMED[schedule]
+
+
+def progress_of(trainer: Any) -> float | None:
+    """Return the share of a run that is done; ``None`` where nothing says when it ends.
+
+    It is the share of the DataModule's ``total_frames``; where there are none, of the trainer's ``max_epochs`` or
+    ``max_steps``, whichever is reached first.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> data = SimpleNamespace(frames=50, total_frames=-1)
+        >>> trainer = SimpleNamespace(datamodule=data, current_epoch=1, max_epochs=4, global_step=0, max_steps=-1)
+        >>> progress_of(trainer)
+        0.25
+        >>> data.total_frames = 500
+        >>> progress_of(trainer)
+        0.1
+    """
+    data = getattr(trainer, "datamodule", None)
+    total = getattr(data, "total_frames", None) or -1
+    if total > 0:
+        return float(getattr(data, "frames", 0) / total)
+    ends = ((trainer.current_epoch, trainer.max_epochs), (trainer.global_step, trainer.max_steps))
+    return max((done / end for done, end in ends if end is not None and end > 0), default=None)
