@@ -173,7 +173,12 @@ def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
     defaults = {name: parameter.default for name, parameter in inspect.signature(component).parameters.items()}
     said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", "network")}
     assert said == {name: defaults[name] for name in said}
-    assert instantiate(cfg).network == component().network
+    # A config has lists and no tuples.
+    network, default = (
+        {name: list(value) if isinstance(value, tuple) else value for name, value in vars(each).items()}
+        for each in (instantiate(cfg).network, component().network)
+    )
+    assert network == default
 
 
 @pytest.mark.parametrize("option", options("model/network"))
@@ -255,10 +260,39 @@ def test_a_typo_is_an_error_that_names_the_field(compose_train, override):
     assert f"Key '{field.split('.')[-1]}'" in str(error.value.__cause__)
 
 
-def test_a_value_of_the_wrong_type_is_an_error_that_names_the_field(compose_train):
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.num_envs=many",
+        "data.buffer.gamma=high",
+        "model.clip_epsilon=high",
+        "model.network.hidden_sizes=wide",
+        "model.network.shared=perhaps",
+        "trainer.max_epochs=1.5",
+        "trainer.limit_train_batches=all",
+        "callbacks.progress_bar.refresh_every=often",
+        "callbacks.checkpoint.save_top_k=all",
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_field(compose_train, override):
     with pytest.raises(ConfigCompositionException) as error:
-        compose_train("data.num_envs=many")
-    assert "full_key: data.num_envs" in str(error.value.__cause__)
+        compose_train(override)
+    assert f"full_key: {override.split('=')[0]}" in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("override", "schema"),
+    [
+        ("trainer.max_epoch=3", "TrainerSchema"),
+        ("model.clip_epsilom=0.1", "PPOSchema"),
+        ("model.network.sizes=[8]", "MLPNetworkSchema"),
+        ("callbacks.checkpoint.top_k=3", "BestCheckpointSchema"),
+    ],
+)
+def test_an_unknown_field_names_what_lacks_it(compose_train, override, schema):
+    with pytest.raises(ConfigCompositionException) as error:
+        compose_train(override)
+    assert f"Key '{override.split('=')[0].split('.')[-1]}' not in '{schema}'" in str(error.value.__cause__)
 
 
 def test_an_experiment_that_does_not_exist_gets_the_list_of_those_that_do(compose_train):

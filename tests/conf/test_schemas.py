@@ -1,68 +1,71 @@
-"""A schema has the fields that its class has arguments, so that YAML, schema and signature cannot drift apart."""
+"""Schemas are generated from the constructors, so that YAML, schema and signature cannot drift apart."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
 
 import pytest
-from hydra.utils import get_class
-from omegaconf import OmegaConf
+import torch
 
+from conf.schema_source import FOLDER, MODULES, Described, checked_type, class_source, module_source
 from configs.processes import environment
 from torchrl_lightning import OnPolicyDataModule
-from torchrl_lightning._conf import EXPORT_DIR
+from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning._schemas import SCHEMAS, register_schemas
 
-# What the DataModule hands over itself, or knows better than a config: the shape of its rollouts and mini-batches.
-ON_POLICY = {
-    *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic", "generator"),
-    *("num_envs", "time_dim"),
-}
-# Besides: what TorchRL offers to programs that share a buffer between processes, or that bring functions of their own.
-REPLAY = {"num_envs", "generator", "shared"}
-RARE = {
-    *("collate_fn", "transform_factory", "dim_extend", "checkpointer", "consume_after_n_samples"),
-    *("compilable", "delayed_init", "transport", "transport_options"),
-}
-FILLED_IN: dict[tuple[str, str], set[str]] = {
-    **{("buffer", name): {*ON_POLICY, "batch_size"} for name in ("vanilla", "gae", "vtrace")},
-    ("buffer", "ppo"): ON_POLICY,
-    ("buffer", "experience"): {*REPLAY, *RARE, "batch_size"},
-    ("buffer", "recurrent"): {*REPLAY, "batch_size"},
-    ("buffer", "simple"): REPLAY,
-    ("storage", "ring"): {"compilable"},
-    # The buffer has the generator; a dtype has no name in YAML.
-    ("sampler", "uniform"): {"generator"},
-    ("sampler", "prioritized"): {"generator", "dtype"},
-    ("sampler", "sequence"): {"generator"},
-}
-# A config has no classes: what is left out there has another default here, or none.
-OTHER_DEFAULT = {("data", "on_policy", "buffer")}
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_schemas_are_what_the_constructors_say(name):
+    assert (FOLDER / f"{name}.py").read_text() == module_source(name), "run python tests/conf/schema_source.py"
 
 
-def own_fields(schema: type) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(schema) if not field.name.startswith("_")}
+def test_every_module_is_generated():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", *MODULES}
+    described = {(each.group, each.name) for _, schemas in MODULES.values() for each in schemas}
+    assert described == set(SCHEMAS)
 
 
-@pytest.mark.parametrize(("group", "name"), list(SCHEMAS))
-def test_fields_are_the_arguments_with_equal_defaults(group, name):
-    schema = SCHEMAS[group, name]
-    arguments = inspect.signature(get_class(schema._target_)).parameters
-    fields = own_fields(schema)
-    filled_in = FILLED_IN.get((group, name), set())
-    assert set(fields) == set(arguments) - filled_in
-    assert filled_in <= set(arguments)
-    stored = OmegaConf.structured(schema)
-    for field in fields:
-        default = arguments[field].default
-        if (group, name, field) in OTHER_DEFAULT or default is inspect.Parameter.empty:
-            assert OmegaConf.is_missing(stored, field), field
-        else:
-            value = OmegaConf.to_container(stored)[field]
-            assert value == (list(default) if isinstance(default, tuple) else default), field
+def test_a_field_that_a_constructor_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="UniformSampler takes no frozenset"):
+        class_source(Described("sampler", "uniform", "UniformSampler", frozenset({"generater"})))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (int, "int"),
+        (float | None, "float | None"),
+        (Literal["sync", "async"], "str"),
+        (str | Path | None, "str | None"),
+        (torch.device | str, "str"),
+        (Sequence[int] | None, "list[int] | None"),
+        (tuple[int, ...], "list[int]"),
+        (int | float, "int | float"),
+        (Sequence[int] | str, "Any"),
+        (Callable[[], int] | None, "Any"),
+        (tuple[int, str], "Any"),
+        (torch.dtype, "Any"),
+    ],
+)
+def test_types_are_those_that_a_config_can_check(annotation, expected):
+    assert checked_type(annotation) == expected
+
+
+def groups_of(name: str) -> dict[tuple[str, str], type]:
+    return {(each.group, each.name): each.type for each in MODULES[name][1]}
+
+
+@pytest.mark.parametrize("key", groups_of("models"))
+def test_every_option_of_a_model_is_checked_against_a_schema(key):
+    target = f"_target_: torchrl_lightning.{groups_of('models')[key].__name__}\n"
+    files = [path for path in CONF_DIR.glob("model/**/*.yaml") if target in path.read_text()]
+    assert files
+    assert all(f"/torchrl_lightning/schema/{key[0]}/{key[1]}@" in path.read_text() for path in files)
 
 
 def test_every_exported_option_is_checked_against_a_schema():

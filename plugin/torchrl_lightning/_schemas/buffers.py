@@ -1,0 +1,249 @@
+"""Schemas of the buffers and their parts. Generated from the constructors by ``tests/conf/schema_source.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class VanillaOnPolicyBufferSchema:
+    """Arguments of :class:`torchrl_lightning.VanillaOnPolicyBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.VanillaOnPolicyBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    device: str = "cpu"
+    gamma: float | None = None
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
+    standardize_advantages: bool = True
+    recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
+    transform: Any = None
+
+
+@dataclass
+class GAEBufferSchema:
+    """Arguments of :class:`torchrl_lightning.GAEBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.GAEBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    device: str = "cpu"
+    gae_lambda: float = 0.95
+    gamma: float | None = None
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
+    standardize_advantages: bool = True
+    recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
+    transform: Any = None
+
+
+@dataclass
+class VTraceBufferSchema:
+    """Arguments of :class:`torchrl_lightning.VTraceBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.VTraceBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    device: str = "cpu"
+    lmbda: float = 1.0
+    clip_rho_thres: float = 1.0
+    clip_c_thres: float = 1.0
+    clip_pg_rho_thres: float | None = None
+    log_prob_key: Any = "action_log_prob"
+    action_key: Any = "action"
+    gamma: float | None = None
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
+    standardize_advantages: bool = True
+    recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
+    transform: Any = None
+
+
+@dataclass
+class PPOBufferSchema:
+    """Arguments of :class:`torchrl_lightning.PPOBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.PPOBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    obs_dim: int | None = MISSING
+    act_dim: int | None = MISSING
+    batch_size: int = MISSING
+    gamma: float = 0.99
+    lam: float = 0.95
+    eps: float = 0.001
+    device: str = "cpu"
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
+    standardize_advantages: bool = True
+    recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
+    transform: Any = None
+
+
+@dataclass
+class ExperienceBufferSchema:
+    """Arguments of :class:`torchrl_lightning.ExperienceBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.ExperienceBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    storage: Any = None
+    writer: Any = None
+    sampler: Any = None
+    priority_key: Any = "td_error"
+    sample_unit: Any = None
+    pin_memory: bool = False
+    prefetch: int | None = None
+    transform: Any = None
+
+
+@dataclass
+class RecurrentReplayBufferSchema:
+    """Arguments of :class:`torchrl_lightning.RecurrentReplayBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.RecurrentReplayBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    capacity: int = MISSING
+    state_dim: int | None = MISSING
+    action_dim: int | None = MISSING
+    hidden_dim: int | None = MISSING
+    device: str | None = None
+    scratch_dir: str | None = None
+    sampler: Any = None
+    writer: Any = None
+    priority_key: Any = "td_error"
+    transform: Any = None
+    pin_memory: bool = False
+    prefetch: int | None = None
+
+
+@dataclass
+class SimpleReplayBufferSchema:
+    """Arguments of :class:`torchrl_lightning.SimpleReplayBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.SimpleReplayBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    obs_dim: int | None = MISSING
+    act_dim: int | None = MISSING
+    size: int = MISSING
+    batch_size: int = MISSING
+    device: str = "cpu"
+    scratch_dir: str | None = None
+    sampler: Any = None
+    writer: Any = None
+    priority_key: Any = "td_error"
+    transform: Any = None
+    pin_memory: bool = False
+    prefetch: int | None = None
+
+
+@dataclass
+class RingStorageSchema:
+    """Arguments of :class:`torchrl_lightning.RingStorage`."""
+
+    _target_: str = "torchrl_lightning.RingStorage"
+    _convert_: str = "all"
+    max_size: int = MISSING
+    device: str = "cpu"
+    scratch_dir: str | None = None
+
+
+@dataclass
+class UniformSamplerSchema:
+    """Arguments of :class:`torchrl_lightning.UniformSampler`."""
+
+    _target_: str = "torchrl_lightning.UniformSampler"
+    _convert_: str = "all"
+    with_replacement: bool = True
+    stratified: bool = False
+
+
+@dataclass
+class PrioritizedSamplerSchema:
+    """Arguments of :class:`torchrl_lightning.PrioritizedSampler`."""
+
+    _target_: str = "torchrl_lightning.PrioritizedSampler"
+    _convert_: str = "all"
+    max_capacity: int = MISSING
+    alpha: float = MISSING
+    beta: float = MISSING
+    eps: float = 1e-08
+    reduction: str = "max"
+    max_priority_within_buffer: bool = False
+    device: str | None = None
+    priority_key: Any = "td_error"
+    stratified: bool = True
+    weight_norm: str | None = "batch"
+    initial_priority: float = 1.0
+
+
+@dataclass
+class SequenceSamplerSchema:
+    """Arguments of :class:`torchrl_lightning.SequenceSampler`."""
+
+    _target_: str = "torchrl_lightning.SequenceSampler"
+    _convert_: str = "all"
+    batch_length: int = MISSING
+    episode_ends: str = "inside"
+    burn_in: int = 0
+    over: str = "steps"
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    traj_key: Any = None
+    end_key: Any = field(default_factory=lambda: ["next", "done"])
+
+
+SCHEMAS: dict[tuple[str, str], Any] = {
+    ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
+    ("buffer", "gae"): GAEBufferSchema,
+    ("buffer", "vtrace"): VTraceBufferSchema,
+    ("buffer", "ppo"): PPOBufferSchema,
+    ("buffer", "experience"): ExperienceBufferSchema,
+    ("buffer", "recurrent"): RecurrentReplayBufferSchema,
+    ("buffer", "simple"): SimpleReplayBufferSchema,
+    ("storage", "ring"): RingStorageSchema,
+    ("sampler", "uniform"): UniformSamplerSchema,
+    ("sampler", "prioritized"): PrioritizedSamplerSchema,
+    ("sampler", "sequence"): SequenceSamplerSchema,
+}

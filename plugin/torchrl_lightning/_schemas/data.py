@@ -1,0 +1,77 @@
+"""Schemas of the DataModules. Generated from the constructors by ``tests/conf/schema_source.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class OnPolicyDataSchema:
+    """Arguments of :class:`torchrl_lightning.OnPolicyDataModule`."""
+
+    _target_: str = "torchrl_lightning.OnPolicyDataModule"
+    _convert_: str = "all"
+    env: Any = MISSING
+    buffer: Any = MISSING
+    num_epochs: int = 4
+    mini_batch_size: int | None = None
+    num_mini_batch: int | None = None
+    shuffle: bool = True
+    num_envs: int = 8
+    frames_per_batch: int = 1024
+    total_frames: int = -1
+    collector: Any = None
+    reset_at_each_batch: bool = False
+    eval_env: Any = None
+    eval_episodes: int = 10
+    eval_num_envs: int = 10
+    seed: int | None = None
+
+
+@dataclass
+class ReplayDataSchema:
+    """Arguments of :class:`torchrl_lightning.ReplayDataModule`."""
+
+    _target_: str = "torchrl_lightning.ReplayDataModule"
+    _convert_: str = "all"
+    env: Any = MISSING
+    buffer: Any = MISSING
+    batch_size: int = 256
+    updates_per_epoch: int = 1000
+    frames_per_update: float = 1.0
+    warmup_frames: int = 1000
+    n_steps: int = 1
+    gamma: float = 0.99
+    write_back: Any = None
+    checkpoint_buffer: str = "inside"
+    buffer_dir: str | None = None
+    frames_per_batch: int | None = None
+    num_envs: int = 1
+    total_frames: int = -1
+    collector: Any = None
+    reset_at_each_batch: bool = False
+    eval_env: Any = None
+    eval_episodes: int = 10
+    eval_num_envs: int = 10
+    seed: int | None = None
+
+
+@dataclass
+class EnvironmentFactorySchema:
+    """Arguments of :class:`torchrl_lightning.EnvironmentFactory`."""
+
+    _target_: str = "torchrl_lightning.EnvironmentFactory"
+    _convert_: str = "all"
+    id: str = MISSING
+    observe: list[int] | None = None
+    env_kwargs: Any = None
+
+
+SCHEMAS: dict[tuple[str, str], Any] = {
+    ("data", "on_policy"): OnPolicyDataSchema,
+    ("data", "replay"): ReplayDataSchema,
+    ("env", "factory"): EnvironmentFactorySchema,
+}
