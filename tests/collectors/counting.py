@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import gymnasium
@@ -10,6 +12,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
+
+from torchrl_lightning.collectors import GymnasiumCollector
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
@@ -119,3 +123,35 @@ def factories(kind: str = "box") -> list[Any]:
 
 def vector_env(kind: str = "box", mode: AutoresetMode = AutoresetMode.SAME_STEP) -> SyncVectorEnv:
     return SyncVectorEnv(factories(kind), autoreset_mode=mode)
+
+
+class InterleavedWorkers:
+    """Stands for a collector with two workers, which deliver in turns that nobody knows beforehand.
+
+    Environment ``i`` of worker ``w`` has the identity ``2 * w + i``, and episodes of 10 steps.
+    """
+
+    num_workers = 2
+    TURNS = (0, 0, 1, 0, 1, 1, 1, 0)
+
+    def __init__(self, policy: Any, steps: int, label: str | None) -> None:
+        self.label, self.workers = label, []
+        for worker in range(self.num_workers):
+            env = SyncVectorEnv(
+                [lambda i=2 * worker + i: CountingEnv(i, 10) for i in range(2)], autoreset_mode="SameStep"
+            )
+            self.workers.append(GymnasiumCollector(env, policy, frames_per_batch=2 * steps, seed=worker))
+
+    def __iter__(self) -> Iterator[Any]:
+        for worker in itertools.cycle(self.TURNS):
+            rollout = self.workers[worker].rollout()
+            trajectories = rollout.pop(("collector", "traj_ids"))
+            if self.label == "traj_ids":
+                rollout["collector", "traj_ids"] = 2 * trajectories + worker
+            elif self.label == "env_ids":
+                rollout["collector", "env_ids"] = (2 * worker + torch.arange(2))[:, None].expand_as(trajectories)
+            yield rollout
+
+    def shutdown(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()

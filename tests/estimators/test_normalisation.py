@@ -59,6 +59,24 @@ def test_the_forward_filter_spans_rollouts_and_the_backward_one_does_not() -> No
     backward.normalize(reward)  # no filter is carried, so another number of environments is fine
 
 
+def test_the_forward_filter_goes_on_in_its_own_environment() -> None:
+    reward = torch.rand(3, 5, 4, dtype=torch.float64)  # rollouts, steps, environments
+    together, apart = IntrinsicRewardNormalizer(0.9), IntrinsicRewardNormalizer(0.9)
+    for rollout in reward:
+        together.normalize(rollout)
+        for ids in (torch.tensor([3, 1]), torch.tensor([0, 2])):  # as two workers deliver them
+            apart.normalize(rollout[:, ids], ids)
+    assert apart.variance == pytest.approx(together.variance, rel=1e-12)
+    assert torch.equal(apart.state_dict()["filter"], together.state_dict()["filter"])
+    unknown = IntrinsicRewardNormalizer(0.9)
+    for rollout in reward:
+        unknown.normalize(rollout, torch.full((4,), -1))
+    assert unknown.variance < together.variance  # the filter starts anew each time
+    for ids in ([0, 1, 1, 2], [0, 1]):
+        with pytest.raises(ValueError, match="env_ids"):
+            apart.normalize(reward[0], torch.tensor(ids))
+
+
 def test_constant_zero_rewards_stay_zero() -> None:
     normalizer = IntrinsicRewardNormalizer()
     assert torch.equal(normalizer.normalize(torch.zeros(5, 2)), torch.zeros(5, 2))

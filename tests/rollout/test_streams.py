@@ -11,6 +11,7 @@ from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recur
 
 from rollout.helpers import brute_gae, golden, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
 
 def with_intrinsic(**kwargs) -> TensorDict:
@@ -50,6 +51,22 @@ def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     plain.insert_data_slice(make_rollout(seed=2))
     plain.before_gradients()
     torch.testing.assert_close(buffer.rollout["advantage"], plain.rollout["advantage"])
+
+
+def test_the_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
+    buffer = VanillaOnPolicyBuffer(5, gamma_intrinsic=0.8, critic=both_values())
+    separate = IntrinsicRewardNormalizer(0.8)
+    for turn, worker in enumerate((0, 1, 1, 0)):
+        data = with_intrinsic(seed=turn)
+        ids = worker * data.shape[0] + torch.arange(data.shape[0])
+        data["collector", "env_ids"] = ids[:, None].expand(data.shape)
+        buffer.insert_data_slice(data)
+        buffer.before_gradients()
+        separate.normalize(data["next", "intrinsic_reward"].transpose(0, 1), ids)
+        buffer.after_gradients(None, {})
+    kept = buffer.intrinsic.normalizer
+    assert kept.variance == pytest.approx(separate.variance)
+    assert torch.equal(kept.state_dict()["filter"], separate.state_dict()["filter"])
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

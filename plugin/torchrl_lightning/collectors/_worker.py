@@ -16,6 +16,7 @@ from torch import nn
 
 from torchrl_lightning.collectors._shared import SharedWeights
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
     module = policy if isinstance(policy, nn.Module) else None
     free = list(range(task.slots))
     slots: list[TensorDict] = []
-    version = -1
+    version, first_env = -1, task.worker * collector.num_envs
     try:
         while True:
             while not free or connection.poll():
@@ -81,8 +82,9 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
                 free.append(slot)
             version = weights.fetch(module, version)
             rollout = collector.rollout()
-            ids = rollout["collector", "traj_ids"]
-            rollout["collector", "traj_ids"] = ids * task.num_workers + task.worker
+            ids = rollout[TRAJ_IDS]
+            rollout[TRAJ_IDS] = ids * task.num_workers + task.worker
+            rollout[ENV_IDS] = (first_env + torch.arange(collector.num_envs))[:, None].expand_as(ids)
             rollout["collector", "policy_version"] = torch.full_like(ids, version)
             if not slots:
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]

@@ -43,7 +43,8 @@ class AsynchronousCollector:
     ``num_workers * rollouts_in_flight``.
 
     Processes start with the first batch (by ``spawn``: a script needs ``if __name__ == "__main__":``), ignore Ctrl-C
-    and never outlive this process. Batches are ``[N, T]`` named ``(None, "time")``, each from one worker. Resuming is
+    and never outlive this process. Batches are ``[N, T]`` named ``(None, "time")``, each from one worker:
+    ``batch["collector", "env_ids"]`` numbers the environments over all workers, ``num_envs * worker + i``. Resuming is
     not exact: rollouts in flight are lost, and every worker begins with a reset.
 
     Args:

@@ -21,6 +21,7 @@ from torchrl_lightning.collectors import (
     play_episodes,
     spawn_seed,
 )
+from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
@@ -39,7 +40,7 @@ class ExperienceDataModule(L.LightningDataModule):
 
     Args:
         env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
-        num_envs: environments stepped side by side, on each rank.
+        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
@@ -107,6 +108,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self._vector_env: VectorEnv | None = None
         self._specs: EnvironmentSpecs | None = None
         self._stream: Iterator[TensorDictBase] | None = None
+        self._origins = RowOrigins(None)
         self._restored: dict[str, Any] | None = None
         self._num_evaluations = 0
 
@@ -342,6 +344,7 @@ class ExperienceDataModule(L.LightningDataModule):
                 )
             else:
                 self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
+            self._origins = RowOrigins(self.collector)
             self._stream = iter(self.collector)
             self._restore_run()
         return self._stream
@@ -361,7 +364,7 @@ class ExperienceDataModule(L.LightningDataModule):
             torch.set_rng_state(self._restored.pop("rng"))
 
     def _collect(self, policy: Any) -> TensorDictBase | None:
-        """Return the next rollout; None when the collector has ended."""
+        """Return the next rollout ``[N, T]``; None when the collector has ended."""
         stream = self._start(policy)
         update_weights = getattr(self.collector, "update_policy_weights_", None)
         if update_weights is not None and self._make_collector is not None:
@@ -374,7 +377,10 @@ class ExperienceDataModule(L.LightningDataModule):
             if self.trainer is not None:
                 self.trainer.should_stop = True
             return None
-        return rollout
+        if rollout.ndim == 1:
+            rollout = rollout.unsqueeze(0)
+            rollout.names = [None, "time"]
+        return self._origins.numbered(rollout)
 
     def _count(self, rollout: TensorDictBase) -> None:
         """Count the frames of a rollout that is ready to be learned from, on all ranks."""

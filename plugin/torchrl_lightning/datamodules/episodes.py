@@ -15,7 +15,7 @@ class EpisodeTracker:
     at ``s`` returned ``C[t] - C[s]``; the first one adds what was carried over from the rollouts before.
 
     Args:
-        num_envs: number of environments.
+        num_envs: number of environments; grows with the numbers that :meth:`update` is told.
 
     Example:
         >>> tracker = EpisodeTracker(1)
@@ -29,23 +29,38 @@ class EpisodeTracker:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)
         self._lengths = torch.zeros(num_envs, dtype=torch.int64)
 
-    def update(self, reward: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes rewards and done flags ``[T, N]``; gives returns and lengths ``[E]`` of the episodes that ended."""
+    def update(self, reward: Tensor, done: Tensor, env_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Take a rollout in, and return what the episodes that ended in it came to.
+
+        Args:
+            reward: ``[T, N]``.
+            done: ``[T, N]``.
+            env_ids: whose columns these are, ``[N]``; the first ``N`` environments if None.
+
+        Returns:
+            Returns and lengths, ``[E]``.
+        """
+        ids = torch.arange(reward.shape[1]) if env_ids is None else env_ids
+        missing = int(ids.max()) + 1 - len(self._returns)
+        if missing > 0:
+            self._returns = torch.cat([self._returns, self._returns.new_zeros(missing)])
+            self._lengths = torch.cat([self._lengths, self._lengths.new_zeros(missing)])
+        before, steps_before = self._returns[ids], self._lengths[ids]
         total = reward.detach().to("cpu", torch.float64).cumsum(0)
         env, time = done.detach().cpu().t().nonzero(as_tuple=True)
         at_end, after = total[time, env], time + 1
         first = torch.ones_like(env, dtype=torch.bool)
         first[1:] = env[1:] != env[:-1]
-        returns = at_end - torch.where(first, -self._returns[env], at_end.roll(1))
-        lengths = after - torch.where(first, -self._lengths[env], after.roll(1))
+        returns = at_end - torch.where(first, -before[env], at_end.roll(1))
+        lengths = after - torch.where(first, -steps_before[env], after.roll(1))
         # What an environment carries on is what it gathered since its last episode end.
-        self._returns += total[-1]
-        self._lengths += len(total)
+        before, steps_before = before + total[-1], steps_before + len(total)
         last = torch.ones_like(env, dtype=torch.bool)
         last[:-1] = env[1:] != env[:-1]
         ended = env[last]
-        self._returns[ended] = total[-1, ended] - at_end[last]
-        self._lengths[ended] = len(total) - after[last]
+        before[ended] = total[-1, ended] - at_end[last]
+        steps_before[ended] = len(total) - after[last]
+        self._returns[ids], self._lengths[ids] = before, steps_before
         return returns, lengths
 
     def reset(self) -> None:
@@ -59,8 +74,7 @@ class EpisodeTracker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the sums of :meth:`state_dict`."""
-        self._returns.copy_(state["returns"])
-        self._lengths.copy_(state["lengths"])
+        self._returns, self._lengths = state["returns"].clone(), state["lengths"].clone()
 
 
 class FinishedEpisodes:
@@ -80,18 +94,23 @@ class FinishedEpisodes:
 
     def __init__(self, num_envs: int) -> None:
         self._tracker = EpisodeTracker(num_envs)
-        self._noted: list[tuple[Tensor, Tensor]] = []
+        self._noted: list[tuple[Tensor, Tensor]] = []  # all of the same environments
+        self._env_ids: Tensor | None = None  # which ones
         self._returns: list[Tensor] = []
         self._lengths: list[Tensor] = []
 
-    def add(self, reward: Tensor, done: Tensor, *, cut: bool = False) -> None:
+    def add(self, reward: Tensor, done: Tensor, env_ids: Tensor | None = None, *, cut: bool = False) -> None:
         """Take the rewards and done flags ``[N, T, *]`` of a rollout.
 
         Args:
             reward: summed over trailing dimensions.
             done: any of them ends an episode.
+            env_ids: whose rows these are, ``[N]``; the first ``N`` environments if None.
             cut: whether the environments are reset afterwards; episodes that this ends do not count.
         """
+        if env_ids is not self._env_ids:
+            self._flush()
+            self._env_ids = env_ids
         # Copies: a collector may use its memory again.
         self._noted.append((reward.clone(), done.clone()))
         if cut or len(self._noted) >= 1024:
@@ -106,7 +125,7 @@ class FinishedEpisodes:
         self._noted.clear()
         reward, done = torch.cat(rewards, 1), torch.cat(dones, 1)
         returns, lengths = self._tracker.update(
-            reward.flatten(2).sum(-1).transpose(0, 1), done.flatten(2).any(-1).transpose(0, 1)
+            reward.flatten(2).sum(-1).transpose(0, 1), done.flatten(2).any(-1).transpose(0, 1), self._env_ids
         )
         self._returns.append(returns)
         self._lengths.append(lengths)

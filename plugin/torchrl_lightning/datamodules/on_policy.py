@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
+from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import EpisodeTracker
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
@@ -39,16 +40,17 @@ class OnPolicyDataModule(ExperienceDataModule):
             that many batches of exactly that size (environments, for a recurrent policy). For a recurrent policy it
             must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
-        num_envs: environments stepped side by side, on each rank.
+        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several.
         frames_per_batch: frames of one rollout, on each rank; a multiple of ``num_envs``.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and gives any TorchRL collector; by default a
+        collector: a callable that takes the policy and returns any TorchRL collector, see
+            :class:`ExperienceDataModule`; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
         reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
-        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
+        seed: seed of the run, see :class:`ExperienceDataModule`; drawn from torch's global generator if None.
 
     Raises:
         ValueError: if the mini-batches do not fit the rollout.
@@ -273,10 +275,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return self.buffer
 
     def _checked(self, rollout: TensorDictBase, buffer: VanillaOnPolicyBuffer) -> TensorDictBase:
-        """Gives the rollout as ``[N, T]`` or says what is wrong with it."""
-        if rollout.ndim == 1:
-            rollout = rollout.unsqueeze(0)
-            rollout.names = [None, "time"]
+        """Return the rollout ``[N, T]`` or say what is wrong with it."""
         expected = (self.num_envs, self.rollout_length)
         if tuple(rollout.batch_size) != expected:
             raise ValueError(
@@ -294,14 +293,19 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
         buffer = self._require_buffer()
+        metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
+        self._metrics = metrics
+        ids = env_ids(rollout, time_dim=0)
+        if ids is not None and int(ids.min()) < 0:
+            return  # whose episodes these are is unknown
         returns, lengths = self._tracker.update(
-            rollout["next", "reward"].reshape(*rollout.shape, -1).sum(-1), rollout["next", "done"].flatten(2).any(-1)
+            rollout["next", "reward"].reshape(*rollout.shape, -1).sum(-1),
+            rollout["next", "done"].flatten(2).any(-1),
+            ids,
         )
         if self.reset_at_each_batch:
             self._tracker.reset()
-        metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
         if len(returns):
             metrics["train/return"] = returns.mean().item()
             metrics["train/length"] = lengths.double().mean().item()
             metrics["train/episodes"] = float(len(returns))
-        self._metrics = metrics

@@ -9,9 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torch import Tensor
 
+from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
@@ -63,15 +66,17 @@ class ReplayDataModule(ExperienceDataModule):
             gathered, each rank writes its own.
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
-        num_envs: environments stepped side by side, on each rank.
+        num_envs: environments stepped side by side, on each rank; of all workers, if the collector has several. Each has
+            a ring of its own in the buffer.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and gives any TorchRL collector; by default a
+        collector: a callable that takes the policy and returns any TorchRL collector, see
+            :class:`ExperienceDataModule`; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
         reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
-        seed: seed of environments and buffer, the rank added; drawn from torch's global generator if None.
+        seed: seed of the run, see :class:`ExperienceDataModule`; drawn from torch's global generator if None.
 
     Raises:
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown.
@@ -232,19 +237,45 @@ class ReplayDataModule(ExperienceDataModule):
         rollout = self._collect(module.policy)
         if rollout is None:
             return False
+        ids = self._checked_ids(env_ids(rollout))
         self._count(rollout)
         self._snapshot = None
-        if rollout.ndim == 1:
-            rollout = rollout.unsqueeze(0)
-            rollout.names = [None, "time"]
-        self._episodes.add(rollout["next", "reward"], rollout["next", "done"], cut=self.reset_at_each_batch)
+        self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             cut_off(rollout)
         rollout = rollout.exclude(*left_out)
         if self._lookahead is not None:
             self._lookahead.note(rollout)
-        buffer.extend(rollout)
+        if ids is None:
+            buffer.extend(rollout)
+        else:
+            buffer.extend(rollout, env_ids=ids)
         return True
+
+    def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
+        """Return whose rows a rollout holds, None for those of all environments in order.
+
+        Raises:
+            ValueError: They do not fit the buffer's rings.
+        """
+        if ids is None or torch.equal(ids, torch.arange(self.num_envs)):
+            return None
+        if int(ids.min()) < 0:
+            raise ValueError(
+                "the collector's workers do not say whose rows they deliver, so that their steps would be joined to "
+                f"each other's episodes. Let the rollouts have {ENV_IDS!r} or {TRAJ_IDS!r}."
+            )
+        if int(ids.max()) >= self.num_envs:
+            raise ValueError(
+                f"the collector delivers rows of environment {int(ids.max())}, but num_envs={self.num_envs}. Give the "
+                "DataModule the number of all environments: those of one worker times the number of workers."
+            )
+        if self.n_steps > 1:
+            raise ValueError(
+                f"n_steps={self.n_steps} needs the steps of all {self.num_envs} environments at once, but each rollout "
+                "of the collector holds those of one worker. Use one worker, or n_steps=1."
+            )
+        return ids
 
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.

@@ -53,19 +53,21 @@ class IntrinsicRewardNormalizer:
         return self._variance
 
     @torch.no_grad()
-    def normalize(self, reward: Tensor) -> Tensor:
+    def normalize(self, reward: Tensor, env_ids: Tensor | None = None) -> Tensor:
         """Take a rollout of intrinsic rewards into the statistics and return it normalised.
 
         Args:
-            reward: ``[T, N, ...]``, time first, floating point; forward, with as many environments in each rollout.
+            reward: ``[T, N, ...]``, time first, floating point.
+            env_ids: Whose columns these are, ``[N]``: different numbers, or -1 where that is unknown and the filter
+                starts anew. If None, those of the same ``N`` environments in each rollout.
 
         Returns:
             A new tensor in the shape and dtype of ``reward``.
 
         Raises:
             TypeError: the rewards are not a floating-point tensor.
-            ValueError: there is no reward, one is not finite, or the number of environments changed. Nothing is
-                taken into the statistics then.
+            ValueError: there is no reward, one is not finite, or the environments do not fit. Nothing is taken into
+                the statistics then.
         """
         if not isinstance(reward, Tensor) or not reward.dtype.is_floating_point:
             came = f"a tensor of {reward.dtype}" if isinstance(reward, Tensor) else type(reward).__name__
@@ -73,13 +75,8 @@ class IntrinsicRewardNormalizer:
         if reward.dim() == 0 or reward.numel() == 0:
             raise ValueError(f"IntrinsicRewardNormalizer: got no reward, shape {tuple(reward.shape)}; want [T, N, ...]")
         forward = self.direction == "forward"
-        if forward and self._filter is not None and self._filter.shape != reward.shape[1:]:
-            raise ValueError(
-                f"IntrinsicRewardNormalizer: the filter runs over {tuple(self._filter.shape)}, the rollout has "
-                f"{tuple(reward.shape[1:])} after time; use one normaliser for each set of environments"
-            )
         wide = reward.detach().double()
-        before = None if self._filter is None else self._filter.to(reward.device)
+        before = self._before(wide, env_ids) if forward else None
         sums = discounted_scan(wide, self.gamma, initial=before, reverse=not forward)
         batch_variance, batch_mean = torch.var_mean(sums, correction=0 if forward or sums.numel() == 1 else 1)
         mean, variance = float(batch_mean), float(batch_variance)
@@ -88,13 +85,55 @@ class IntrinsicRewardNormalizer:
             place = bad[0].tolist() if len(bad) else "nowhere: their sums overflow"
             raise ValueError(f"IntrinsicRewardNormalizer: {len(bad)} rewards are not finite, the first at {place}")
         if forward:
-            self._filter = sums[-1].clone()
+            self._keep(sums[-1], env_ids)
         self._update(mean, variance, sums.numel())
         # The documented backward filter takes its deviation in single precision; rewards scaled by it stay comparable.
         deviation = (
             math.sqrt(self._variance) if forward else float(torch.tensor(self._variance, dtype=torch.float32).sqrt())
         )
         return (wide / deviation).to(reward.dtype)
+
+    def _before(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:
+        """Look up the sums that a rollout goes on from."""
+        kept, shape = self._filter, reward.shape[1:]
+        if env_ids is not None:
+            if env_ids.shape != shape[:1]:
+                raise ValueError(
+                    f"IntrinsicRewardNormalizer: env_ids has shape {tuple(env_ids.shape)}, but the rollout has "
+                    f"{tuple(shape)} after time; name each environment once"
+                )
+            known = env_ids[env_ids >= 0]
+            if len(known.unique()) < len(known):
+                raise ValueError(f"IntrinsicRewardNormalizer: env_ids names an environment twice: {env_ids.tolist()}")
+            shape = shape[1:]
+        if kept is None:
+            return None
+        if (kept.shape if env_ids is None else kept.shape[1:]) != shape:
+            raise ValueError(
+                f"IntrinsicRewardNormalizer: the filter runs over {tuple(kept.shape)}, the rollout has "
+                f"{tuple(reward.shape[1:])} after time; use one normaliser for each set of environments"
+            )
+        if env_ids is not None:
+            index = env_ids.to(kept.device)
+            stored = (index >= 0) & (index < len(kept))
+            before = kept.new_zeros(reward.shape[1:])
+            before[stored] = kept[index[stored]]
+            kept = before
+        return kept.to(reward.device)
+
+    def _keep(self, sums: Tensor, env_ids: Tensor | None) -> None:
+        """Store the sums that the next rollout goes on from."""
+        if env_ids is None:
+            self._filter = sums.clone()
+            return
+        index = env_ids.to(sums.device)
+        known = index >= 0
+        size = int(index.max()) + 1
+        kept = sums.new_zeros(0, *sums.shape[1:]) if self._filter is None else self._filter.to(sums.device)
+        if size > len(kept):
+            kept = torch.cat([kept, kept.new_zeros(size - len(kept), *sums.shape[1:])])
+        kept[index[known]] = sums[known]
+        self._filter = kept
 
     def _update(self, mean: float, variance: float, count: int) -> None:
         """Merge the moments of a batch into the running ones (Chan et al. 1979)."""

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
@@ -106,7 +107,9 @@ class IntrinsicReturns(AdvantageTransform):
         reward = rollout.get(self.reward_key, None)
         if reward is None:
             raise KeyError(f"{self.reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
-        rollout.set(NORMALIZED, self.normalizer.normalize(reward) if self.normalize else reward)
+        rollout.set(
+            NORMALIZED, self.normalizer.normalize(reward, env_ids(rollout, time_dim=0)) if self.normalize else reward
+        )
 
     def reward(self, rollout: TensorDictBase) -> Tensor:
         """The normalised intrinsic reward."""

@@ -1,0 +1,115 @@
+"""Which environment each row of a rollout is from, where several workers collect."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ENV_IDS = ("collector", "env_ids")
+TRAJ_IDS = ("collector", "traj_ids")
+
+
+class RowOrigins:
+    """Number the environments behind the rows of a collector's rollouts.
+
+    Rollouts of a collector without workers hold the same environments in the same order, and are left as they are. With
+    several workers each rollout states in ``("collector", "env_ids")`` whose rows it holds. Where TorchRL's collectors
+    do not, rows are numbered by ``("collector", "traj_ids")``, so that every trajectory keeps one number from its
+    beginning to its end. Without those either, every number is -1, which means unknown.
+
+    Args:
+        collector: The collector; ``num_workers`` says how many workers it has.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from tensordict import TensorDict
+        >>> origins = RowOrigins(SimpleNamespace(num_workers=2))
+        >>> for trajectory in (7, 8, 7):
+        ...     rollout = TensorDict({"collector": {"traj_ids": torch.full((1, 3), trajectory)}}, [1, 3])
+        ...     rollout["next", "done"] = torch.zeros(1, 3, 1, dtype=torch.bool)
+        ...     print(origins.numbered(rollout)["collector", "env_ids"].tolist())
+        [[0, 0, 0]]
+        [[1, 1, 1]]
+        [[0, 0, 0]]
+    """
+
+    def __init__(self, collector: object) -> None:
+        self._has_workers = getattr(collector, "num_workers", 1) > 1
+        self._open: dict[int, int] = {}  # trajectories that go on, and their numbers
+        self._free: set[int] = set()  # numbers whose trajectory has ended
+        self._count = 0
+        self._has_warned = False
+
+    def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
+        """Return a rollout ``[N, T]`` with ``("collector", "env_ids")`` ``[N, T]``, if it needs them.
+
+        Raises:
+            ValueError: A row joins trajectories of several workers.
+        """
+        if not self._has_workers or rollout.get(ENV_IDS, None) is not None:
+            return rollout
+        trajectories = rollout.get(TRAJ_IDS, None)
+        if trajectories is None:
+            self._warn()
+            numbers = [-1] * rollout.shape[0]
+        else:
+            ended = rollout["next", "done"].flatten(2).any(-1)
+            numbers = self._numbers(trajectories.reshape(rollout.shape), ended)
+        rollout = rollout.copy()  # a collector may have locked its memory
+        rollout[ENV_IDS] = torch.tensor(numbers, device=rollout.device)[:, None].repeat(1, rollout.shape[1])
+        return rollout
+
+    def _numbers(self, trajectories: Tensor, ended: Tensor) -> list[int]:
+        if ((trajectories[:, 1:] != trajectories[:, :-1]) & ~ended[:, :-1]).any():
+            raise ValueError(
+                f"{TRAJ_IDS!r} changes within a row where no episode ended: the collector joins the steps of several "
+                'workers in one row. Let it stack them (cat_results="stack").'
+            )
+        known = [self._open.pop(trajectory, None) for trajectory in trajectories[:, 0].tolist()]
+        numbers = [self._new_number(row) if number is None else number for row, number in enumerate(known)]
+        for number, trajectory, is_over in zip(
+            numbers, trajectories[:, -1].tolist(), ended[:, -1].tolist(), strict=True
+        ):
+            if is_over:
+                self._free.add(number)
+            else:
+                self._open[trajectory] = number
+        return numbers
+
+    def _new_number(self, row: int) -> int:
+        if self._free:
+            number = row if row in self._free else min(self._free)
+            self._free.remove(number)
+            return number
+        self._count += 1
+        return self._count - 1
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "the collector's workers do not say whose rows they deliver (no %r): returns of training episodes are "
+                "not reported. Leave track_traj_ids on.",
+                TRAJ_IDS,
+            )
+        self._has_warned = True
+
+
+def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
+    """Look up whose steps a rollout holds, ``[N]``; None if it holds those of all environments in order.
+
+    Args:
+        rollout: ``[N, T]``, or ``[T, N]``.
+        time_dim: Which dimension is time.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> env_ids(TensorDict({}, [2, 3])) is None
+        True
+    """
+    stated: Tensor | None = rollout.get(ENV_IDS, None)
+    return None if stated is None else stated.select(time_dim, 0).cpu()

@@ -1,0 +1,106 @@
+"""Rows of several workers are told apart: in returns, in the rings of a replay buffer, in the filter of rewards."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from tensordict import TensorDict
+
+from collectors.counting import CountingEnv, InterleavedWorkers
+from datamodules.replay_parts import dqn, fit, replay_data
+from torchrl_lightning.collectors.origins import RowOrigins, env_ids
+
+
+class Keep(L.Callback):
+    """Keeps the metrics of every epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append(trainer.datamodule.metrics())
+
+
+def workers(steps, label):
+    return lambda policy: InterleavedWorkers(policy, steps, label)
+
+
+@pytest.mark.parametrize("label", ["env_ids", "traj_ids"])
+def test_episodes_of_several_workers_have_their_own_lengths(label, make_data, make_trainer, make_module) -> None:
+    data = make_data(
+        env=CountingEnv, num_envs=2, frames_per_batch=14, mini_batch_size=14, num_epochs=1, collector=workers(7, label)
+    )
+    keep = Keep()
+    make_trainer(max_epochs=8, callbacks=[keep]).fit(make_module(), datamodule=data)
+    lengths = [metrics["train/length"] for metrics in keep.seen if "train/length" in metrics]
+    assert lengths
+    assert set(lengths) == {10.0}
+    # Each worker delivers 28 steps of its two environments: two episodes of each.
+    assert sum(metrics.get("train/episodes", 0) for metrics in keep.seen) == 8
+
+
+def test_returns_of_unknown_workers_are_not_reported(make_data, make_trainer, make_module, caplog) -> None:
+    data = make_data(
+        env=CountingEnv, num_envs=2, frames_per_batch=14, mini_batch_size=14, num_epochs=1, collector=workers(7, None)
+    )
+    make_trainer(max_epochs=4).fit(make_module(), datamodule=data)
+    assert "time/collect" in data.metrics()
+    assert not [name for name in data.metrics() if name.startswith("train/")]
+    assert caplog.text.count("do not say whose rows they deliver") == 1
+
+
+@pytest.mark.parametrize("label", ["env_ids", "traj_ids"])
+def test_every_environment_has_a_ring_of_its_own(label, tmp_path) -> None:
+    data = replay_data(
+        env=CountingEnv, num_envs=4, frames_per_batch=8, warmup_frames=100, collector=workers(4, label), write_back=[]
+    )
+    keep = Keep()
+    fit(tmp_path, data, dqn(), callbacks=[keep])
+    writer = data.buffer.writer
+    assert len(set(writer.positions.tolist())) > 1  # the workers are not equally far
+    for ring in range(4):
+        cells = torch.arange(int(writer.positions[ring])) * 4 + ring
+        observation = data.buffer.storage.get(cells)["observation"]
+        assert observation[:, 0].unique().tolist() == [ring]
+        assert observation[:, 2].tolist() == [step % 10 for step in range(len(cells))]
+    assert {metrics["train/length"] for metrics in keep.seen if "train/length" in metrics} == {10.0}
+
+
+@pytest.mark.parametrize(
+    ("label", "settings", "message"),
+    [
+        ("env_ids", {"num_envs": 2}, "rows of environment [23], but num_envs=2"),
+        ("env_ids", {"num_envs": 4, "n_steps": 3}, "n_steps=3 needs the steps of all 4 environments"),
+        (None, {"num_envs": 4}, "do not say whose rows"),
+    ],
+)
+def test_rows_that_do_not_fit_the_rings_are_refused(label, settings, message, tmp_path) -> None:
+    data = replay_data(env=CountingEnv, frames_per_batch=8, collector=workers(4, label), **settings)
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, data, dqn())
+
+
+def rollout(trajectories, done) -> TensorDict:
+    content = TensorDict({"collector": {"traj_ids": torch.tensor(trajectories)}}, torch.tensor(trajectories).shape)
+    content["next", "done"] = torch.tensor(done, dtype=torch.bool)[..., None]
+    return content
+
+
+def test_a_trajectory_keeps_its_number() -> None:
+    origins = RowOrigins(InterleavedWorkers)
+    assert env_ids(origins.numbered(rollout([[4, 4], [5, 7]], [[0, 1], [1, 0]]))).tolist() == [0, 1]
+    assert env_ids(origins.numbered(rollout([[6, 6], [8, 8]], [[0, 0], [0, 1]]))).tolist() == [0, 2]
+    assert env_ids(origins.numbered(rollout([[7, 7], [9, 9]], [[0, 0], [0, 0]]))).tolist() == [1, 2]
+    assert env_ids(origins.numbered(rollout([[9, 9], [6, 6]], [[0, 0], [0, 0]]))).tolist() == [2, 0]
+
+
+def test_rows_that_join_several_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match="joins the steps of several workers in one row"):
+        RowOrigins(InterleavedWorkers).numbered(rollout([[1, 1, 2, 2]], [[0, 0, 0, 0]]))
+
+
+def test_a_collector_without_workers_needs_no_numbers() -> None:
+    given = rollout([[1, 1], [2, 2]], [[0, 0], [0, 0]])
+    assert RowOrigins(object()).numbered(given) is given
+    assert env_ids(given) is None
