@@ -66,8 +66,7 @@ class ReplayDataModule(ExperienceDataModule):
             gathered, each rank writes its own.
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
-        num_envs: environments stepped side by side, on each rank; of all workers, if the collector has several. Each has
-            a ring of its own in the buffer.
+        num_envs: environments stepped side by side, on each rank; of all workers, if the collector has several.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
         collector: a callable that takes the policy and returns any TorchRL collector, see
             :class:`ExperienceDataModule`; by default a
