@@ -299,3 +299,33 @@ def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(cell: str) -> Non
     plain.insert_data_slice(data)
     plain.before_gradients()
     torch.testing.assert_close(buffer.rollout["state_value"], plain.rollout["state_value"])
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_recurrent_vtrace_takes_all_values_from_one_unroll(cell: str) -> None:
+    critic, actor = recurrent_parts(cell)
+    data = recurrent_rollout(cell, actor, steps=9)
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            parameter.mul_(1.5)
+    buffer = VTraceBuffer(9, critic=critic, actor=actor)
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+    assert data["next", "truncated"][:, :-1].any()
+    state, value, following = data["recurrent_state"][:, 0], [], []
+    for t in range(9):
+        steps = []
+        for source, start in ((data[:, t], data["is_init"][:, t]), (data["next"][:, t], torch.zeros(4, 1) > 0)):
+            row = TensorDict({"observation": source["observation"], "is_init": start, "recurrent_state": state}, [4])
+            with torch.no_grad():
+                steps.append(critic(row))
+            state = steps[0]["next", "recurrent_state"]
+        value.append(steps[0]["state_value"])
+        following.append(steps[1]["state_value"])
+    expected, ahead = torch.stack(value), torch.stack(following)
+    flags = data["next"].transpose(0, 1)
+    inside = ~flags["done"]
+    inside[-1] = False
+    ahead = torch.where(inside, torch.cat((expected[1:], ahead[-1:])), ahead).masked_fill(flags["terminated"], 0)
+    torch.testing.assert_close(buffer.rollout["state_value"], expected)
+    torch.testing.assert_close(buffer.rollout["next", "state_value"], ahead)

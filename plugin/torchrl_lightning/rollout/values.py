@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def fill_values(
     """Write the values of all steps and of their successors on a time-major rollout.
 
     ``V'[t]`` is ``V[t+1]``; the critic sees ``("next", ...)`` only where that is another episode's state: on truncated
-    rows and on the last ones, in one batch. Terminated rows get 0.
+    rows and on the last ones, in one batch (or, unrolled, in one sequence with the steps). Terminated rows get 0.
 
     Args:
         rollout: ``[T, N]``; gets ``root`` and ``("next", root)``.
@@ -94,57 +94,62 @@ def fill_values(
             raise KeyError(f"The critic writes {list(critic.out_keys)}, not {root!r}.")  # type: ignore[union-attr]
     every = [key for found in keys.values() for key in found]
     stale = [key for key in every if not known(key)]
+    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if not known(("next", *path(k)))]
+    cut = _cut_rows(rollout, wanted)
+    successors = None
     if stale:
-        out = run_on_steps(require(critic, "critic", f"to compute {stale}"), rollout, recurrent_keys, unroll)
+        critic = require(critic, "critic", f"to compute {stale}")
+        if unroll and is_recurrent(critic, recurrent_keys):
+            out, successors = run_on_sequences(critic, rollout, cut, recurrent_keys)
+        else:
+            out = run_on_steps(critic, rollout)
         for key in stale:
             rollout.set(key, _checked(out.get(key), key))
-    _fill_next(rollout, critic, {r: (keys[r], episodic) for r, episodic in roots.items()}, known, recurrent_keys)
+    if successors is None and bool(cut.any()):
+        critic = require(critic, "critic", "for the successors of truncated and last steps")
+        rows = cut.flatten().nonzero().squeeze(-1)
+        successors = run_on_successors(critic, rollout, rows, recurrent_keys)
+    _fill_next(rollout, wanted, cut, successors)
+
+
+def _cut_rows(rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]]) -> Tensor:
+    """Mark the steps ``[T, N]`` whose successors are no stored steps, and are needed: cut ones, and the last ones."""
+    steps, envs = rollout.shape
+    cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
+    if any(episodic for _, episodic in wanted):
+        cut |= boundaries(rollout).reshape(steps, envs, -1)[..., 0]
+        cut[-1] = True
+        cut &= ~rollout.get(TERMINATED).reshape(steps, envs, -1)[..., 0]
+    if any(not episodic for _, episodic in wanted):
+        cut[-1] = True
+    return cut
 
 
 def _fill_next(
     rollout: TensorDictBase,
-    critic: TensorDictModuleBase | None,
-    roots: Mapping[NestedKey, tuple[list[NestedKey], bool]],
-    known: Callable[[NestedKey], bool],
-    recurrent_keys: Collection[NestedKey],
+    wanted: Sequence[tuple[NestedKey, bool]],
+    cut: Tensor,
+    successors: TensorDictBase | None,
 ) -> None:
-    steps, envs = rollout.shape
+    rows, (steps, envs) = cut.flatten().nonzero().squeeze(-1), rollout.shape
     terminated = rollout.get(TERMINATED)
-    stopped = terminated.reshape(steps, envs, -1)[..., 0]
-    episodic = boundaries(rollout).reshape(steps, envs, -1)[..., 0].clone()
-    episodic[-1] = True
-    episodic &= ~stopped
-    wanted = [(k, e) for found, e in roots.values() for k in found if not known(("next", *path(k)))]
-    if not wanted:
-        return
-    need = episodic if any(e for _, e in wanted) else torch.zeros_like(episodic)
-    if any(not e for _, e in wanted):
-        need = need.clone()
-        need[-1] = True
-    rows = need.flatten().nonzero().squeeze(-1)
-    out = None
-    if rows.numel():
-        out = run_on_successors(
-            require(critic, "critic", "for the successors of truncated and last steps"), rollout, rows, recurrent_keys
-        )
-    for key, ends in wanted:
+    for key, episodic in wanted:
         value = rollout.get(key)
         following = torch.cat((value[1:], torch.zeros_like(value[-1:])))
-        if out is not None:
-            estimate = _checked(out.get(key), ("next", *path(key)))
-            pick = rows if ends else rows[rows >= (steps - 1) * envs]
-            following.flatten(0, 1)[pick] = (estimate if ends else estimate[-envs:]).to(following)
-        rollout.set(("next", *path(key)), following.masked_fill(terminated, 0) if ends else following)
+        if successors is not None:
+            estimate = _checked(successors.get(key), ("next", *path(key)))
+            pick = rows if episodic else rows[rows >= (steps - 1) * envs]
+            following.flatten(0, 1)[pick] = (estimate if episodic else estimate[-envs:]).to(following)
+        rollout.set(("next", *path(key)), following.masked_fill(terminated, 0) if episodic else following)
 
 
-def run_on_steps(
-    module: TensorDictModuleBase, rollout: TensorDictBase, recurrent_keys: Collection[NestedKey], unroll: bool
-) -> TensorDictBase:
-    """Run a module on every step; the result is ``[T, N]``."""
-    recurrent = any(under(key, state) for key in module.in_keys for state in recurrent_keys)
-    if recurrent and unroll:
-        out = run(module, _select(rollout, module.in_keys, recurrent_keys), recurrent=True)
-        return out.transpose(0, 1)
+def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:
+    """Whether a module reads a recurrent state."""
+    return any(under(key, state) for key in module.in_keys for state in recurrent_keys)
+
+
+def run_on_steps(module: TensorDictModuleBase, rollout: TensorDictBase) -> TensorDictBase:
+    """Run a module on every step, from the recurrent states that are stored; the result is ``[T, N]``."""
     flat = rollout.batch_size.numel()
     source = new_tensordict({}, torch.Size([flat]))
     for key in module.in_keys:
@@ -156,8 +161,47 @@ def run_on_steps(
     return run(module, source).unflatten(0, rollout.batch_size)
 
 
-def _select(rollout: TensorDictBase, keys: Collection[NestedKey], recurrent_keys: Collection[NestedKey]) -> TensorDict:
-    return sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)
+def run_on_sequences(
+    module: TensorDictModuleBase, rollout: TensorDictBase, cut: Tensor, recurrent_keys: Collection[NestedKey]
+) -> tuple[TensorDictBase, TensorDictBase]:
+    """Run a recurrent module over each environment from its first state, and over the successors of ``cut`` steps.
+
+    A successor comes behind its step, so that it is seen with the memory of all steps before it. An episode begins
+    behind it, or the rollout ends: it disturbs nothing.
+
+    Returns:
+        The results of the steps ``[T, N]``, and of the successors, in the order of the flat rows of ``cut``.
+    """
+    steps, envs = rollout.shape
+    time = torch.arange(steps, device=cut.device).unsqueeze(1)
+    position = time + cut.cumsum(0) - cut.long()
+    source = torch.zeros(int((position + cut).max()) + 1, envs, dtype=torch.long, device=cut.device)
+    source.scatter_(0, position, time.expand(steps, envs))
+    row, env = cut.nonzero(as_tuple=True)
+    behind = position[row, env] + 1
+    source[behind, env] = row + steps
+    column = torch.arange(envs, device=cut.device).expand_as(source)
+    laid_out = TensorDict({}, source.shape)
+    for key in dict.fromkeys((*module.in_keys, "is_init")):
+        value = rollout.get(key, None)
+        if value is None:
+            continue
+        if key == "is_init":
+            following = torch.zeros_like(value)
+        elif any(under(key, state) for state in recurrent_keys):
+            following = value  # only the first step's state is read
+        else:
+            following = _successor_entry(rollout, key)
+        laid_out.set(key, torch.cat((value, following))[source, column])
+    out = run(module, sequences(laid_out, recurrent_keys=recurrent_keys), recurrent=True).transpose(0, 1)
+    return out[position, column[:steps]], out[behind, env]
+
+
+def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
+    value = rollout.get("next").get(key, None)
+    if value is None:
+        raise KeyError(f'The critic reads {key!r}, but the rollout has no ("next", {key!r}) to bootstrap from.')
+    return value
 
 
 def run_on_successors(
@@ -167,13 +211,11 @@ def run_on_successors(
     following = rollout.get("next")
     source = TensorDict({}, [rows.shape[0]])
     for key in module.in_keys:
-        value = following.get(key, None)
         if key == "is_init":
             source.set(key, torch.zeros(rows.shape[0], 1, dtype=torch.bool, device=rows.device))
-        elif value is not None:
+        elif rollout.get(key, None) is not None or following.get(key, None) is not None:
+            value = _successor_entry(rollout, key)
             source.set(key, value.flatten(0, 1)[rows] if isinstance(value, Tensor) else value.reshape(-1)[rows])
-        elif rollout.get(key, None) is not None:
-            raise KeyError(f'The critic reads {key!r}, but the rollout has no ("next", {key!r}) to bootstrap from.')
     return run(module, source)
 
 
@@ -202,10 +244,11 @@ def current_log_prob(
         raise TypeError(
             f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."
         )
-    recurrent = any(under(key, state) for key in actor.in_keys for state in recurrent_keys)
+    recurrent = is_recurrent(actor, recurrent_keys)
     keys = [*actor.in_keys, action_key]
     if recurrent:
-        source: TensorDictBase = _select(rollout, keys, recurrent_keys)
+        chosen = rollout.select(*keys, "is_init", strict=False)
+        source: TensorDictBase = sequences(chosen, recurrent_keys=recurrent_keys)
     else:
         source = new_tensordict(
             flatten_tree(rollout.select(*keys, strict=False)), torch.Size([rollout.batch_size.numel()])
