@@ -224,7 +224,8 @@ class StorageBase(OwnFiles, LazyTensorStorage):
     @property
     def cursor(self) -> int:
         """The row that was written last; -1 if there is none."""
-        return -1 if self._last_cursor is None else int(self._last_cursor)
+        row = LazyTensorStorage._last_cursor_index.fget(self)
+        return -1 if row is None else int(row)
 
     def clear(self) -> None:
         """Forget the stored data; called by ``ReplayBuffer.empty``."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl_lightning import segment_kernels
 from torchrl_lightning.scan import runs_on_numba
 from torchrl_lightning.segment_kernels import OPERATIONS, allocate, assign_torch, descend_torch, jitted, reduce_pairs
+from torchrl_lightning.state import check_state, same, tensor
 
 __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
 
@@ -251,11 +252,12 @@ class SegmentTree:
         Raises:
             ValueError: the state is of another operation or capacity, or holds values that no leaf may have.
         """
-        if state_dict["op"] != self.op or state_dict["capacity"] != self.capacity:
-            raise ValueError(
-                f"{self.name}: the state is of a {state_dict['op']!r} tree of {state_dict['capacity']} leaves, "
-                f"this is a {self.op!r} tree of {self.capacity}."
-            )
+        schema = {
+            "op": same(self.op, "tree"),
+            "capacity": same(self.capacity, "tree"),
+            "leaves": tensor(self.dtype, None, anywhere=True),
+        }
+        check_state(state_dict, schema, self.name, version=1)
         self.set_all(state_dict["leaves"])
 
     def set_all(self, leaves: Tensor) -> None:

@@ -487,22 +487,22 @@ def test_bad_states_change_nothing(tmp_path: Path) -> None:
     good.mark_update(torch.arange(4))
     state, before = good.state_dict(), sampler.state_dict()
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"capacity": 6}, "priorities of 6 cells, this sampler has max_capacity=5"),
+        ({"capacity": 6}, "capacity=6, this sampler has max_capacity=5"),
         ({"schema_version": 2}, "version 2"),
-        ({"alpha": -1.0}, "alpha must be"),
-        ({"generator": torch.zeros(3)}, "generator in the state"),
-        ({"priorities": torch.ones(4)}, "priorities are torch.float32"),
-        ({"priorities": torch.ones(9, dtype=torch.float64)}, r"expected torch.float64 of at most \[5\]"),
+        ({"alpha": -1.0}, "'alpha' is -1.0"),
+        ({"generator": torch.zeros(3)}, "no state of a random generator"),
+        ({"priorities": torch.ones(4)}, "'priorities' is a tensor .* of float32"),
+        ({"priorities": torch.ones(9, dtype=torch.float64)}, "at most 5"),
         ({"leaves": torch.ones(3, dtype=torch.float64)}, "lengths"),
-        ({"leaves": state["leaves"] * -1}, "negative, not finite"),
-        ({"priorities": state["priorities"] * math.nan}, "negative, not finite"),
+        ({"leaves": state["leaves"] * -1}, "other leaves"),
+        ({"priorities": state["priorities"] * math.nan}, "not finite"),
         ({"priorities": torch.full((4,), -1.0, dtype=torch.float64)}, "hold nothing"),
-        ({"largest": math.inf}, "not finite"),
+        ({"largest": math.inf}, "finite number"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             sampler.load_state_dict({**state, **change})
-    with pytest.raises(ValueError, match=r"lacks \['leaves'\]"):
+    with pytest.raises(ValueError, match="lacks leaves"):
         sampler.load_state_dict({key: value for key, value in state.items() if key != "leaves"})
     with pytest.raises(FileNotFoundError, match="no saved state"):
         sampler.loads(tmp_path)

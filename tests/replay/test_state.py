@@ -139,7 +139,10 @@ def test_the_generator_stays_the_users() -> None:
     [
         ({"size": 42}, "max_size=21, this storage has max_size=42"),
         ({"envs": 1}, "num_envs=3, this writer has num_envs=1"),
-        ({"sampler": SamplerWithoutReplacement()}, "RandomSampler, this buffer has a SamplerWithoutReplacement"),
+        (
+            {"sampler": SamplerWithoutReplacement()},
+            "this buffer has sampler='SamplerWithoutReplacement",
+        ),
     ],
 )
 def test_another_buffer_is_refused(other: dict, says: str, tmp_path: Path) -> None:

@@ -181,12 +181,12 @@ def test_bad_states_change_nothing(tmp_path: Path) -> None:
     state = UniformSampler(False).state_dict()
     for change, message in (
         ({"schema_version": 99}, "version 99"),
-        ({"generator": torch.zeros(3)}, "generator in the state"),
+        ({"generator": torch.zeros(3)}, "no state of a random generator"),
     ):
         with pytest.raises(ValueError, match=message):
             sampler.load_state_dict({**state, **change})
     state.pop("stratified")
-    with pytest.raises(ValueError, match=r"lacks \['stratified'\]"):
+    with pytest.raises(ValueError, match="lacks stratified"):
         sampler.load_state_dict(state)
     with pytest.raises(FileNotFoundError, match="no saved state"):
         sampler.loads(tmp_path)

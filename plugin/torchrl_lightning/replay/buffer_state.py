@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.replay.checks import STATE_VERSION, check_version, require
+from torchrl_lightning.replay.checks import STATE_VERSION, check_tree
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.rings import Rings
+from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import Tree, leaves_of, tree_of
+from torchrl_lightning.replay.tree import Tree, tree_of
 from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.state import (
+    check_state,
+    described,
+    generator,
+    mapping,
+    optional,
+    same,
+    sequence,
+    tensor,
+    whole,
+    wrong,
+)
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.buffer import ExperienceBuffer
@@ -28,7 +45,7 @@ def gather_state(buffer: ExperienceBuffer, *, copy: bool = True) -> dict[str, An
     storage, sampler, writer = buffer.parts
     with buffer.at_rest() as prefetched:
         ring = isinstance(storage, RingStorage)
-        generator = buffer.generator
+        rng = buffer.generator
         return {
             "schema_version": STATE_VERSION,
             "storage": storage.state_dict(copy=copy) if ring else storage.state_dict(),
@@ -36,7 +53,7 @@ def gather_state(buffer: ExperienceBuffer, *, copy: bool = True) -> dict[str, An
             "sampler_kind": type(sampler).__name__,
             "sampler": dict(sampler.state_dict()),
             "transform": dict(buffer.transform.state_dict()),
-            "generator": {"device": str(generator.device), "state": generator.get_state()},
+            "generator": {"device": str(rng.device), "state": rng.get_state()},
             "prefetched": [_pack(batch, info) for batch, info in prefetched],
         }
 
@@ -52,26 +69,99 @@ def restore_state(buffer: ExperienceBuffer, state: Mapping[str, Any]) -> None:
         ValueError: another version, capacity, number of environments, sampler, or other keys, shapes or dtypes.
     """
     storage, sampler, writer = buffer.parts
-    check_version(state, "buffer")
-    require(state, "storage writer sampler_kind sampler transform generator prefetched", "buffer")
-    require(state["generator"], "device state", "generator")
-    if state["sampler_kind"] != type(sampler).__name__:
-        raise ValueError(
-            f"The state is of a {state['sampler_kind']}, this buffer has a {type(sampler).__name__}; "
-            "build it with the same sampler."
-        )
-    if isinstance(storage, RingStorage):
-        storage.check_state(state["storage"])
-    if isinstance(writer, RingWriter):
-        writer.check_state(state["writer"])
+    schema = {
+        **dict.fromkeys(("storage", "writer", "sampler", "transform"), mapping),
+        "sampler_kind": same(type(sampler).__name__, "buffer", "sampler"),
+        "generator": _generator,
+        "prefetched": sequence,
+    }
+    check_state(state, schema, "buffer", STATE_VERSION)
+    parts = {"storage": storage, "sampler": sampler, "writer": writer}
+    for name, part in parts.items():
+        if hasattr(part, "check_state"):
+            part.check_state(state[name])
+        else:
+            cells = None if part is storage else storage.max_size
+            _check_like(state[name], part.state_dict(), cells, type(part).__name__)
+            whole(0, storage.max_size)(state[name].get("_len", 0), "the storage's '_len'")
+    _check_agreement(storage, sampler, writer, state)
+    _check_transform(buffer.transform, state["transform"])
     batches = [_unpack(packed) for packed in state["prefetched"]]
     with buffer.at_rest():
         buffer.put_prefetched(batches)
-        sampler.load_state_dict(state["sampler"])
-        storage.load_state_dict(state["storage"])
-        writer.load_state_dict(state["writer"])
+        for name, part in sorted(parts.items(), key=lambda item: hasattr(item[1], "check_state")):
+            _load(part, state[name])
         buffer.transform.load_state_dict(state["transform"])
         buffer.restore_generator(state["generator"])
+
+
+def _load(part: Any, state: Mapping[str, Any]) -> None:
+    if hasattr(part, "check_state"):
+        part.load_state_dict(state)
+        return
+    before = copy.deepcopy(part.state_dict())
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        part.load_state_dict(before)
+        raise ValueError(f"{type(part).__name__} does not take its state: {error}") from error
+
+
+def _generator(value: Any, name: str) -> None:
+    mapping(value, name)
+    device = value.get("device")
+    if not isinstance(device, str):
+        raise wrong(device, "the generator's 'device'", "the name of a device")
+    generator(device)(value.get("state"), "the generator's 'state'")
+
+
+def _check_like(state: Any, own: Any, cells: int | None, owner: str) -> None:
+    # TorchRL's parts take anything, and fail when they are used.
+    if isinstance(own, Mapping):
+        if not isinstance(state, Mapping) or (set(state) != set(own) and own):
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else described(state)
+            raise ValueError(f"The {owner} state is foreign: it is {found}, expected {sorted(map(str, own))}.")
+        for key, value in own.items():
+            _check_like(state[key], value, cells, f"{owner}'s {key}")
+    elif cells is None and isinstance(own, Tensor):
+        tensor(own.dtype, *own.shape, anywhere=True)(state, owner)
+    elif isinstance(own, Tensor | None) and (isinstance(state, Tensor) or (state is None and cells is not None)):
+        if state is not None:  # indices, of which there may be any number
+            tensor(torch.int64 if own is None else own.dtype, None, anywhere=True)(state, owner)
+            if state.dtype == torch.int64 and cells is not None:
+                tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
+    elif isinstance(own, int) and not isinstance(own, bool):
+        whole(min(own, 0))(state, owner)
+    elif type(state) is not type(own):
+        raise wrong(state, owner, described(own))
+
+
+def _check_agreement(storage: Any, sampler: Any, writer: Any, state: Mapping[str, Any]) -> None:
+    if isinstance(sampler, SequenceSampler) and (flat := state["sampler"]["flat"]) is not None:
+        same(storage.max_size, "storage", "max_size")(flat["length"], "length")
+    if not isinstance(storage, RingStorage) or not isinstance(writer, RingWriter):
+        return
+    rings, held = Rings.at(writer.length, state["writer"]["positions"]), state["storage"]
+    filled, listed = rings.filled_cells(), held["cells"]
+    if held["count"] != len(filled) or (listed is None) != rings.is_even or not (rings.is_even or listed.equal(filled)):
+        raise ValueError(f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}.")
+    if isinstance(sampler, PrioritizedSampler):
+        drawn = (state["sampler"]["priorities"] >= 0).nonzero().squeeze(1).cpu()
+        if not torch.isin(drawn, filled).all():
+            raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
+
+
+def _check_transform(transform: Any, state: Mapping[str, Any]) -> None:
+    here, there = (
+        {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
+        for entries in (transform.state_dict(), state)
+    )
+    if here != there:
+        raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
+    try:
+        copy.deepcopy(transform).load_state_dict(dict(state))
+    except Exception as error:  # a transform may keep and refuse what it likes
+        raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
 
 
 def _pack(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
@@ -83,13 +173,27 @@ def _pack(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _unpack(packed: Mapping[str, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
-    size = torch.Size(packed["batch_size"])
+def _unpack(packed: Any) -> tuple[TensorDictBase, dict[Any, Any]]:
+    schema = {"batch": mapping, "batch_size": sequence, "names": optional(sequence), "info": sequence}
+    check_state(packed, schema, "prefetched batch")
+    sizes, names = packed["batch_size"], packed["names"]
+    for number in sizes:
+        whole()(number, "a size of a prefetched batch")
+    size = torch.Size(sizes)
+    check_tree(packed["batch"], size, "prefetched batch")
+    if names is not None and (len(names) != len(size) or any(not isinstance(name, str | None) for name in names)):
+        raise ValueError(f"The state names the dimensions {list(size)} of a prefetched batch {names}.")
+    info: dict[Any, Any] = {}
+    for pair in packed["info"]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise wrong(pair, "an entry of a prefetched batch", "a key and its value")
+        key, value = tuple(pair[0]) if isinstance(pair[0], list) else pair[0], pair[1]
+        if any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
+            raise wrong(key, "a key of a prefetched batch", "a name")
+        info[key] = value
 
     def build(tree: Tree) -> TensorDictBase:
         entries = {key: build(leaf) if isinstance(leaf, dict) else leaf.clone() for key, leaf in tree.items()}
-        return new_tensordict(entries, size, packed["names"])
+        return new_tensordict(entries, size, names)
 
-    if any(leaf.shape[: len(size)] != size for _, leaf in leaves_of(packed["batch"])):
-        raise ValueError(f"A prefetched batch of the state does not have the batch size {list(size)}.")
-    return build(packed["batch"]), {tuple(k) if isinstance(k, list) else k: v for k, v in packed["info"]}
+    return build(packed["batch"]), info

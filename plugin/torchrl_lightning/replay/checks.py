@@ -1,4 +1,4 @@
-"""Whether a saved state fits, asked before anything is changed."""
+"""What the state of rings must look like, asked before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning.replay.tree import Tree, difference, leaves_of, name_of, to_tensordict
+from torchrl_lightning.replay.rings import Rings
+from torchrl_lightning.replay.tree import Path, Tree, difference, name_of, to_tensordict
+from torchrl_lightning.state import LARGEST, check_state, described, flag, mapping, optional, same, tensor, whole
 
 STATE_VERSION = 2
 
 
-def check_version(state_dict: Mapping[str, Any], owner: str) -> None:
-    """Refuse a state of another version.
+def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
+    """Refuse what is not nested dicts of tensors that start with a batch size.
 
     Raises:
-        ValueError: names both versions.
+        ValueError: names the entry.
     """
-    version = state_dict.get("schema_version")
-    if version != STATE_VERSION:
-        raise ValueError(f"The {owner} state has schema version {version!r}, this release reads {STATE_VERSION}.")
-
-
-def require(state_dict: Any, keys: str, owner: str) -> None:
-    """Refuse a state that lacks entries.
-
-    Raises:
-        ValueError: names them.
-    """
-    missing = set(keys.split()) - set(state_dict) if isinstance(state_dict, Mapping) else {"everything"}
-    if missing:
-        raise ValueError(f"The {owner} state is foreign: it lacks {', '.join(sorted(missing))}.")
+    what = f"entry {name_of(path)}" if path else "the data"
+    if isinstance(data, dict):
+        if not data or any(not isinstance(key, str) or not key for key in data):
+            raise ValueError(f"The {owner} state is foreign: {what} has the keys {list(data)}, expected names.")
+        for key, value in data.items():
+            check_tree(value, batch, owner, (*path, key))
+    elif not (path and isinstance(data, Tensor) and data.layout is torch.strided and data.shape[: len(batch)] == batch):
+        expected = f"a tensor of {list(batch)} rows"
+        raise ValueError(f"The {owner} state is foreign: {what} is {described(data)}, expected {expected}.")
 
 
 def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) -> None:
@@ -46,25 +43,22 @@ def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) 
     Raises:
         ValueError: another version, capacity, or other keys, shapes or dtypes.
     """
-    check_version(state_dict, "storage")
-    require(state_dict, "max_size count cells cursor data", "storage")
-    if state_dict["max_size"] != max_size:
-        raise ValueError(
-            f"The state has max_size={state_dict['max_size']}, this storage has max_size={max_size}; "
-            f"build it with max_size={state_dict['max_size']} or load a matching state."
-        )
+    schema = {
+        "max_size": same(max_size, "storage"),
+        "count": whole(0, max_size),
+        "cells": optional(tensor(torch.int64, None, low=0, high=max_size - 1)),
+        "cursor": whole(-1, max_size - 1),
+        "data": optional(mapping),
+    }
+    check_state(state_dict, schema, "storage", STATE_VERSION)
     data, count, cells = state_dict["data"], state_dict["count"], state_dict["cells"]
-    if not 0 <= count <= max_size or (data is None and count):
+    if data is None and count:
         raise ValueError(f"The state claims {count} filled cells of {max_size} and does not hold them.")
-    if cells is not None and len(cells) != count:
-        raise ValueError(f"The state lists {len(cells)} cells for {count} rows.")
-    if cells is not None and count and not 0 <= int(cells.min()) <= int(cells.max()) < max_size:
-        raise ValueError(f"The state lists cells beyond max_size={max_size}.")
+    if cells is not None and (len(cells) != count or bool((cells[1:] <= cells[:-1]).any())):
+        raise ValueError(f"The state lists {len(cells)} cells for {count} rows; expected as many, in ascending order.")
     if data is None:
         return
-    for path, leaf in leaves_of(data):
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count:
-            raise ValueError(f"Entry {name_of(path)} of the state does not hold {count} rows.")
+    check_tree(data, torch.Size([count]), "storage")
     wrong = difference(tree, to_tensordict(data, torch.Size([count])), devices=False) if tree else ""
     if wrong:
         raise ValueError(f"The state holds other data than this storage: {wrong}.")
@@ -76,21 +70,67 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
     Raises:
         ValueError: another version, number of environments or length of the rings.
     """
-    check_version(state_dict, "writer")
-    require(state_dict, "num_envs length positions era write_count index", "writer")
-    for name, here in (("num_envs", num_envs), ("length", length)):
-        there = state_dict[name]
-        if here != there:
-            raise ValueError(
-                f"The state has {name}={there}, this writer has {name}={here}; build it with {name}={there} or load a "
-                "matching state."
-            )
-    positions = state_dict["positions"]
-    if positions.shape != (num_envs,) or positions.dtype != torch.int64 or int(positions.min()) < 0:
-        raise ValueError(f"The state's positions are not {num_envs} positions.")
-    filled = positions.clamp(max=length)
-    index = state_dict["index"]
-    if index is not None:
-        require(index, "column done begin open headless_end", "episode index")
-    if index is not None and (len(index["column"]) != int(filled.sum()) or len(index["done"]) != int(filled.sum())):
-        raise ValueError(f"The state's episode index does not describe its {int(filled.sum())} steps.")
+    schema = {
+        "num_envs": same(num_envs, "writer"),
+        "length": same(length, "writer"),
+        "positions": tensor(torch.int64, num_envs, low=0, high=LARGEST),
+        "era": whole(),
+        "write_count": whole(),
+        "index": optional(mapping),
+    }
+    check_state(state_dict, schema, "writer", STATE_VERSION)
+    if state_dict["index"] is not None:
+        check_index_state(state_dict["index"], Rings.at(length, state_dict["positions"]))
+
+
+def check_flat_state(state_dict: Any) -> None:
+    """Refuse the state of a ring that follows TorchRL's writers.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    schema = {
+        "length": whole(1),
+        "positions": tensor(torch.int64, 1, low=0, high=LARGEST),
+        "floor": tensor(torch.int64, 1, low=0, high=LARGEST),
+        "pending": whole(),
+        "last_id": optional(whole(-LARGEST)),
+        "last_done": flag,
+        "index": mapping,
+    }
+    check_state(state_dict, schema, "flat ring")
+    position, floor, length = int(state_dict["positions"]), int(state_dict["floor"]), state_dict["length"]
+    if position < floor or (floor and position - floor < length):
+        raise ValueError(f"The flat ring state is foreign: it holds steps {floor} to {position} of {length} cells.")
+    rings = Rings.at(length, state_dict["positions"], state_dict["floor"])
+    check_index_state(state_dict["index"], rings)
+
+
+def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
+    """Refuse the state of an episode index by which an episode would not hold its own steps.
+
+    Args:
+        state_dict: what ``EpisodeIndex.state_dict`` gave.
+        rings: the rings that it describes.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
+    env = rings.env_of(cells)
+    schema = {
+        "column": tensor(torch.int64, len(cells), low=0, high=newest[env]),
+        "done": tensor(torch.bool, len(cells)),
+        "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
+        "open": tensor(torch.bool, envs),
+        "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
+    }
+    check_state(state_dict, schema, "episode index")
+    column, position = state_dict["column"], rings.position_of(cells)
+    begin = torch.where(column >= position, position, column)
+    at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
+    end = torch.where(begin >= rings.oldest[env], column[at_begin], state_dict["headless_end"][env])
+    running = state_dict["open"][env] & (begin == state_dict["begin"][env])
+    end = torch.where(running, newest[env], end)
+    if not (end >= position).all():
+        raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")

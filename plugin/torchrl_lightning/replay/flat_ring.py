@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import last_written
+from torchrl_lightning.replay.checks import check_flat_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Rings
 
@@ -209,6 +210,7 @@ class FlatRing(Rings):
         Raises:
             ValueError: of a storage with another number of cells.
         """
+        check_flat_state(state_dict)
         if state_dict["length"] != self.length:
             raise ValueError(f"The state is of {state_dict['length']} cells, the storage has {self.length}.")
         self.clear()

@@ -14,9 +14,9 @@ from torchrl_lightning.replay import priority_kernels
 from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from torchrl_lightning.state import Check, check_state, number, same, tensor
 
 ABSENT = -1.0  # the priority of a cell that holds nothing
-STATE_KEYS = ("capacity", "priorities", "leaves", "generations", "largest")
 
 
 class Priorities:
@@ -296,25 +296,24 @@ class Priorities:
         Raises:
             ValueError: says what is wrong.
         """
-        if state["capacity"] != self.capacity:
+        kinds = {"priorities": self.priorities.dtype, "leaves": self.tree.dtype, "generations": torch.int32}
+        schema: dict[str, Check] = {name: tensor(dtype, None, anywhere=True) for name, dtype in kinds.items()}
+        capacity = same(self.capacity, "sampler", "max_capacity")
+        check_state(state, {"capacity": capacity, "largest": number(0), **schema}, "prioritized sampler")
+        sizes = [len(state[name]) for name in kinds]
+        if len(set(sizes)) > 1 or sizes[0] > self.capacity:
             raise ValueError(
-                f"The state holds priorities of {state['capacity']} cells, "
-                f"this sampler has max_capacity={self.capacity}."
+                f"The state's {tuple(kinds)} have the lengths {sizes}; they must be equal, and at most {self.capacity}."
             )
-        dtypes = {"priorities": self.priorities.dtype, "leaves": self.tree.dtype, "generations": torch.int32}
-        for key, dtype in dtypes.items():
-            value = state[key]
-            if not isinstance(value, Tensor) or value.dtype != dtype or value.ndim != 1 or len(value) > self.capacity:
-                came = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"The state's {key} are {came}, expected {dtype} of at most [{self.capacity}].")
-        sizes = [len(state[key]) for key in dtypes]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"The state's {tuple(dtypes)} have the lengths {sizes}; they must be equal.")
-        priorities, leaves = state["priorities"], state["leaves"]
-        largest = float(state["largest"])
-        sound = ((priorities >= 0) & priorities.isfinite()) | ((priorities == ABSENT) & (leaves == 0))
-        if not (sound & (leaves >= 0) & leaves.isfinite()).all() or not 0 <= largest < math.inf:
-            raise ValueError("The state holds priorities that are negative, not finite, or of cells that hold nothing.")
+        priorities, leaves = state["priorities"].cpu(), state["leaves"].cpu()
+        power = (priorities.clamp(min=0) + float(state["eps"])).pow(float(state["alpha"]))
+        held = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
+        free = (priorities == ABSENT) & (leaves == 0)
+        if not ((held | free) & (leaves >= 0) & (leaves <= self._limit)).all():
+            raise ValueError(
+                "The prioritized sampler state is foreign: it holds priorities that are negative or not finite, of "
+                "cells that hold nothing, or other leaves than (priority + eps) ** alpha."
+            )
 
     def _follow(self, index: Tensor, priority: Tensor) -> None:
         for tree in (self.lowest, self.highest):

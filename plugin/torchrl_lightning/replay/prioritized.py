@@ -15,9 +15,10 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.priorities import STATE_KEYS, Priorities
+from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers
-from torchrl_lightning.replay.sampling import check_entries, check_size, stored_cells
+from torchrl_lightning.replay.sampling import check_size, stored_cells
+from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1
 WEIGHT_NORMS = ("batch", "buffer", None)
@@ -342,10 +343,9 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         Raises:
             ValueError: says what is wrong.
         """
-        keys = {"alpha", "beta", "eps", *STATE_KEYS}
-        check_entries(state_dict, "prioritized sampler", STATE_VERSION, keys, self.generator)
-        for name in ("alpha", "beta", "eps"):
-            _not_negative(f"The state's {name}", state_dict[name])
+        schema = {name: number(0) for name in ("alpha", "beta", "eps")}
+        schema["generator"] = generator(self.generator.device)
+        check_state(state_dict, schema, "prioritized sampler", STATE_VERSION)
         self.table.check_state(state_dict)
 
     def dumps(self, path: str | Path) -> None:

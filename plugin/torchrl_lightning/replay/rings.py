@@ -61,6 +61,16 @@ class Rings(SharedArrays):
         self._even = True
         self._ids: Ints = np.arange(num_envs)
 
+    @classmethod
+    def at(cls, length: int, positions: Tensor, floor: Tensor | None = None) -> Rings:
+        """Build rings that stand at these positions, ``[num_envs]``."""
+        rings = Rings(len(positions), length)
+        rings._positions[:] = positions.cpu().numpy()
+        if floor is not None:
+            rings._floor[:] = floor.cpu().numpy()
+        rings._refresh()
+        return rings
+
     @property
     def positions(self) -> Tensor:
         """Next position of every environment, ``[num_envs]`` int64; a live view, do not write to it."""

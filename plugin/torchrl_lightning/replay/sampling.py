@@ -1,8 +1,7 @@
-"""What our samplers share: which cells a storage holds, and the checks of their state."""
+"""Which cells a storage holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import index
 from typing import Any
 
@@ -61,29 +60,3 @@ def stored_cells(storage: Storage) -> Tensor:
     """
     writer = ring_of(storage)
     return torch.arange(len(storage)) if writer is None else writer.filled_cells()
-
-
-def check_entries(
-    state: Mapping[str, Any], name: str, version: int, keys: set[str], generator: torch.Generator
-) -> None:
-    """Refuse the state of a sampler that lacks entries, or is of another version.
-
-    Args:
-        state: what was saved.
-        name: of the sampler.
-        version: that is read.
-        keys: the entries beside version and generator.
-        generator: one of the right kind.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    if missing := sorted({"schema_version", "generator", *keys} - set(state)):
-        raise ValueError(f"The state of the {name} lacks {missing}; it has {sorted(state)}.")
-    if state["schema_version"] != version:
-        raise ValueError(
-            f"The state of the {name} has version {state['schema_version']!r}, this release reads version {version}."
-        )
-    came, wanted = state["generator"], generator.get_state()
-    if not isinstance(came, Tensor) or came.dtype != wanted.dtype or came.shape != wanted.shape:
-        raise ValueError(f"The generator in the state of the {name} is none: expected {wanted.numel()} bytes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning.replay.checks import check_flat_state
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
-from torchrl_lightning.replay.sampling import check_entries, check_size
+from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.replay.sequence_reading import first_states
 from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.replay.trajectories import TrajectoryList
@@ -31,6 +33,7 @@ from torchrl_lightning.replay.windows import (
     longest_run,
 )
 from torchrl_lightning.replay.writer import writer_of
+from torchrl_lightning.state import check_state, generator, mapping, optional, whole
 
 STATE_VERSION = 1
 EPISODE_ENDS = ("inside", "across", "pad")
@@ -244,13 +247,29 @@ class SequenceSampler(OwnGenerator, Sampler):
         Raises:
             ValueError: another version, or a missing entry.
         """
-        keys = {"listed", "trajectories", "flat"}
-        check_entries(state_dict, "sequence sampler", STATE_VERSION, keys, self.generator)
+        self.check_state(state_dict)
         self.clear()
         self.generator.set_state(state_dict["generator"].cpu())
         self._listed = int(state_dict["listed"])
         self._trajectories.load_state_dict(state_dict["trajectories"])
-        self._flat_state = state_dict["flat"]
+        self._flat_state = copy.deepcopy(state_dict["flat"])
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit; nothing is changed.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        schema = {
+            "generator": generator(self.generator.device),
+            "listed": whole(-1),
+            "trajectories": mapping,
+            "flat": optional(mapping),
+        }
+        check_state(state_dict, schema, "sequence sampler", STATE_VERSION)
+        self._trajectories.check_state(state_dict["trajectories"])
+        if state_dict["flat"] is not None:
+            check_flat_state(state_dict["flat"])
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""

@@ -157,14 +157,7 @@ class RingStorage(StorageBase):
                 f"The data is on {sorted(map(str, devices))}, the storage on {device}; move it, "
                 f"data.to('{device}'), or build the storage with device=."
             )
-        where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
-        check_room(
-            row_bytes(tree) * self.max_size,
-            f"RingStorage({self.max_size})",
-            f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}",
-            device=device,
-            folder=self.scratch_dir,
-        )
+        self._check_room(tree, device)
         self.device = device
         with torch.inference_mode(False):
             if self.scratch_dir is not None:
@@ -176,6 +169,16 @@ class RingStorage(StorageBase):
         self.adopt(cells)
         if self._shared:
             self._share_cells()
+
+    def _check_room(self, tree: Tree, device: torch.device | str) -> None:
+        where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
+        check_room(
+            row_bytes(tree) * self.max_size,
+            f"RingStorage({self.max_size})",
+            f"lower max_size, store smaller dtypes, or give a scratch_dir= {where}",
+            device=device,
+            folder=self.scratch_dir,
+        )
 
     def adopt(self, tree: Tree) -> None:
         """Use these leaves (``[max_size, ...]``) as the cells."""
@@ -356,8 +359,6 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: another version, capacity, or other keys, shapes or dtypes; nothing is changed.
         """
-        check_owner(self._process, self._shared)
-        check_unshared(self._shared)
         self.check_state(state_dict)
         count, cells = state_dict["count"], state_dict["cells"]
         if state_dict["data"] is not None:
@@ -368,8 +369,7 @@ class RingStorage(StorageBase):
                 self.cells.copy(leaves, [(0, 0, count)])
             elif count:
                 self.cells.scatter(leaves, cells)
-        if state_dict["cursor"] >= 0:
-            self.record_cursor(state_dict["cursor"])
+        self.record_cursor(state_dict["cursor"])
         self.set_length(count)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -378,7 +378,11 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: another version, capacity, or other keys, shapes or dtypes.
         """
+        check_owner(self._process, self._shared)
+        check_unshared(self._shared)
         check_cells_state(state_dict, self.max_size, self.tree)
+        if self.cells is None and state_dict["data"] is not None:
+            self._check_room(state_dict["data"], "cpu" if self.device == "auto" else self.device)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder, atomically."""

@@ -11,6 +11,7 @@ import torch
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags
 from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.replay.windows import Draw, IndexedRings, Starts, WindowRule, bounds, steps_since
+from torchrl_lightning.state import LARGEST, check_state, tensor, whole
 
 
 class TrajectoryList:
@@ -119,6 +120,24 @@ class TrajectoryList:
             "seen": torch.zeros(0, dtype=torch.int64) if self._seen is None else torch.from_numpy(self._seen.copy()),
             "limit": self._limit,
         }
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit; nothing is changed.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        schema = {
+            **{name: tensor(torch.int64, None, low=0, high=LARGEST) for name in ("env", "begin", "seen")},
+            "limit": whole(1),
+        }
+        check_state(state_dict, schema, "trajectory list")
+        env, begin, seen = (state_dict[name] for name in ("env", "begin", "seen"))
+        if len(env) != len(begin) or (len(env) and int(env.max()) >= len(seen)):
+            raise ValueError(
+                f"The trajectory list state is foreign: {len(begin)} trajectories of {len(env)} environments, of which "
+                f"{len(seen)} were looked at."
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list; the episode index is taken to be the one it was made from."""

@@ -13,8 +13,9 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.sampling import check_entries, check_size, ring_of
+from torchrl_lightning.replay.sampling import check_size, ring_of
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.state import check_state, flag, generator
 
 STATE_VERSION = 1
 
@@ -157,10 +158,18 @@ class UniformSampler(OwnGenerator, Sampler):
         Raises:
             ValueError: another version, a missing entry, or no generator state.
         """
-        options = {"with_replacement", "stratified"}
-        check_entries(state_dict, "uniform sampler", STATE_VERSION, options, self.generator)
+        self.check_state(state_dict)
         self.generator.set_state(state_dict["generator"].cpu())
-        self.with_replacement, self.stratified = bool(state_dict["with_replacement"]), bool(state_dict["stratified"])
+        self.with_replacement, self.stratified = state_dict["with_replacement"], state_dict["stratified"]
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit; nothing is changed.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        schema = {"with_replacement": flag, "stratified": flag, "generator": generator(self.generator.device)}
+        check_state(state_dict, schema, "uniform sampler", STATE_VERSION)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -18,9 +18,10 @@ from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict
+from torchrl_lightning.replay.tree import check_tensordict, to_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.velora_files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
+from torchrl_lightning.state import mapping
 
 WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
 
@@ -296,14 +297,16 @@ class BufferBase(ExperienceBuffer):
         Raises:
             ValueError: another capacity, schema or number of environments; names both.
         """
-        found = {
-            name: state_dict.get(column) for name, column in zip(WIDTHS, ("states", "actions", "hiddens"), strict=True)
-        }
-        widths = {name: column.shape[1] for name, column in found.items() if column is not None and len(column)}
+        state_dict = {key: value for key, value in dict(state_dict).items() if key not in NAMES}
+        mapping(state_dict.get("storage"), "'storage'")
+        self.storage.check_state(state_dict["storage"])
+        count, data = state_dict["storage"]["count"], state_dict["storage"]["data"]
+        rows = to_tensordict(data, torch.Size([count])) if data is not None and count else TensorDict()
+        widths = {name: width for name, key in WIDTHS.items() if (width := width_of(rows, key)) is not None}
         for name, width in widths.items():
             if getattr(self, name) not in (None, width):
                 raise ValueError(f"The state has {name}={width}, this buffer has {name}={getattr(self, name)}.")
-        super().load_state_dict({key: value for key, value in state_dict.items() if key not in NAMES})
+        super().load_state_dict(state_dict)
         for name, width in widths.items():
             setattr(self, name, width)
 

@@ -373,8 +373,6 @@ class RingWriter(WriterBase, Rings):
         Raises:
             ValueError: another version, number of environments or length of the rings.
         """
-        check_owner(self._process, self.is_shared)
-        check_unshared(self.is_shared)
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
         self._counters[:] = state_dict["write_count"], state_dict["era"]
@@ -391,6 +389,8 @@ class RingWriter(WriterBase, Rings):
         Raises:
             ValueError: another version, number of environments or length of the rings.
         """
+        check_owner(self._process, self.is_shared)
+        check_unshared(self.is_shared)
         check_rings_state(state_dict, self.num_envs, self.length)
 
     def dumps(self, path: str | Path) -> None:

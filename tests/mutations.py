@@ -1,0 +1,113 @@
+"""Mutations of a saved state: every entry, in every way that an edited file or another release could hold it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Path = tuple[Any, ...]
+GONE = object()
+
+
+def entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every entry of nested dicts and lists with its path."""
+    if path:
+        yield path, state
+    if isinstance(state, dict | list | tuple):
+        for key in state if isinstance(state, dict) else range(len(state)):
+            yield from entries(state[key], (*path, key))
+
+
+def others(value: Any) -> Iterator[Any]:
+    """What might stand in the place of a value."""
+    yield from (GONE, None, "text", -1, [], torch.zeros(2, 3))
+    if isinstance(value, dict):
+        yield from ({}, [value])
+    elif isinstance(value, bool):
+        yield int(value)
+    elif isinstance(value, int):
+        yield from (value + 1, -value - 2, 1 << 70, float(value), True, torch.tensor(value))
+    elif isinstance(value, float):
+        yield from (-value - 1, float("nan"), float("inf"), str(value))
+    elif isinstance(value, str):
+        yield from (value + "x", "cuda:93")
+    elif isinstance(value, Tensor):
+        yield from (value.unsqueeze(-1), value.to(torch.complex64), value.to_sparse() if value.ndim else 0)
+        if value.ndim and len(value):
+            yield from (value[:0], value[:-1], torch.cat([value, value[-1:]]), value.flip(0))
+        if value.dtype in (torch.int64, torch.float32, torch.float64) and value.numel():
+            yield from (torch.full_like(value, number) for number in (-1, 9, 1 << 61))
+            yield value.to(torch.int16 if value.is_floating_point() else torch.float32)
+
+
+def changed(state: Any, path: Path, other: Any) -> Any:
+    """A copy of a state with another value at one place; whatever does not lie above it is the same object."""
+    if not path:
+        return other
+    copied = list(state) if isinstance(state, tuple) else copy.copy(state)
+    if other is GONE and len(path) == 1:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = changed(copied[path[0]], path[1:], other)
+    return copied
+
+
+def mutants(state: dict[str, Any], within: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Copies of a state, each with one mutation, and what was changed."""
+    for path, value in entries(state):
+        if not within or path[0] in within:
+            for other in others(value):
+                name = "gone" if other is GONE else " ".join(str(other).split())
+                yield f"{path} is {name}", changed(state, path, other)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+def check_mutants(
+    part: Any, state: dict[str, Any], use: Callable[[Any], Any] | None = None, within: tuple[str, ...] = ()
+) -> None:
+    """Load every mutant: it is refused by a ValueError and changes nothing, or taken over, and usable.
+
+    Args:
+        part: loads states; what it holds differs from the state.
+        state: a sound one.
+        use: what the part is for; may raise a ValueError or RuntimeError that says why it cannot.
+        within: what is mutated of the state's own entries; all by default.
+    """
+    kept, problems = copy.deepcopy(part.state_dict()), []
+    for what, mutant in mutants(state, within):
+        try:
+            part.load_state_dict(mutant)
+        except ValueError as error:
+            if not equal(part.state_dict(), kept):
+                problems.append(f"{what}: half loaded, {error}")
+                part.load_state_dict(kept)
+            continue
+        except Exception as error:
+            problems.append(f"{what}: {type(error).__name__}: {error}")
+        else:
+            try:
+                if use is not None:
+                    use(part)
+            except (ValueError, RuntimeError) as error:
+                if type(error) not in (ValueError, RuntimeError):
+                    problems.append(f"{what}: taken, then {error!r}")
+            except Exception as error:
+                problems.append(f"{what}: taken, then {error!r}")
+        part.load_state_dict(kept)
+    assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems[:60])
+    part.load_state_dict(state)
+    assert equal(part.state_dict(), state)
