@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,7 +17,8 @@ from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.layout import leaves_of, nested_keys
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
-from torchrl_lightning.rollout.names import from_documented
+from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
+from torchrl_lightning.rollout.parameters import check_flag, or_none
 from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import (
     RolloutStorage,
@@ -74,7 +75,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
             generator=generator,
             transform=transform,
         )
-        self.recurrent = recurrent
+        self.recurrent = or_none(check_flag)(recurrent, "recurrent")
         self.recurrent_keys = recurrent_keys
         self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
         self._consumed = False
@@ -122,7 +123,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
             time_dim: which dimension is time.
         """
         if not isinstance(new_data, TensorDictBase):
-            new_data, time_dim = from_documented(new_data, 2), 0
+            new_data, time_dim = from_documented(new_data, 2, self.documented_keys), 0
         time_dim = self.writer.time_dim if time_dim is None else time_dim
         data = self._without_results(new_data)
         if len(self.transform):
@@ -132,15 +133,30 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         self.sampler.extend(self.writer.write(data, time_dim))
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        drop = [key for key in self.result_keys if key in data.keys(include_nested=isinstance(key, tuple))]
-        schema = self.storage.schema
+        """Leave out what an estimate wrote: its results, and the values that it computed.
+
+        Computed values come with the successors' values and with the results; given ones come alone. Once something is
+        stored, values are left out if there are none in it.
+        """
+        present, schema = set(data.keys(include_nested=True)), self.storage.schema
+        drop = [key for key in self.result_keys if key in present]
+        computed = [key for key, _ in leaves_of(data) if self._is_value(key)]
         if schema:
-            for key, _ in leaves_of(data):
-                here = path(key)
-                inner = here[1:] if here[0] == "next" and len(here) > 1 else here
-                if key not in schema and any(inner[: len(path(value))] == path(value) for value in self.computed_keys):
-                    drop.append(key)
+            drop += [key for key in computed if key not in schema]
+        elif drop:
+            roots = [key for key in computed if join("next", path(key)) in present]
+            drop += [*roots, *(join("next", path(key)) for key in roots)]
         return data.exclude(*drop) if drop else data
+
+    def _is_value(self, key: NestedKey) -> bool:
+        here = path(key)
+        inner = here[1:] if here[0] == "next" and len(here) > 1 else here
+        return any(inner[: len(path(value))] == path(value) for value in self.computed_keys)
+
+    @property
+    def documented_keys(self) -> Mapping[str, NestedKey]:
+        """The keys of the documented names."""
+        return DOCUMENTED
 
     @property
     def result_keys(self) -> list[NestedKey]:
@@ -156,29 +172,48 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         """Append one step of all environments.
 
         Observation, recurrent state and ``is_init`` may be left out where an earlier step or rollout tells them: they
-        are carried over from the step after the last one.
+        are carried over from the step after the last one. The observation that a new episode begins with is not told
+        by the episode before.
 
         Args:
-            sample: TensorDict ``[N]`` with our keys, or a dict with the documented names.
+            sample: TensorDict ``[N]`` with our keys, or a dict with the documented names. Results of an earlier
+                estimate in it are left out.
+
+        Raises:
+            KeyError: an entry is missing and nothing tells it.
         """
-        data = sample if isinstance(sample, TensorDictBase) else from_documented(sample, 1)
+        if not isinstance(sample, TensorDictBase):
+            sample = from_documented(sample, 1, self.documented_keys)
+        step = self._carried(self._without_results(sample).copy())
         if self._consumed:
+            self.writer.prepare(step.unsqueeze(0), 0, 0)
             self.empty()
-        self.writer.add(self._carried(data.copy()))
+        self.writer.add(step)
         self.sampler.restart()
 
     def _carried(self, data: TensorDictBase) -> TensorDictBase:
         tail, schema = self.storage.tail, self.storage.schema
         following = data.get("next", None)
         if tail is not None and tail.shape == data.shape:
-            for key, value in leaves_of(tail):
-                if key in schema and key not in data.keys(include_nested=True):
-                    data.set(key, value)
+            present = set(data.keys(include_nested=True))
+            absent = {key: value for key, value in leaves_of(tail) if key in schema and key not in present}
+            self._check_new_episodes(tail.get("is_init"), absent)
+            for key, value in absent.items():
+                data.set(key, value)
         elif following is not None:
             self._check_first(data, following)
         if data.get("is_init", None) is None and (not schema or "is_init" in schema):
             data.set("is_init", torch.ones(*data.shape, 1, dtype=torch.bool, device=data.device))
         return data
+
+    def _check_new_episodes(self, ended: torch.Tensor, absent: Collection[NestedKey]) -> None:
+        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
+        if names and bool(ended.any()):
+            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
+            raise KeyError(
+                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
+                "stored last is the old episode's. Pass what the new episode begins with."
+            )
 
     def _check_first(self, data: TensorDictBase, following: TensorDictBase) -> None:
         other = ("reward", "done", "terminated", "truncated")
@@ -208,14 +243,31 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def get_all_buffer_data(self, data_to_cpu: bool = False) -> TensorDict:
-        """Copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
+    @overload
+    def get_all_buffer_data(
+        self, data_to_cpu: bool = False, documented_names: Literal[False] = False
+    ) -> TensorDict: ...
+
+    @overload
+    def get_all_buffer_data(self, data_to_cpu: bool = False, *, documented_names: bool) -> Any: ...
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False, documented_names: bool = False) -> Any:
+        """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
+
+        It goes in again by :meth:`insert_data_slice`, also of another buffer: values that came with the data stay data,
+        and those that this buffer computed are computed anew. For that, values of successors come only beside values
+        that were computed.
 
         Args:
             data_to_cpu: bring the copy to the CPU.
+            documented_names: return a dict with the documented names instead, time-major.
         """
-        data = self.rollout.clone()
-        return data.cpu() if data_to_cpu else data
+        schema = self.storage.schema
+        given = [key for key in schema if self._is_value(key) and path(key)[0] != "next"]
+        told = [key for key in (join("next", path(key)) for key in given) if key not in schema]
+        data = self.rollout.exclude(*told).clone()
+        data = data.cpu() if data_to_cpu else data
+        return to_documented(data, self.documented_keys) if documented_names else data
 
     def generate_batches(
         self,
@@ -224,7 +276,8 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         num_epochs: int = 1,
         shuffle: bool = True,
         drop_last: bool = False,
-    ) -> Iterator[TensorDictBase]:
+        documented_names: bool = False,
+    ) -> Iterator[Any]:
         """Iterate over mini-batches; each sample comes exactly once an epoch unless the numbers say otherwise.
 
         Steps come flat, ``[B]``; a recurrent buffer gives whole environments ``[B, T]`` named ``(None, "time")``, and
@@ -237,6 +290,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
             num_epochs: passes over the data.
             shuffle: a new order for each epoch.
             drop_last: leave the remainder out, so that all mini-batches have one size.
+            documented_names: yield dicts with the documented names instead of TensorDicts.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -252,13 +306,14 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = _as_tensordict(tree, rollout.batch_size) if whole else None
 
-        def batches() -> Iterator[TensorDictBase]:
+        def batches() -> Iterator[Any]:
             for _ in range(num_epochs):
                 for index in index_batches(
                     self.sampler, units, number, size, shuffle=shuffle, drop_last=drop_last, device=self.device
                 ):
                     batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
-                    yield self.transform(batch) if len(self.transform) else batch
+                    batch = self.transform(batch) if len(self.transform) else batch
+                    yield to_documented(batch, self.documented_keys) if documented_names else batch
 
         return batches()
 

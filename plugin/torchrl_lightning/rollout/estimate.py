@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.estimators import standardize
 from torchrl_lightning.rollout.layout import nested_key, time_axis, time_major
+from torchrl_lightning.rollout.parameters import check_unit
 from torchrl_lightning.rollout.values import fill_values, join, path, value_keys
 from torchrl_lightning.rollout.writer import REWARD, check_flags
 
@@ -148,14 +149,3 @@ class AdvantageTransform(Transform):
     ) -> tuple[Tensor, Tensor]:
         """Advantage and value target of one critic."""
         raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
-
-
-def check_unit(value: float, name: str) -> float:
-    """Return a discount that is in ``[0, 1]``.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value!r}.")
-    return float(value)

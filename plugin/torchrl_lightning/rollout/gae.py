@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_lightning.estimators import gae
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
-from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.parameters import Check, check_unit
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -26,8 +27,9 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         size: capacity along time.
         device: where the rollout lives.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
-        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
+        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
         gae_lambda: λ.
         gamma: discount; wins over the algorithm's; 0.99 when neither says.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
@@ -58,7 +60,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         (0, 0.9)
     """
 
-    parameters: ClassVar[tuple[str, ...]] = (*VanillaOnPolicyBuffer.parameters, "gae_lambda")
+    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": check_unit}
 
     def __init__(
         self,

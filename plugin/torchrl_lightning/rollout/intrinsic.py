@@ -14,8 +14,9 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.rollout.advantages import log_probs
-from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.layout import nested_key
+from torchrl_lightning.rollout.parameters import check_unit
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 
@@ -96,6 +97,18 @@ class IntrinsicReturns(AdvantageTransform):
             None if log_prob_keys is None else (nested_key(log_prob_keys[0]), nested_key(log_prob_keys[1]))
         )
         self.clips: dict[str, Any] = {}
+
+    # One discount for the returns and for the filter of the rewards.
+    @property
+    def gamma(self) -> float:
+        """Discount of the intrinsic stream."""
+        return float(self.__dict__["_gamma"])
+
+    @gamma.setter
+    def gamma(self, gamma: float) -> None:
+        self.__dict__["_gamma"] = check_unit(gamma, "gamma")
+        if "normalizer" in self.__dict__:
+            self.normalizer.gamma = self.gamma
 
     def fill(self, rollout: TensorDictBase) -> None:
         """Normalise the rewards and write the values."""

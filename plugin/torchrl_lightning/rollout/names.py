@@ -13,6 +13,7 @@ from torch import Tensor
 DOCUMENTED: dict[str, NestedKey] = {
     "Observation": "observation",
     "RecurrentHiddenStates": "recurrent_state",
+    "Done": ("next", "terminated"),
     "Action": "action",
     "Reward": ("next", "reward"),
     "IntrinsicReward": ("next", "intrinsic_reward"),
@@ -23,30 +24,32 @@ DOCUMENTED: dict[str, NestedKey] = {
     "LogProbability": "action_log_prob",
     "Advantage": "advantage",
     "IntrinsicAdvantage": "intrinsic_advantage",
-    "Done": ("next", "terminated"),
 }
 """The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
 
-SUCCESSORS: dict[str, NestedKey] = {
-    "NextObservation": ("next", "observation"),
-    "NextRecurrentHiddenStates": ("next", "recurrent_state"),
-}
+WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
+REFINEMENTS: dict[str, NestedKey] = {"Truncated": ("next", "truncated"), "EpisodeStart": "is_init"}
 FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
-COLUMNS = {"Reward", "IntrinsicReward", "Value", "IntrinsicValue"}
-KNOWN = sorted({*DOCUMENTED, *SUCCESSORS, *FLAGS})
+COLUMNS = {"Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
+KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS)})
 
 
-def key_of(name: str) -> NestedKey:
-    """The key of a documented name; a root key stands for itself.
+def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
+    """Return the key of a documented name, or of the successor's entry that a ``Next...`` name stands for.
 
     Example:
-        >>> key_of("Reward")
-        ('next', 'reward')
+        >>> key_of("Reward"), key_of("NextObservation")
+        (('next', 'reward'), ('next', 'observation'))
     """
-    return DOCUMENTED.get(name, SUCCESSORS.get(name, name))
+    if name in keys:
+        return keys[name]
+    key = keys[name.removeprefix("Next")]
+    return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
-def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
+def from_documented(
+    sample: Mapping[str, Any], batch_dims: int, keys: Mapping[str, NestedKey] = DOCUMENTED
+) -> TensorDict:
     """Read a dict with documented names as a TensorDict with our keys.
 
     ``Done`` means terminated after this step, unless ``NextDone`` is there: then ``NextDone`` does, and ``Done`` marks
@@ -56,6 +59,7 @@ def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
     Args:
         sample: documented names to tensors or arrays, ``[N, ...]`` or time-major ``[T, N, ...]``.
         batch_dims: 1 for a transition, 2 for a rollout.
+        keys: the keys of the documented names.
 
     Raises:
         KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
@@ -79,7 +83,7 @@ def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
     for name, value in sample.items():
         if name in FLAGS or value is None:
             continue
-        key = key_of(name)
+        key = key_of(name, keys)
         if isinstance(value, Mapping | TensorDictBase):
             nested = name not in ("Observation", "NextObservation")
             for part, leaf in value.items():
@@ -102,4 +106,37 @@ def from_documented(sample: Mapping[str, Any], batch_dims: int) -> TensorDict:
     start = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
     if start is not None:
         out.set("is_init", column(start).bool())
+    return out
+
+
+def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENTED) -> dict[str, Any]:
+    """Return the entries of a rollout or batch under their documented names; nested ones as dicts.
+
+    Dict observations are what stands both at the root and under ``"next"``. Entries without a documented name are left
+    out. :func:`from_documented` reads the result.
+
+    Args:
+        data: TensorDict with our keys.
+        keys: the keys of the documented names.
+
+    Example:
+        >>> data = TensorDict({"action": torch.zeros(1), "next": {"reward": torch.ones(1, 1)}}, [1])
+        >>> {name: value.tolist() for name, value in to_documented(data).items()}
+        {'Action': [0.0], 'Reward': [[1.0]]}
+    """
+    names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in WITH_SUCCESSORS}, **REFINEMENTS}
+    following = data.get("next", None)
+    taken = {key if isinstance(key, str) else key[0] for key in (*keys.values(), *REFINEMENTS.values())}
+    rest = taken - {"observation"} | {"collector", "done", "terminated", "truncated"}
+    observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
+    out: dict[str, Any] = {}
+    for name, key in names.items():
+        parts = observed if observed and observed != ["observation"] else []
+        source = following if name == "NextObservation" else data
+        if name in ("Observation", "NextObservation") and parts:
+            out[name] = {part: source.get(part) for part in parts}
+            continue
+        value = data.get(key, None)
+        if value is not None:
+            out[name] = value.to_dict() if isinstance(value, TensorDictBase) else value
     return out

@@ -69,8 +69,9 @@ class PPOBuffer(Configurable, GAEBuffer):
         eps: added to the deviation of the advantages.
         device: where the steps lie and batches come out.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
-        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
+        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.

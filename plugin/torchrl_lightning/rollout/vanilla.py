@@ -16,10 +16,19 @@ from torch import Tensor
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.rollout.advantages import DiscountedReturns
 from torchrl_lightning.rollout.base import OnPolicyBuffer
-from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
+from torchrl_lightning.rollout.parameters import (
+    Check,
+    any_object,
+    check_count,
+    check_flag,
+    check_keys,
+    check_unit,
+    or_none,
+)
 from torchrl_lightning.rollout.storage import check_entries
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 
@@ -36,8 +45,9 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         size: capacity along time.
         device: where the rollout lives.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
-        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
+        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
         gamma: discount; wins over the algorithm's; 0.99 when neither says.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
@@ -76,22 +86,22 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
     """
 
     storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
-    parameters: ClassVar[tuple[str, ...]] = (
-        "size",
-        "gamma",
-        "gamma_intrinsic",
-        "actor",
-        "critic",
-        "intrinsic_critic",
-        "algorithm",
-        "envs",
-        "standardize_advantages",
-        "recompute_values",
-        "normalize_intrinsic",
-        "batch_keys",
-        "recurrent",
-        "frame_stack",
-    )
+    parameters: ClassVar[Mapping[str, Check]] = {
+        "size": check_count,
+        "gamma": or_none(check_unit),
+        "gamma_intrinsic": or_none(check_unit),
+        "actor": any_object,
+        "critic": any_object,
+        "intrinsic_critic": any_object,
+        "algorithm": any_object,
+        "envs": any_object,
+        "standardize_advantages": check_flag,
+        "recompute_values": check_flag,
+        "normalize_intrinsic": check_flag,
+        "batch_keys": or_none(check_keys),
+        "recurrent": or_none(check_flag),
+        "frame_stack": check_count,
+    }
 
     def __init__(
         self,
@@ -137,19 +147,17 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         )
         self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
         self.algorithm, self.envs = algorithm, envs
-        self.gamma = check_unit(_first(gamma, getattr(algorithm, "gamma", None), 0.99), "gamma")
-        self.gamma_intrinsic = check_unit(
-            _first(gamma_intrinsic, getattr(algorithm, "gamma_intrinsic", None), 0.99), "gamma_intrinsic"
-        )
-        self.standardize_advantages = standardize_advantages
-        self.recompute_values = recompute_values
-        self.bootstrap = bootstrap
-        self.normalize_intrinsic = normalize_intrinsic
+        self.gamma, self.gamma_intrinsic = gamma, gamma_intrinsic
+        self.standardize_advantages = check_flag(standardize_advantages, "standardize_advantages")
+        self.recompute_values = check_flag(recompute_values, "recompute_values")
+        self.bootstrap = check_flag(bootstrap, "bootstrap")
+        self.normalize_intrinsic = check_flag(normalize_intrinsic, "normalize_intrinsic")
         self.value_key, self.advantage_key = nested_key(value_key), nested_key(advantage_key)
         self.value_target_key = nested_key(value_target_key)
-        self.frame_stack = _first(frame_stack, getattr(envs, "frame_stack", None), 1)
+        told = (getattr(envs, "env_kwargs", None) or {}).get("frame_stack")
+        self.frame_stack = check_count(_first(frame_stack, told, getattr(envs, "frame_stack", None), 1), "frame_stack")
         self.num_channels_obs: int | None = None
-        self.intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
+        self._intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
 
     @classmethod
     def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
@@ -160,6 +168,37 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             **options: constructor options.
         """
         return functools.partial(cls, size, **options)
+
+    # ---- discounts --------------------------------------------------------------------------------------------------
+
+    @property
+    def gamma(self) -> float:
+        """Discount: the one that was given, else the algorithm's of this moment, else 0.99."""
+        return self._discount(self._gamma, "gamma")
+
+    @gamma.setter
+    def gamma(self, gamma: float | None) -> None:
+        self._discount(gamma, "gamma")
+        self._gamma = gamma
+
+    @property
+    def gamma_intrinsic(self) -> float:
+        """Discount of the intrinsic stream; see :attr:`gamma`."""
+        return self._discount(self._gamma_intrinsic, "gamma_intrinsic")
+
+    @gamma_intrinsic.setter
+    def gamma_intrinsic(self, gamma: float | None) -> None:
+        self._discount(gamma, "gamma_intrinsic")
+        self._gamma_intrinsic = gamma
+
+    def _discount(self, given: float | None, name: str) -> float:
+        return check_unit(_first(given, getattr(self.algorithm, name, None), 0.99), name)
+
+    @property
+    def intrinsic(self) -> IntrinsicReturns:
+        """The intrinsic stream, with the discount of this moment."""
+        self._intrinsic.gamma = self.gamma_intrinsic
+        return self._intrinsic
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 
@@ -181,6 +220,16 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         stream = self.intrinsic
         keys = [self.advantage_key, self.value_target_key, stream.advantage_key, stream.value_target_key, NORMALIZED]
         return [*super().result_keys, *keys]
+
+    @property
+    def documented_keys(self) -> Mapping[str, NestedKey]:
+        """The keys of the documented names, as they are configured."""
+        return {
+            **DOCUMENTED,
+            "Value": self.value_key,
+            "Advantage": self.advantage_key,
+            "ExternalReturn": self.value_target_key,
+        }
 
     @property
     def computed_keys(self) -> list[NestedKey]:
@@ -232,13 +281,16 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
 
     def estimate(self) -> None:
         """Write advantages and targets from the values that are there."""
+        self._estimate(self.estimator())
+
+    def _estimate(self, estimator: AdvantageTransform) -> None:
         rollout = self.rollout
-        self.estimator().compute(rollout)
+        estimator.compute(rollout)
         if self.has_intrinsic:
             self.normalize_int_rewards()
-            self.intrinsic.gamma, self.intrinsic.lmbda = self.gamma_intrinsic, self.intrinsic_lmbda
-            self.intrinsic.standardize_advantages = self.standardize_advantages
-            self.intrinsic.compute(rollout)
+            stream = self.intrinsic
+            stream.lmbda, stream.standardize_advantages = self.intrinsic_lmbda, self.standardize_advantages
+            stream.compute(rollout)
 
     @property
     def has_intrinsic(self) -> bool:
@@ -331,10 +383,11 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         Raises:
             ValueError: other steps are stored already.
         """
-        data = sample if isinstance(sample, TensorDictBase) else from_documented(sample, 1)
+        if not isinstance(sample, TensorDictBase):
+            sample = from_documented(sample, 1, self.documented_keys)
         if self.storage.num_steps:
             raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
-        self.storage.allocate(self._carried(data.copy()))
+        self.storage.allocate(self._carried(self._without_results(sample).copy()))
 
     def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
         """Channels of one frame, also kept as ``num_channels_obs``.
@@ -361,15 +414,16 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         """Set a parameter; ``size`` makes room again and keeps what is stored.
 
         Raises:
-            ValueError: there is no such parameter, or what is stored does not fit into the new size.
+            ValueError: there is no such parameter, its value is out of range, or what is stored does not fit into the
+                new size.
+            TypeError: the value is of another type.
         """
         if parameter_name not in self.parameters:
             raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(self.parameters)}.")
+        new_parameter_value = self.parameters[parameter_name](new_parameter_value, parameter_name)
         if parameter_name == "size":
             self.storage.resize(new_parameter_value)
             return
-        if parameter_name.startswith("gamma") or parameter_name.endswith("lambda"):
-            new_parameter_value = check_unit(new_parameter_value, parameter_name)
         setattr(self, parameter_name, new_parameter_value)
 
     def _default_split(self) -> tuple[int | None, int | None]:

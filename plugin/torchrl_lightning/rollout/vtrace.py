@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,8 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
-from torchrl_lightning.rollout.estimate import AdvantageTransform, check_unit
+from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.layout import nested_key
+from torchrl_lightning.rollout.parameters import Check, check_threshold, check_unit, or_none
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -29,8 +30,9 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         size: capacity along time.
         device: where the rollout lives.
         actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``.
-        envs: environments that tell ``num_envs`` (and ``frame_stack``).
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
+        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
@@ -66,13 +68,13 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         ['action', 'action_log_prob']
     """
 
-    parameters: ClassVar[tuple[str, ...]] = (
-        *VanillaOnPolicyBuffer.parameters,
-        "lmbda",
-        "clip_rho_thres",
-        "clip_c_thres",
-        "clip_pg_rho_thres",
-    )
+    parameters: ClassVar[Mapping[str, Check]] = {
+        **VanillaOnPolicyBuffer.parameters,
+        "lmbda": check_unit,
+        "clip_rho_thres": check_threshold,
+        "clip_c_thres": check_threshold,
+        "clip_pg_rho_thres": or_none(check_threshold),
+    }
 
     def __init__(
         self,
@@ -139,24 +141,31 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
             transform=transform,
         )
         self.lmbda = check_unit(lmbda, "lmbda")
-        self.clip_rho_thres, self.clip_c_thres, self.clip_pg_rho_thres = clip_rho_thres, clip_c_thres, clip_pg_rho_thres
+        self.clip_rho_thres = check_threshold(clip_rho_thres, "clip_rho_thres")
+        self.clip_c_thres = check_threshold(clip_c_thres, "clip_c_thres")
+        self.clip_pg_rho_thres = or_none(check_threshold)(clip_pg_rho_thres, "clip_pg_rho_thres")
         self.log_prob_key, self.action_key = nested_key(log_prob_key), nested_key(action_key)
         self.current_log_prob_key: NestedKey = "current_action_log_prob"
         self.policy_version: int | None = None
 
     def estimator(self) -> AdvantageTransform:
         """V-trace of the extrinsic stream."""
-        return VTraceAdvantages(
-            self.gamma, self.lmbda, **self._clips, **self._log_prob_options, **self._estimator_options()
-        )
+        return self._estimator(self._clips(None, None))
 
-    @property
-    def _clips(self) -> dict[str, Any]:
+    def _estimator(self, clips: Mapping[str, Any]) -> AdvantageTransform:
+        return VTraceAdvantages(self.gamma, self.lmbda, **clips, **self._log_prob_options, **self._estimator_options())
+
+    def _clips(self, rho: float | None, c: float | None) -> dict[str, Any]:
         return {
-            "rho_clip": self.clip_rho_thres,
-            "c_clip": self.clip_c_thres,
+            "rho_clip": self.clip_rho_thres if rho is None else check_threshold(rho, "clip_rho_thres"),
+            "c_clip": self.clip_c_thres if c is None else check_threshold(c, "clip_c_thres"),
             "pg_rho_clip": self.clip_pg_rho_thres,
         }
+
+    @property
+    def documented_keys(self) -> Mapping[str, NestedKey]:
+        """The keys of the documented names, as they are configured."""
+        return {**super().documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
 
     @property
     def _log_prob_options(self) -> dict[str, Any]:
@@ -184,11 +193,11 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
             RuntimeError: nothing is stored, or the actor or the critic is missing.
             KeyError: the behaviour policy's log-probabilities are missing.
         """
-        self.compute_vtrace(self.clip_rho_thres, self.clip_c_thres)
+        self.compute_vtrace()
 
     def before_epoch(self) -> None:
         """Hook for a DataModule: corrects for the updates of the pass before."""
-        self.compute_vtrace(self.clip_rho_thres, self.clip_c_thres)
+        self.compute_vtrace()
 
     def get_updated_action_log_probs(self) -> Tensor:
         """Log-probabilities of the stored actions under the current actor, ``[T, N]``; values are updated too."""
@@ -205,20 +214,23 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         rollout.set(self.current_log_prob_key, log_prob)
         return log_prob
 
-    def compute_vtrace(self, clip_rho_thres: float = 1.0, clip_c_thres: float = 1.0) -> None:
+    def compute_vtrace(self, clip_rho_thres: float | None = None, clip_c_thres: float | None = None) -> None:
         """Write V-trace targets and advantages for the current policy.
 
         Args:
-            clip_rho_thres: ρ̄.
-            clip_c_thres: c̄.
+            clip_rho_thres: ρ̄ of this call; the configured one when ``None``.
+            clip_c_thres: c̄ of this call; the configured one when ``None``.
+
+        Raises:
+            ValueError: a threshold is not above 0.
         """
+        clips = self._clips(clip_rho_thres, clip_c_thres)
         if self.log_prob_key not in self.rollout.keys(include_nested=True):
             log_probs(self.rollout, self.current_log_prob_key, self.log_prob_key, torch.empty(0))
-        self.clip_rho_thres, self.clip_c_thres = clip_rho_thres, clip_c_thres
         self.get_updated_action_log_probs()
         self.intrinsic.log_prob_keys = (self.current_log_prob_key, self.log_prob_key)
-        self.intrinsic.clips = self._clips
-        self.estimate()
+        self.intrinsic.clips = clips
+        self._estimate(self._estimator(clips))
 
     def metrics(self) -> dict[str, float]:
         """Mean ``|ρ - 1|``, and the policy lag where versions are known."""
