@@ -3,7 +3,7 @@
 from torchrl_lightning.callbacks import BestCheckpoint as BestCheckpoint
 from torchrl_lightning.callbacks import ExperienceLog as ExperienceLog
 from torchrl_lightning.callbacks import FramesProgressBar as FramesProgressBar
-from torchrl_lightning.callbacks import SaveOnException as SaveOnException
+from torchrl_lightning.callbacks import LastCheckpoint as LastCheckpoint
 from torchrl_lightning.collectors import AsynchronousCollector as AsynchronousCollector
 from torchrl_lightning.collectors import EnvironmentFactory as EnvironmentFactory
 from torchrl_lightning.collectors import EnvironmentSpecs as EnvironmentSpecs

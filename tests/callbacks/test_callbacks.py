@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from torchrl_lightning import ExperienceLog, FramesProgressBar, SaveOnException
+from torchrl_lightning import ExperienceLog, FramesProgressBar, LastCheckpoint
 
 # An epoch has fewer batches than Lightning's interval between two rows; callbacks do not mind it.
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -101,6 +101,21 @@ def test_the_bar_counts_the_frames_of_the_whole_run(make_data, make_trainer, mak
     assert len(set(lines)) > 2
 
 
+def test_the_bar_stays_open_for_an_evaluation_of_the_end(make_data, make_trainer, make_module, monkeypatch, tmp_path):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    callbacks = [FramesProgressBar(refresh_every=0.0), LastCheckpoint(tmp_path)]
+    make_trainer(
+        max_epochs=1,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        limit_val_batches=1,
+        check_val_every_n_epoch=5,
+    ).fit(make_module(), datamodule=make_data())
+    assert "eval=" in terminal.text
+
+
 def test_a_file_gets_few_lines(make_data, make_trainer, make_module, capsys):
     bar = FramesProgressBar(refresh_every=0.0)
     make_trainer(max_epochs=5, callbacks=[bar], enable_progress_bar=True).fit(make_module(), datamodule=make_data())
@@ -113,56 +128,6 @@ def test_a_disabled_bar_draws_nothing(make_data, make_trainer, make_module, caps
     bar.disable()
     trainer.fit(make_module(), datamodule=make_data())
     assert "frames/s" not in capsys.readouterr().err
-
-
-def failing(base, when):
-    class Failing(base):
-        def training_step(self, batch, batch_idx):
-            if self.updates == when:
-                raise RuntimeError("out of luck")
-            return super().training_step(batch, batch_idx)
-
-    return Failing
-
-
-@pytest.mark.parametrize("when", [0, 5, 7])
-def test_an_exception_leaves_a_checkpoint_that_resumes(
-    when, tmp_path, make_data, make_trainer, make_module, tiny_actor_critic
-):
-    save = SaveOnException(tmp_path / "checkpoints")
-    with pytest.raises(RuntimeError, match="out of luck"):
-        make_trainer(callbacks=[save], max_epochs=-1).fit(
-            make_module(failing(tiny_actor_critic, when)), datamodule=make_data(total_frames=256)
-        )
-    assert save.path.exists()
-    data, module = make_data(total_frames=256), make_module(seed=9)
-    make_trainer(max_epochs=-1).fit(module, datamodule=data, ckpt_path=save.path)
-    # Four rollouts of four updates each: none is lost, and none is made twice.
-    assert data.frames == 256
-    assert module.updates == 16 - when
-
-
-def test_what_fails_before_training_begins_leaves_nothing(tmp_path, make_data, make_trainer, make_module):
-    save = SaveOnException(tmp_path / "checkpoints")
-    data = make_data()
-    data.setup = lambda stage: (_ for _ in ()).throw(RuntimeError("no environment"))
-    with pytest.raises(RuntimeError, match="no environment"):
-        make_trainer(callbacks=[save]).fit(make_module(), datamodule=data)
-    assert not save.path.exists()
-
-
-def test_an_exception_during_an_evaluation_is_saved_too(
-    tmp_path, make_data, make_trainer, make_module, tiny_actor_critic
-):
-    class Failing(tiny_actor_critic):
-        def validation_step(self, batch, batch_idx):
-            raise RuntimeError("cannot judge")
-
-    save = SaveOnException(tmp_path / "checkpoints")
-    with pytest.raises(RuntimeError, match="cannot judge"):
-        make_trainer(callbacks=[save], limit_val_batches=1).fit(make_module(Failing), datamodule=make_data())
-    state = torch.load(save.path, weights_only=True)["OnPolicyDataModule"]
-    assert state["ranks"][0]["frames"] == 64
 
 
 def test_csv_rows_hold_the_rollouts(tmp_path, make_data, make_trainer, make_module):

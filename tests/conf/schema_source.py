@@ -115,7 +115,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("callback", "best_checkpoint", "BestCheckpoint"),
             Described("callback", "experience_log", "ExperienceLog"),
             Described("callback", "frames_bar", "FramesProgressBar"),
-            Described("callback", "save_on_exception", "SaveOnException"),
+            Described("callback", "last_checkpoint", "LastCheckpoint"),
         ],
     ),
 }

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import TinyActorCritic
-from torchrl_lightning import OnPolicyDataModule
+from torchrl_lightning import LastCheckpoint, OnPolicyDataModule
 
 FOLDER = Path(sys.argv[1])
 
@@ -41,13 +41,6 @@ class Reporting(TinyActorCritic):
         (FOLDER / f"{self.name}_{rank}.json").write_text(json.dumps(report))
 
 
-class Save(L.Callback):
-    """Writes a checkpoint at the end, in every rank."""
-
-    def on_train_end(self, trainer, module):
-        trainer.save_checkpoint(FOLDER / f"{module.name}.ckpt")
-
-
 def fit(name, devices, epochs, ckpt_path=None):
     torch.manual_seed(0)
     data = OnPolicyDataModule(
@@ -56,6 +49,7 @@ def fit(name, devices, epochs, ckpt_path=None):
         frames_per_batch=32,
         mini_batch_size=16,
         num_epochs=2,
+        eval_episodes=1,
         seed=0,
         reset_at_each_batch=True,
     )
@@ -64,10 +58,12 @@ def fit(name, devices, epochs, ckpt_path=None):
         devices=devices,
         strategy="ddp_fork" if devices > 1 else "auto",
         max_epochs=epochs,
-        callbacks=[Save()],
+        callbacks=[LastCheckpoint(FOLDER, name)],
         logger=False,
-        limit_val_batches=0,
-        enable_checkpointing=False,
+        # The end is no multiple of it, so that all ranks have to evaluate and save it together.
+        limit_val_batches=1,
+        check_val_every_n_epoch=5,
+        num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

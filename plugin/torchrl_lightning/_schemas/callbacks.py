@@ -50,18 +50,18 @@ class FramesProgressBarSchema:
 
 
 @dataclass
-class SaveOnExceptionSchema:
-    """Arguments of :class:`torchrl_lightning.SaveOnException`."""
+class LastCheckpointSchema:
+    """Arguments of :class:`torchrl_lightning.LastCheckpoint`."""
 
-    _target_: str = "torchrl_lightning.SaveOnException"
+    _target_: str = "torchrl_lightning.LastCheckpoint"
     _convert_: str = "all"
     dirpath: str = MISSING
-    filename: str = "interrupted"
+    filename: str = "last"
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("callback", "best_checkpoint"): BestCheckpointSchema,
     ("callback", "experience_log"): ExperienceLogSchema,
     ("callback", "frames_bar"): FramesProgressBarSchema,
-    ("callback", "save_on_exception"): SaveOnExceptionSchema,
+    ("callback", "last_checkpoint"): LastCheckpointSchema,
 }

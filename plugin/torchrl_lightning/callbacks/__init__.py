@@ -3,6 +3,6 @@
 from torchrl_lightning.callbacks.best_checkpoint import BestCheckpoint
 from torchrl_lightning.callbacks.experience_log import ExperienceLog
 from torchrl_lightning.callbacks.frames_bar import FramesProgressBar
-from torchrl_lightning.callbacks.save_on_exception import SaveOnException
+from torchrl_lightning.callbacks.last_checkpoint import LastCheckpoint
 
-__all__ = ["BestCheckpoint", "ExperienceLog", "FramesProgressBar", "SaveOnException"]
+__all__ = ["BestCheckpoint", "ExperienceLog", "FramesProgressBar", "LastCheckpoint"]

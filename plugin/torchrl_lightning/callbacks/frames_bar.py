@@ -89,8 +89,8 @@ class FramesProgressBar(ProgressBar):
             self._refreshed = now
             self._refresh(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Closes the bar at its last figures."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the bar at its last figures, which an evaluation at the end of training may have changed."""
         if self._bar is not None:
             self._refresh(trainer)
         self._close()

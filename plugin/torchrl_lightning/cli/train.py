@@ -77,7 +77,8 @@ def load_weights(model: Any, trainer: Any, which: str) -> str | None:
     """Puts the best or the last weights into the model; gives the checkpoint's path, None for the weights at hand."""
     import torch
 
-    path = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
+    path = next(filter(None, paths), "")
     if which == "last" or not path:
         return None
     model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])

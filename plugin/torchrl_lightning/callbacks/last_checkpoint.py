@@ -1,0 +1,93 @@
+"""The checkpoint to go on from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+logger = logging.getLogger(__name__)
+
+
+class LastCheckpoint(Checkpoint):
+    """Keep the end of a run, however it ends, in one file that each new state replaces.
+
+    The state is written behind each evaluation, at the end of training, and when Ctrl-C or an exception ends it; a run
+    that goes on from there makes the updates that were left of its last rollout before it collects anew. Lightning's own
+    ``save_last`` writes only where a best checkpoint is written in the same step.
+
+    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated first: put this
+    callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
+
+    With several ranks nothing is written on an exception: it ends one of them while the others wait for its gradients,
+    and a checkpoint needs the state of all. What was written before stays.
+
+    Unlike Lightning's ``OnExceptionCheckpoint`` it never makes a later run resume by itself: pass the file as
+    ``ckpt_path``.
+
+    Args:
+        dirpath: The folder to write to, made when it is needed.
+        filename: The file's name without its ending.
+
+    Example:
+        >>> str(LastCheckpoint("logs/run").path)
+        'logs/run/last.ckpt'
+    """
+
+    def __init__(self, dirpath: str | Path, filename: str = "last") -> None:
+        super().__init__()
+        self.path = Path(dirpath) / f"{filename}.ckpt"
+        self._training = False
+        self._began = self._evaluated = -1  # batches of the whole run, when it began and when it was evaluated last
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch: what fails before has learned nothing."""
+        self._training = True
+        self._began = self._evaluated = trainer.fit_loop.total_batch_idx
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the state that was evaluated."""
+        if self._training and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._evaluated = trainer.fit_loop.total_batch_idx
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the end, where that has not been done, and write it."""
+        batches = trainer.fit_loop.total_batch_idx
+        if batches != self._began:
+            if batches != self._evaluated and trainer.enable_validation:
+                self._evaluated = batches
+                evaluate(trainer)
+            # Also after an evaluation: only now is the last epoch complete.
+            self._save(trainer)
+        self._training = False
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the state while collector and buffer are still alive, and say where."""
+        training, self._training = self._training, False
+        if not training or getattr(trainer, "fast_dev_run", False):
+            return
+        reason = type(exception).__name__
+        if trainer.world_size > 1:
+            logger.warning("stopped by %s; with several ranks only the regular checkpoints are kept.", reason)
+            return
+        self._save(trainer)
+        logger.warning("stopped by %s; to resume, run the same command with ckpt_path=%s", reason, self.path)
+
+    def _save(self, trainer: Trainer) -> None:
+        if not getattr(trainer, "fast_dev_run", False):
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def evaluate(trainer: Trainer) -> None:
+    """Run the evaluation that a fit runs every few epochs, with all its callbacks."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    trainer.validating = True
+    try:
+        loop.run()
+    finally:
+        trainer.training = True
