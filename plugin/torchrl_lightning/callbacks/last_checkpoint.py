@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 class LastCheckpoint(Checkpoint):
     """Keep the end of a run, however it ends, in one file that each new state replaces.
 
-    The state is written behind each evaluation, at the end of training, and when Ctrl-C or an exception ends it; a run
-    that goes on from there makes the updates that were left of its last rollout before it collects anew. Lightning's own
-    ``save_last`` writes only where a best checkpoint is written in the same step.
+    The state is written after each evaluation, at the end of training, and when Ctrl-C or an exception ends it. A run
+    that goes on from there makes the updates that were left of its last rollout before it collects anew. Lightning's
+    own ``save_last`` writes only where a best checkpoint is written in the same step.
 
-    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated first: put this
-    callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
+    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated first. Put
+    this callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
 
     With several ranks nothing is written on an exception: it ends one of them while the others wait for its gradients,
     and a checkpoint needs the state of all. What was written before stays.
