@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_lightning.datamodules.episodes import EpisodeTracker
+from mutations import check_mutants
+from torchrl_lightning.datamodules.episodes import EpisodeTracker, FinishedEpisodes
 
 
 def brute_force(rollouts):
@@ -48,3 +49,9 @@ def test_tracker_resumes_in_the_middle_of_an_episode():
     other.load_state_dict(tracker.state_dict())
     done = torch.tensor([[True, False]])
     assert other.update(torch.ones(1, 2), done)[0].tolist() == tracker.update(torch.ones(1, 2), done)[0].tolist() == [4]
+
+
+def test_a_state_is_taken_wholly_or_not_at_all() -> None:
+    one, other = FinishedEpisodes(2), FinishedEpisodes(2)
+    one.add(torch.ones(2, 3, 1), torch.zeros(2, 3, 1, dtype=torch.bool))
+    check_mutants(other, one.state_dict(), lambda episodes: episodes.summary())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +84,16 @@ def test_a_failed_load_leaves_the_buffer_as_it_was(name: str, fresh: bool) -> No
     good = filled(seed=1).state_dict()
     buffer.load_state_dict(good)
     assert equal(buffer.state_dict(), good)
+
+
+def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
+    filled(seed=1).dumps(tmp_path / "state")
+    buffer = filled()
+    before = copy.deepcopy(buffer.state_dict())
+    for file in (tmp_path / "state").iterdir():
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="damaged or foreign"):
+        buffer.loads(tmp_path / "state")
+    assert equal(buffer.state_dict(), before)
+    with pytest.raises(FileNotFoundError):
+        buffer.loads(tmp_path / "elsewhere")

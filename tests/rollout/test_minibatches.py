@@ -144,7 +144,7 @@ def test_empty_and_unknown_units_are_errors() -> None:
         MinibatchSampler(by="frames")
     with pytest.raises(RuntimeError, match="empty"):
         GAEBuffer(3).generate_batches(1)
-    with pytest.raises(ValueError, match="samples by="):
+    with pytest.raises(ValueError, match="this sampler has by="):
         MinibatchSampler(by="environments").load_state_dict(MinibatchSampler().state_dict())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchrl_lightning.state import LARGEST, check_state, tensor
 
 
 class EpisodeTracker:
@@ -73,8 +76,25 @@ class EpisodeTracker:
         return {"returns": self._returns.clone(), "lengths": self._lengths.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the sums of :meth:`state_dict`."""
+        """Take the sums of :meth:`state_dict`.
+
+        Raises:
+            ValueError: they are none; nothing is changed.
+        """
+        self.check_state(state)
         self._returns, self._lengths = state["returns"].clone(), state["lengths"].clone()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        schema = {"returns": tensor(torch.float64, None), "lengths": tensor(torch.int64, None, low=0, high=LARGEST)}
+        check_state(state, schema, "episode tracker")
+        if len(state["returns"]) != len(state["lengths"]):
+            found = f"{len(state['returns'])} returns and {len(state['lengths'])} lengths"
+            raise ValueError(f"The episode tracker state is foreign: it holds {found}, expected as many of both.")
 
 
 class FinishedEpisodes:
@@ -156,6 +176,10 @@ class FinishedEpisodes:
         return self._tracker.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the sums of :meth:`state_dict`."""
-        self._noted, self._returns, self._lengths = [], [], []
+        """Take the sums of :meth:`state_dict`.
+
+        Raises:
+            ValueError: they are none; nothing is changed.
+        """
         self._tracker.load_state_dict(state)
+        self._noted, self._returns, self._lengths = [], [], []

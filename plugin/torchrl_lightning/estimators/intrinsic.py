@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction
 from torchrl_lightning.scan import discounted_scan
+from torchrl_lightning.state import check_state, flag, number, tensor, whole
 
 __all__ = ["IntrinsicRewardNormalizer"]
 
@@ -158,22 +161,32 @@ class IntrinsicRewardNormalizer:
             state["filter"] = self._filter.clone()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            KeyError: an entry is missing.
-            ValueError: the state comes from another version, discount or direction.
+            ValueError: an entry is missing or wrong, or the state comes from another version, discount or direction;
+                nothing is changed.
         """
-        missing = {"version", "gamma", "forward", "mean", "variance", "count"} - state.keys()
-        if missing:
-            raise KeyError(f"IntrinsicRewardNormalizer: the state lacks {sorted(missing)}; it has {sorted(state)}")
-        own = {"version": 1, "gamma": self.gamma, "forward": self.direction == "forward"}
-        for key, value in own.items():
+        self.check_state(state)
+        kept = state.get("filter")
+        self._filter = None if kept is None else kept.detach().clone()
+        self._mean, self._variance, self._count = (float(state[key]) for key in ("mean", "variance", "count"))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        schema = {"version": whole(1, 1), "gamma": number(0), "forward": flag}
+        check_state(state, {**schema, "mean": number(), "variance": number(0), "count": number(0)}, "normaliser")
+        for key, value in (("gamma", self.gamma), ("forward", self.direction == "forward")):
             if state[key] != value:
                 raise ValueError(
                     f"IntrinsicRewardNormalizer: the state was saved with {key}={state[key]}, this one has {value}"
                 )
         kept = state.get("filter")
-        self._filter = None if kept is None else kept.detach().clone()
-        self._mean, self._variance, self._count = (float(state[key]) for key in ("mean", "variance", "count"))
+        if kept is not None:
+            shape, largest = kept.shape if isinstance(kept, Tensor) else (), sys.float_info.max
+            tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True)(kept, "'filter'")

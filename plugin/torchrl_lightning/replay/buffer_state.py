@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.replay.checks import STATE_VERSION, check_tree
+from torchrl_lightning.replay.checks import STATE_VERSION, check_transform, check_tree
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sequences import SequenceSampler
@@ -85,7 +85,7 @@ def restore_state(buffer: ExperienceBuffer, state: Mapping[str, Any]) -> None:
             _check_like(state[name], part.state_dict(), cells, type(part).__name__)
             whole(0, storage.max_size)(state[name].get("_len", 0), "the storage's '_len'")
     _check_agreement(storage, sampler, writer, state)
-    _check_transform(buffer.transform, state["transform"])
+    check_transform(buffer.transform, state["transform"])
     batches = [_unpack(packed) for packed in state["prefetched"]]
     with buffer.at_rest():
         buffer.put_prefetched(batches)
@@ -149,19 +149,6 @@ def _check_agreement(storage: Any, sampler: Any, writer: Any, state: Mapping[str
         drawn = (state["sampler"]["priorities"] >= 0).nonzero().squeeze(1).cpu()
         if not torch.isin(drawn, filled).all():
             raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
-
-
-def _check_transform(transform: Any, state: Mapping[str, Any]) -> None:
-    here, there = (
-        {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
-        for entries in (transform.state_dict(), state)
-    )
-    if here != there:
-        raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
-    try:
-        copy.deepcopy(transform).load_state_dict(dict(state))
-    except Exception as error:  # a transform may keep and refuse what it likes
-        raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
 
 
 def _pack(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:

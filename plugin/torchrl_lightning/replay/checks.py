@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.tree import Path, Tree, difference, name_of, to_tensordict
@@ -134,3 +135,21 @@ def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
     end = torch.where(running, newest[env], end)
     if not (end >= position).all():
         raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
+
+
+def check_transform(transform: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse the state of other transforms than these.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    here, there = (
+        {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
+        for entries in (transform.state_dict(), state)
+    )
+    if here != there:
+        raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
+    try:
+        copy.deepcopy(transform).load_state_dict(dict(state))
+    except Exception as error:  # a transform may keep and refuse what it likes
+        raise ValueError(f"The state does not fit this buffer's transform: {error}") from error

@@ -13,6 +13,8 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import OwnSignature, new_tensordict
+from torchrl_lightning.replay.checks import check_transform
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.layout import leaves_of, nested_keys
@@ -20,15 +22,10 @@ from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
 from torchrl_lightning.rollout.parameters import check_flag, or_none
 from torchrl_lightning.rollout.sequences import sequences
-from torchrl_lightning.rollout.storage import (
-    RolloutStorage,
-    check_entries,
-    check_generator,
-    check_state_version,
-    gather,
-)
+from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, join, path, under
 from torchrl_lightning.rollout.writer import RolloutWriter
+from torchrl_lightning.state import check_state, flag, generator, mapping
 
 HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
 RESULTS: tuple[NestedKey, ...] = (
@@ -336,16 +333,16 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_state_version(state_dict, "on-policy buffer")
-        names = ("storage", "sampler", "writer", "transforms", "generator", "consumed")
-        check_entries(state_dict, names, "on-policy buffer")
+        schema = {
+            **dict.fromkeys(("storage", "sampler", "writer", "transforms"), mapping),
+            "generator": generator(self.generator.device),
+            "consumed": flag,
+        }
+        check_state(state_dict, schema, "on-policy buffer", version=1)
         self.storage.check_state(state_dict["storage"])
         self.sampler.check_state(state_dict["sampler"])
         self.writer.check_state(state_dict["writer"])
-        check_generator(state_dict["generator"], self.generator)
-        here, there = (_shapes(state) for state in (self.transform.state_dict(), state_dict["transforms"]))
-        if here != there:
-            raise ValueError(f"The state has other transforms: it holds {there}, this buffer has {here}.")
+        check_transform(self.transform, state_dict["transforms"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state; the buffer then gives the same next batches.
@@ -362,13 +359,17 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         self._consumed = bool(state_dict["consumed"])
 
     def dumps(self, path: Any) -> None:
-        """Write the state to a folder."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "buffer.pt")
+        """Write the state to a folder, atomically, without pickle."""
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: Any) -> None:
-        """Read the state from a folder."""
-        self.load_state_dict(torch.load(Path(path) / "buffer.pt", weights_only=True))
+        """Read the state from a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+        """
+        self.load_state_dict(read_state(Path(path)))
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -391,10 +392,6 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     def required_keys(self) -> list[NestedKey]:
         """Entries that the policy must write."""
         return ["action"]
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value.shape) if isinstance(value, torch.Tensor) else None for key, value in state.items()}
 
 
 def _as_tensordict(tree: dict[str, Any], batch: torch.Size) -> TensorDict:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size
-from torchrl_lightning.rollout.storage import check_entries, check_generator, check_state_version
+from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
 
 UNITS = ("steps", "environments")
 
@@ -148,12 +149,17 @@ class MinibatchSampler(SamplerBase):
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_state_version(state_dict, "mini-batch sampler")
-        names = ("len_storage", "remaining", "drop_last", "shuffle", "by", "ran_out", "generator")
-        check_entries(state_dict, names, "mini-batch sampler")
-        if state_dict["by"] != self.by:
-            raise ValueError(f"The state samples by={state_dict['by']!r}, this sampler by={self.by!r}.")
-        check_generator(state_dict["generator"], self.generator)
+        schema = {
+            "len_storage": whole(),
+            "remaining": optional(tensor(torch.int64, None, low=0, anywhere=True)),
+            **dict.fromkeys(("drop_last", "shuffle", "ran_out"), flag),
+            "by": same(self.by, "sampler"),
+            "generator": generator(self.generator.device),
+        }
+        check_state(state_dict, schema, "mini-batch sampler", version=1)
+        remaining, length = state_dict["remaining"], state_dict["len_storage"]
+        if remaining is not None and len(remaining) and int(remaining.max()) >= length:
+            raise ValueError(f"The mini-batch sampler state is foreign: its epoch goes beyond its {length} units.")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore exactly; the generator object stays the same, its state is set.
@@ -170,13 +176,17 @@ class MinibatchSampler(SamplerBase):
         self.generator.set_state(state_dict["generator"].cpu())
 
     def dumps(self, path: Any) -> None:
-        """Write the state to a folder."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "minibatches.pt")
+        """Write the state to a folder, atomically, without pickle."""
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: Any) -> None:
-        """Read the state from a folder."""
-        self.load_state_dict(torch.load(Path(path) / "minibatches.pt", weights_only=True))
+        """Read the state from a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+        """
+        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(by={self.by!r}, shuffle={self.shuffle}, drop_last={self.drop_last})"

@@ -32,6 +32,7 @@ from torchrl_lightning.rollout.paths import (
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
+from torchrl_lightning.state import check_state, flag, mapping, whole
 
 logger = logging.getLogger(__name__)
 
@@ -424,6 +425,18 @@ class PPOBuffer(Configurable, GAEBuffer):
         told = [name for name in ("done", "truncated") if name in self._last_step]
         paths = {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
         return {**super().state_dict(), "paths": paths}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        super().check_state(state_dict)
+        check_state(state_dict, {"paths": mapping}, "on-policy buffer")
+        check_state(state_dict["paths"], {"stored": whole(), "path_start": whole(), "told": flag}, "path")
+        (stored, start), steps = (state_dict["paths"][name] for name in ("stored", "path_start")), state_dict["storage"]
+        if not 0 <= stored - start <= self.size or (stored and steps["num_steps"] != min(stored, self.size)):
+            raise ValueError(
+                f"The path state is foreign: {stored} steps stored, the open path begins at {start}, and the rollout "
+                f"has {steps['num_steps']} steps of {self.size}."
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state; the buffer then gives the same next batches."""

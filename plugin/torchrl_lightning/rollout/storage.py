@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.replay.checks import check_tree
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
+from torchrl_lightning.state import check_state, mapping, optional, same, whole
 
 STATE_VERSION = 1
 
@@ -228,58 +231,47 @@ class RolloutStorage(StorageBase):
         self._read_state(state_dict)
 
     def _read_state(self, state_dict: Mapping[str, Any]) -> tuple[TensorDict | None, TensorDict, TensorDict | None]:
-        check_state_version(state_dict, "rollout storage")
-        check_entries(state_dict, ("size", "num_envs", "num_steps", "data", "added", "tail"), "rollout storage")
-        for name in ("size", "num_envs"):
-            here, there = getattr(self, name), state_dict[name]
-            if here is not None and there is not None and here != there:
-                raise ValueError(
-                    f"The state has {name}={there}, this storage has {name}={here}; "
-                    f"build the storage with {name}={there} or load a matching state."
-                )
+        schema = {
+            "size": same(self.size, "storage"),
+            "num_envs": optional(whole(1)) if self.num_envs is None else optional(same(self.num_envs, "storage")),
+            "num_steps": whole(0, self.size),
+            "data": optional(mapping),
+            "added": mapping,
+            "tail": optional(mapping),
+        }
+        check_state(state_dict, schema, "rollout storage", STATE_VERSION)
         steps, envs, data, tail = (state_dict[name] for name in ("num_steps", "num_envs", "data", "tail"))
-        if steps > self.size or (steps and data is None):
-            raise ValueError(f"The state counts {steps} steps, but size={self.size} and its data are {type(data)}.")
-        filled = None if data is None else TensorDict(data, [steps, envs])
+        if (envs is None and (data, tail) != (None, None)) or (data is None and (steps or state_dict["added"])):
+            raise ValueError(f"The state counts {steps} steps of {envs} environments and does not hold them.")
+        batch = torch.Size([steps, envs or 0])
+        for tree, size in ((data, batch), (state_dict["added"] or None, batch), (tail, batch[1:])):
+            if tree is not None:
+                check_tree(tree, size, "rollout storage")
+        filled = None if data is None else TensorDict(data, batch)
+        rest = None if tail is None else TensorDict(tail, batch[1:])
         if filled is not None:
-            schema = describe(filled, 2)
-            if self.schema and schema != self.schema:
-                raise ValueError(f"The state holds other data: {schema_difference(self.schema, schema)}.")
+            found = describe(filled, 2)
+            if self.schema and found != self.schema:
+                raise ValueError(f"The state holds other data: {schema_difference(self.schema, found)}.")
             if self.data is None:
-                self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in schema.items()}, self.size)
-        added = TensorDict(state_dict["added"], [steps, envs] if envs is not None else [])
-        return filled, added, None if tail is None else TensorDict(tail, [envs])
+                self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in found.items()}, self.size)
+            for key, kind in ({} if rest is None else describe(rest, 1)).items():
+                if found.get(key, kind) != kind:
+                    raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
+        return filled, TensorDict(state_dict["added"], batch if envs is not None else []), rest
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        Path(path).mkdir(exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "rollout.pt")
+        """Write the state to a folder, atomically, without pickle."""
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from a folder."""
-        self.load_state_dict(torch.load(Path(path) / "rollout.pt", weights_only=True))
+        """Read the state from a folder.
 
-
-def check_state_version(state_dict: Mapping[str, Any], owner: str) -> None:
-    """Refuse a state that another version of the schema wrote."""
-    version = state_dict.get("schema_version")
-    if version != STATE_VERSION:
-        raise ValueError(f"The {owner} state has schema version {version!r}, this release reads {STATE_VERSION}.")
-
-
-def check_entries(state_dict: Mapping[str, Any], names: Collection[str], owner: str) -> None:
-    """Refuse a state that lacks an entry."""
-    missing = sorted(name for name in names if name not in state_dict)
-    if missing:
-        raise ValueError(f"The {owner} state lacks {missing}; it has {sorted(state_dict)}.")
-
-
-def check_generator(state: Any, generator: torch.Generator) -> None:
-    """Refuse what is no state of such a generator."""
-    try:
-        torch.Generator(generator.device).set_state(state.cpu())
-    except (AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(f"The state of the random generator does not fit: {error}") from error
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+        """
+        self.load_state_dict(read_state(Path(path)))
 
 
 def _empty_row(filled: TensorDict, envs: int) -> TensorDict:

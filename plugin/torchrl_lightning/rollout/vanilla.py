@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal, Self, cast
@@ -29,8 +28,8 @@ from torchrl_lightning.rollout.parameters import (
     check_unit,
     or_none,
 )
-from torchrl_lightning.rollout.storage import check_entries
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
+from torchrl_lightning.state import check_state, mapping
 
 Values = Tensor | Mapping[str, Tensor]
 
@@ -438,8 +437,8 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         super().check_state(state_dict)
-        check_entries(state_dict, ("intrinsic",), "on-policy buffer")
-        copy.deepcopy(self.intrinsic.normalizer).load_state_dict(dict(state_dict["intrinsic"]))
+        check_state(state_dict, {"intrinsic": mapping}, "on-policy buffer")
+        self.intrinsic.normalizer.check_state(state_dict["intrinsic"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly; see the base class for errors."""

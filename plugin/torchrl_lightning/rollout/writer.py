@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
+from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.tree import check_tensordict
 from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
-from torchrl_lightning.rollout.storage import RolloutStorage, check_entries, check_state_version
+from torchrl_lightning.rollout.storage import RolloutStorage
+from torchrl_lightning.state import check_state, whole
 
 REWARD: NestedKey = ("next", "reward")
 DONE = ("next", "done")
@@ -168,8 +169,7 @@ class RolloutWriter(WriterBase):
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_state_version(state_dict, "rollout writer")
-        check_entries(state_dict, ("write_count",), "rollout writer")
+        check_state(state_dict, {"write_count": whole()}, "rollout writer", version=1)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the write count."""
@@ -177,13 +177,17 @@ class RolloutWriter(WriterBase):
         self.write_count = int(state_dict["write_count"])
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        Path(path).mkdir(exist_ok=True)
-        (Path(path) / "rollout_writer.json").write_text(json.dumps(self.state_dict()))
+        """Write the state to a folder, atomically, without pickle."""
+        write_state(Path(path), self.state_dict())
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from a folder."""
-        self.load_state_dict(json.loads((Path(path) / "rollout_writer.json").read_text()))
+        """Read the state from a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+        """
+        self.load_state_dict(read_state(Path(path)))
 
 
 def check_flags(data: TensorDictBase) -> None:
