@@ -141,7 +141,8 @@ if __name__ == "__main__":
     try:
         collect()
     except KeyboardInterrupt:
-        collect()
+        pass
+    collect()
 """
 
 
@@ -173,10 +174,10 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         (orphan,) = map(int, process.stdout.readline().split())
         assert not alive(interrupted)
-        process.kill()
-        _, errors = process.communicate(timeout=600)
     finally:
         watchdog.cancel()
+        process.kill()
+        _, errors = process.communicate(timeout=600)
     assert "KeyboardInterrupt" not in errors  # the parent catches its own, and the workers have none
     deadline = time.monotonic() + 300
     while alive(orphan) and time.monotonic() < deadline:
