@@ -21,6 +21,8 @@ from cli.commands import TINY
         (["eval_checkpoint=worst"], "error: eval_checkpoint is 'worst'; expected 'best' or 'last'."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file; checkpoints lie in"),
         (["data.frames_per_batch=1001"], "frames_per_batch=1001 is no multiple of num_envs=8; take 1008."),
+        (["model.clip_epsilon=high"], "Value 'high' of type 'str' could not be converted to Float"),
+        (["data.buffer.gamma=1.5"], "error: data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         (["data.env=Nope-v0"], "error: Gymnasium does not know the environment 'Nope-v0'"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
     ],

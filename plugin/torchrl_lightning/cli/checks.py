@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
 
@@ -79,8 +80,8 @@ def check_config(cfg: DictConfig) -> None:
     """Refuses what no run could be made of.
 
     Raises:
-        UsageError: for groups that are no configs or name no class, missing values, a run without an end, no checkpoint
-            at ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
+        UsageError: for groups that are no configs or name no class, missing or ill-typed values, a run without an end,
+            no checkpoint at ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
     """
     for group in ("data", "model", "trainer"):
         node = cfg.get(group)
@@ -92,7 +93,13 @@ def check_config(cfg: DictConfig) -> None:
             )
         if "_target_" not in node:
             raise UsageError(f"{group} names no class (_target_); select one as {group}=NAME, --help lists the names.")
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    for name in ("seed", "torch_threads", "eval_episodes"):
+        if not isinstance(cfg.get(name), int):
+            raise UsageError(f"{name}={cfg.get(name)!s}: expected a whole number.")
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     if missing:
         raise UsageError(f"the config has no value for {', '.join(missing)}; give each one, as {missing[0]}=VALUE.")
     network = cfg.model.get("network")
@@ -157,8 +164,8 @@ def check_data(data: Any) -> None:
         return
     try:
         data.specs  # noqa: B018  # a property that builds the environment
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from error
+    except (ValueError, TypeError, ImportError) as error:
+        raise UsageError(" ".join(str(error).split())) from error
     finally:
         data.close()
 

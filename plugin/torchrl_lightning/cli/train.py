@@ -12,7 +12,6 @@ from torchrl_lightning.cli.checks import (
     check_checkpoint,
     check_command,
     check_config,
-    check_data,
     explain_experiment,
     plain_errors,
 )
@@ -35,27 +34,27 @@ def train(cfg: DictConfig) -> float:
     """Trains, evaluates and reports, in this order.
 
     Raises:
-        UsageError: if the environment cannot be built, or the checkpoint comes from another run's settings.
+        UsageError: if a part cannot be built, or the checkpoint comes from another run's settings.
     """
     import time
     from pathlib import Path
 
     import lightning as L
     import torch
-    from hydra.utils import instantiate
 
+    from torchrl_lightning.cli.parts import build_part, check_parts
     from torchrl_lightning.cli.quiet import quiet
 
     quiet()
     torch.set_num_threads(cfg.torch_threads)
     L.seed_everything(cfg.seed, verbose=False)
 
-    data = instantiate(cfg.data)
-    model = instantiate(cfg.model)
-    callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
-    loggers = [instantiate(logger) for logger in cfg.logger.values()]
-    trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=loggers)
-    check_data(data)
+    data = build_part(cfg, "data")
+    model = build_part(cfg, "model")
+    callbacks = [build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks]
+    loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
+    trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
+    check_parts(cfg, data, model)
     if cfg.ckpt_path is not None:
         # Lightning loads weights before it looks at the data's state; another environment would speak in tensor shapes.
         stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")

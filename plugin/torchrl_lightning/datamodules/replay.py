@@ -127,6 +127,8 @@ class ReplayDataModule(ExperienceDataModule):
         for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch), ("n_steps", n_steps)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma is {gamma}; it must be between 0 and 1.")
         if frames_per_update <= 0:
             raise ValueError(f"frames_per_update is {frames_per_update}; it must be above 0.")
         if warmup_frames < 0:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.learn.networks import Network
+from torchrl_lightning.learn.ranges import check_positive
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 
@@ -41,6 +42,13 @@ class AgentModule(ReportingModule):
         max_grad_norm: float | None,
         schedule: str | Schedule,
     ) -> None:
+        for name, factory in (("optimizer", optimizer), ("critic_optimizer", critic_optimizer)):
+            if factory is not None and not callable(factory):
+                raise TypeError(
+                    f"{name} is {factory!r}; expected a callable that makes an optimizer of parameters, such as "
+                    "functools.partial(torch.optim.Adam, lr=1e-3)."
+                )
+        check_positive(learning_rate=learning_rate, max_grad_norm=max_grad_norm)
         super().__init__()
         self.automatic_optimization = False
         self.network = network

@@ -66,10 +66,15 @@ class MLP(nn.Sequential):
 def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh") -> MLP:
     """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity.
 
+    Raises:
+        ValueError: A layer would have no unit, or the activation is unknown.
+
     Example:
         >>> mlp(3, [8, 4])(torch.zeros(2, 3)).shape
         torch.Size([2, 4])
     """
+    if any(width < 1 for width in hidden_sizes):
+        raise ValueError(f"hidden_sizes is {list(hidden_sizes)}; every layer must have at least 1 unit.")
     act, layers = activation_class(activation), []
     for width in hidden_sizes:
         layers += [orthogonal(nn.Linear(in_features, int(width))), act()]

@@ -88,6 +88,11 @@ class _DirectTerms:
     extrinsic_coeff: float
     intrinsic_coeff: float
 
+    def __init__(self, *args: Any, loss_critic_type: str, **kwargs: Any) -> None:
+        if loss_critic_type not in _DISTANCES:
+            raise ValueError(f"loss_critic_type is {loss_critic_type!r}; expected one of {', '.join(_DISTANCES)}.")
+        super().__init__(*args, loss_critic_type=loss_critic_type, **kwargs)  # type: ignore[call-arg]
+
     def _set_streams(self, extrinsic_coeff: float, intrinsic_coeff: float) -> None:
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
 

@@ -19,6 +19,7 @@ from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.q_networks import write_error
+from torchrl_lightning.learn.ranges import check_fraction
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import build_updater
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
@@ -71,6 +72,7 @@ class OffPolicyModule(AgentModule):
         updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
+        check_fraction(gamma=gamma)
         super().__init__(
             network or self.default_network(),
             learning_rate=learning_rate,

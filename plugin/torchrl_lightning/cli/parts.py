@@ -1,0 +1,89 @@
+"""Build what a config describes, and say in one line which of its settings does not fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_lightning.cli.checks import UsageError, check_data
+
+# What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
+MISTAKES = (ValueError, TypeError, KeyError, ImportError)
+
+
+def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
+    """Instantiate a node of a config.
+
+    Args:
+        cfg: the whole config.
+        key: where the node lies, e.g. ``"model"`` or ``"callbacks.checkpoint"``.
+        **arguments: what the config does not hold.
+
+    Raises:
+        UsageError: naming the setting that the constructor refuses.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        return instantiate(OmegaConf.select(cfg, key), **arguments)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if not isinstance(cause, (*MISTAKES, MisconfigurationException)):
+            raise
+        where = re.search(r"full_key: (\S+)", str(error))
+        raise UsageError(describe(cfg, key if where is None else where[1], cause)) from error
+
+
+def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
+    """Build environment, buffer and networks once, before anything is written; only a replay buffer is kept.
+
+    Raises:
+        UsageError: naming the setting that does not fit.
+    """
+    import torch
+
+    check_data(data)
+    before = torch.get_rng_state()
+    if hasattr(data, "fingerprint"):
+        with _named(cfg, "data.buffer"):
+            data.fingerprint()
+    if getattr(data, "buffer", None) is not None:
+        before = torch.get_rng_state()  # what it drew, it will not draw again
+    if hasattr(model, "build") and hasattr(data, "specs"):
+        with _named(cfg, "model"):
+            copy.deepcopy(model).build(data.specs)
+    # What was built for a trial must not move the run's own generator.
+    torch.set_rng_state(before)
+    data.close()
+
+
+@contextmanager
+def _named(cfg: DictConfig, key: str) -> Iterator[None]:
+    try:
+        yield
+    except MISTAKES as error:
+        raise UsageError(describe(cfg, key, error)) from error
+
+
+def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
+    """Name the setting that an error is about, as far as its message begins with it.
+
+    Example:
+        >>> cfg = OmegaConf.create({"model": {"clip_epsilon": -1.0}})
+        >>> describe(cfg, "model", ValueError("clip_epsilon is -1.0; it must be above 0."))
+        'model.clip_epsilon=-1.0: clip_epsilon is -1.0; it must be above 0.'
+        >>> describe(cfg, "model", TypeError("actions are words."))
+        'model: actions are words.'
+    """
+    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    node, begin = OmegaConf.select(cfg, key), re.match(r"\w+", text)
+    if isinstance(node, DictConfig) and begin is not None and begin[0] in node:
+        return f"{key}.{begin[0]}={node[begin[0]]}: {text}"
+    return f"{key}: {text}"
