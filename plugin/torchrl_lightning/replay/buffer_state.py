@@ -62,8 +62,8 @@ def restore_state(buffer: ExperienceBuffer, state: Mapping[str, Any]) -> None:
     """Restore a state exactly; a state that does not fit changes nothing.
 
     Args:
-        buffer: takes it.
-        state: what :func:`gather_state` gave.
+        buffer: receives the state.
+        state: what :func:`gather_state` returned.
 
     Raises:
         ValueError: another version, capacity, number of environments, sampler, or other keys, shapes or dtypes.
@@ -116,7 +116,7 @@ def _generator(value: Any, name: str) -> None:
 
 
 def _check_like(state: Any, own: Any, cells: int | None, owner: str) -> None:
-    # TorchRL's parts take anything, and fail when they are used.
+    # TorchRL's parts accept any state, and fail later, when they are used.
     if isinstance(own, Mapping):
         if not isinstance(state, Mapping) or (set(state) != set(own) and own):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else described(state)

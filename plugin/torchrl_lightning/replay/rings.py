@@ -1,4 +1,4 @@
-"""Where the steps of several environments lie in one flat array of cells."""
+"""The layout of the steps of several environments in one flat array of cells."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Ints = NDArray[np.int64]
 
 
 def integers(value: Any, name: str) -> Tensor:
-    """Read integers of any shape as int64; an empty list holds none.
+    """Read integers of any shape as int64; an empty list is allowed.
 
     Args:
         value: an integer, or a list, array or tensor of them.
-        name: what the error calls them.
+        name: their name in error messages.
 
     Raises:
-        TypeError: they are fractions, flags or no numbers at all.
+        TypeError: they are fractions, flags or not numbers at all.
 
     Example:
         >>> integers([2, 0], "Cells"), integers([], "Cells")
@@ -42,7 +42,7 @@ class Rings(SharedArrays):
 
     Args:
         num_envs: number of rings.
-        length: cells of each.
+        length: number of cells of each.
 
     Example:
         >>> rings = Rings(2, 4)
@@ -56,14 +56,14 @@ class Rings(SharedArrays):
         self.num_envs = num_envs
         self.length = length
         self._positions: Ints = np.zeros(num_envs, np.int64)
-        self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing was stored below
-        self._common: int | None = 0  # the position of all environments, while it is one
+        self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing is stored below
+        self._common: int | None = 0  # the next position, if it is the same in all environments
         self._even = True
         self._ids: Ints = np.arange(num_envs)
 
     @classmethod
     def at(cls, length: int, positions: Tensor, floor: Tensor | None = None) -> Rings:
-        """Build rings that stand at these positions, ``[num_envs]``."""
+        """Build rings whose next positions are ``positions``, ``[num_envs]``."""
         rings = Rings(len(positions), length)
         rings._positions[:] = positions.cpu().numpy()
         if floor is not None:
@@ -73,7 +73,7 @@ class Rings(SharedArrays):
 
     @property
     def positions(self) -> Tensor:
-        """Next position of every environment, ``[num_envs]`` int64; a live view, do not write to it."""
+        """Next position of every environment, ``[num_envs]`` int64; a live view that must not be written to."""
         return torch.from_numpy(self._positions)
 
     @property
@@ -83,7 +83,7 @@ class Rings(SharedArrays):
 
     @property
     def filled(self) -> Tensor:
-        """Stored steps of every environment, ``[num_envs]``."""
+        """Number of stored steps of every environment, ``[num_envs]``."""
         return torch.from_numpy(self._positions - self._oldest())
 
     @property
@@ -95,22 +95,22 @@ class Rings(SharedArrays):
 
     @property
     def common_oldest(self) -> int | None:
-        """Position of the oldest stored step, if it is that of all environments."""
+        """Position of the oldest stored step, if it is the same in all environments; else None."""
         return max(0, self._common - self.length) if self.is_even and self._common is not None else None
 
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
 
     def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Cells of steps: ``(position % length) * num_envs + env``."""
+        """Return the cells of steps: ``(position % length) * num_envs + env``."""
         return positions % self.length * self.num_envs + env_ids
 
     def env_of(self, index: Tensor) -> Tensor:
-        """Environments that cells belong to."""
+        """Return the environments that cells belong to."""
         return index % self.num_envs
 
     def position_of(self, index: Tensor) -> Tensor:
-        """Positions of what cells hold now; below ``oldest`` (or negative) where a cell holds nothing."""
+        """Return the positions of the steps in cells; below ``oldest`` (or negative) where a cell holds nothing."""
         if self._memory is not None:
             self._refresh()
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
@@ -118,14 +118,14 @@ class Rings(SharedArrays):
         return newest - (newest - slot) % self.length
 
     def is_filled(self, index: Tensor) -> Tensor:
-        """Whether cells hold a step."""
+        """Return whether cells hold a step."""
         index = index.cpu()
         inside = (index >= 0) & (index < self.length * self.num_envs)
         index = index.clamp(0, self.length * self.num_envs - 1)
         return inside & (self.position_of(index) >= self.oldest[index % self.num_envs])
 
     def filled_cells(self) -> Tensor:
-        """All cells that hold a step, in ascending order."""
+        """Return all cells that hold a step, in ascending order."""
         if self._even:
             return torch.arange(int((self._positions - self._oldest()).sum()))
         cells = torch.arange(self.length * self.num_envs)

@@ -40,14 +40,14 @@ class RingStorage(StorageBase):
 
     A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
     than memory. Memory or disk space is reserved at the first write, whose keys, shapes, dtypes and device become the
-    schema; another schema is refused later. Gradients are not stored.
+    schema; data of another schema is refused later. Gradients are not stored.
 
     Args:
         max_size: number of cells.
-        device: where the cells lie; ``"auto"`` takes the device of the first data.
+        device: device of the cells; ``"auto"`` takes that of the first data.
         scratch_dir: folder on whose disk memory-mapped cells lie, in a file without a name that vanishes with the
-            process; ``dumps`` copies what shall be kept. None keeps the cells in memory.
-        compilable: as in TorchRL: plain counters instead of ones that processes share.
+            process; to keep the cells, use ``dumps``. None keeps them in memory.
+        compilable: use plain counters instead of ones that processes share, as in TorchRL.
 
     Raises:
         ValueError: ``max_size`` is not positive, or files are asked for on another device than the CPU.
@@ -90,7 +90,7 @@ class RingStorage(StorageBase):
         return None if self._writer is None else self._writer()
 
     def set_writer(self, writer: RingWriter) -> None:
-        """Remember, weakly, who fills this storage."""
+        """Set the writer that fills this storage; only a weak reference is kept."""
         self._writer = weakref.ref(writer)
 
     @property
@@ -107,7 +107,7 @@ class RingStorage(StorageBase):
         return self._shared
 
     def share(self) -> None:
-        """Move cells and counters into memory that processes share; what is not reserved yet goes there later.
+        """Move cells and counters into memory that processes share; cells reserved later are placed there, too.
 
         Raises:
             ValueError: the cells are memory-mapped files, or the storage is ``compilable``.
@@ -127,7 +127,7 @@ class RingStorage(StorageBase):
     # ------------------------------------------------------------------ writing
 
     def check(self, data: TensorDictBase, rows: int) -> list[Tensor]:
-        """Leaves of ``data`` (``[rows]``) in stored order; nothing is written, but memory is reserved at first use.
+        """Return the leaves of ``data`` (``[rows]``) in stored order; write nothing, but reserve memory at first use.
 
         Raises:
             ValueError: keys, shapes, dtypes or the device differ from what is stored, or there is not enough memory.
@@ -143,7 +143,7 @@ class RingStorage(StorageBase):
         Raises:
             ValueError: ``data`` has no leaves, lies on another device, or there is not enough room.
             OSError: the ``scratch_dir`` cannot be written, or its disk has filled up meanwhile.
-            RuntimeError: this is another process than the one that made the storage.
+            RuntimeError: another process made the storage.
         """
         check_owner(self._process, False)
         tree = tree_of(data)
@@ -192,8 +192,8 @@ class RingStorage(StorageBase):
         """Write cells, as TorchRL's writers do; an integer cursor takes one row without batch dimension.
 
         Raises:
-            TypeError: the data is no TensorDict, or the cells are no integers.
-            ValueError: another schema than what is stored.
+            TypeError: the data is not a TensorDict, or the cells are not integers.
+            ValueError: the data has another schema than what is stored.
             IndexError: a cell out of range.
         """
         check_owner(self._process, self._shared)
@@ -221,20 +221,20 @@ class RingStorage(StorageBase):
     # ------------------------------------------------------------------ reading
 
     def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
-        """Entries of the cells ``index`` (int64 on the storage's device), as :meth:`Cells.gather` gives them."""
+        """Read entries of the cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`."""
         assert self.cells is not None
         return self.cells.gather(index, names, skip)
 
     def get(self, index: Any) -> TensorDictBase:
-        """Read cells; a tensor of indices of any shape is gathered leaf by leaf, anything else is a view.
+        """Read cells: copies for a tensor of indices of any shape, a view for anything else.
 
-        Indices ``[B, T]`` give sequences named ``(None, "time")``. As in a list, a negative number, alone or in a list,
-        counts from the last filled cell; in a tensor it stands for no cell.
+        Indices ``[B, T]`` yield sequences named ``(None, "time")``. A negative number, alone or in a list, counts back
+        from the last filled cell, as in a Python list; in a tensor, it refers to no cell.
 
         Raises:
             RuntimeError: nothing is stored.
-            IndexError: a cell that holds nothing.
-            TypeError: the indices are no integers.
+            IndexError: a cell holds nothing.
+            TypeError: the indices are not integers.
         """
         if self.cells is None:
             raise RuntimeError("The storage is empty: write something first (extend).")
@@ -263,7 +263,7 @@ class RingStorage(StorageBase):
         return self.data[: len(self)][index]
 
     def _from_end(self, index: Tensor) -> Tensor:
-        # Where the filled cells are not in one piece, there is no last one.
+        # If the filled cells are not contiguous, there is no last one.
         size = len(self) if self.is_prefix else 0
         return torch.where((index < 0) & (index >= -size), index + size, index)
 
@@ -271,7 +271,7 @@ class RingStorage(StorageBase):
         """Refuse cells that hold nothing.
 
         Raises:
-            IndexError: names the first such cell.
+            IndexError: a cell holds nothing; the message names the first such cell.
         """
         if not index.numel():
             return
@@ -293,7 +293,7 @@ class RingStorage(StorageBase):
         return self._len
 
     def draw(self, count: int) -> Tensor:
-        """Uniformly drawn cells, for TorchRL's ``RandomSampler``.
+        """Draw cells uniformly, for TorchRL's ``RandomSampler``.
 
         Raises:
             RuntimeError: the rings are unevenly filled.
@@ -331,10 +331,10 @@ class RingStorage(StorageBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """The filled part: tensors and scalars only.
+        """Return the filled part: tensors and scalars only.
 
         Args:
-            copy: give copies; otherwise views, and :class:`Rows` where the filled part is not in one piece.
+            copy: return copies; otherwise views, and :class:`Rows` where the filled part is not contiguous.
         """
         writer = self.writer
         cells = None if writer is None or writer.is_even else writer.filled_cells()
@@ -392,7 +392,7 @@ class RingStorage(StorageBase):
         """Read the state from a folder.
 
         Raises:
-            ValueError: it is damaged, foreign, or does not fit.
+            ValueError: the state is damaged, foreign, or does not fit.
         """
         self.load_state_dict(read_state(Path(path)))
 
@@ -400,9 +400,9 @@ class RingStorage(StorageBase):
         if is_spawning() and not self._shared:
             raise RuntimeError(f"A RingStorage was handed to another process unshared; {SHARE_FIRST}.")
         if self.scratch_dir is not None:
-            # The copy lies in memory: two storages cannot fill the same files.
+            # The copy lies in memory, because two storages cannot fill the same file.
             check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
-        writer, self._writer = self._writer, None  # weak references do not travel; the writer registers again
+        writer, self._writer = self._writer, None  # weak references cannot be pickled; the writer registers again
         try:
             state = super().__getstate__()
         finally:

@@ -28,7 +28,7 @@ _WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.
 
 
 def writer_of(storage: Storage) -> RingWriter | None:
-    """The :class:`RingWriter` that fills a storage, one of TorchRL's too, if there is one.
+    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one.
 
     Example:
         >>> writer_of(RingStorage(4)) is None
@@ -39,19 +39,19 @@ def writer_of(storage: Storage) -> RingWriter | None:
 
 
 class RingWriter(WriterBase, Rings):
-    """Writes one ring per environment into one flat storage.
+    """Writer of one ring per environment into one flat storage.
 
     Every environment has its own cursor and an ever-increasing position;
-    ``cell = (position % length) * num_envs + env``. So one step of all environments is one slice copy, an even write at
-    most two, and a write for some environments one indexed copy. While the rings are evenly filled, TorchRL's samplers
-    see an ordinary storage.
+    ``cell = (position % length) * num_envs + env``. So writing one step of all environments takes one slice copy, any
+    even write at most two, and a write for some environments one indexed copy. While the rings are evenly filled,
+    TorchRL's samplers see an ordinary storage.
 
     Args:
         num_envs: number of rings; must divide the storage's ``max_size``.
-        track_episodes: keep an :class:`EpisodeIndex`; None does so if the first data hold ``done_key``.
+        track_episodes: keep an :class:`EpisodeIndex`; None does so if the first data contain ``done_key``.
         done_key: the flag that ends an episode.
-        init_key: the flag that begins one, used where the data hold it: an episode that was cut without being done
-            (a restart) does not continue in the next one.
+        init_key: the flag that begins one, used if the data contain it: an episode that was cut without being done
+            (by a restart) is not joined to the next one.
 
     Raises:
         ValueError: ``num_envs`` is not positive.
@@ -78,7 +78,7 @@ class RingWriter(WriterBase, Rings):
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
     ) -> None:
-        # Rows written, and an era that grows when the rings start again, so that stamps never repeat.
+        # Rows written, and an era, which grows when the rings start again, so that stamps never repeat.
         self._counters: Ints = np.zeros(2, np.int64)
         self._process = os.getpid()
         WriterBase.__init__(self)
@@ -143,7 +143,7 @@ class RingWriter(WriterBase, Rings):
         return self.is_shared and self._seen[0] != self._era
 
     def follow(self) -> None:
-        """Take note of what other processes wrote, and tell the entities attached to the storage."""
+        """Take note of what other processes wrote, and notify the entities attached to the storage."""
         emptied, seen = self.was_emptied, self._seen[1]
         if not emptied and (seen == self._positions).all():
             return
@@ -177,16 +177,18 @@ class RingWriter(WriterBase, Rings):
         Args:
             data: one step of every environment ``[num_envs]``, or several, time-major: ``[T * num_envs]``. With one
                 environment: ``[T]``.
-            env_ids: whose steps these are, each at most once; ``data`` is ``[len(env_ids)]`` or
+            env_ids: the environments of these steps, each at most once; ``data`` is ``[len(env_ids)]`` or
                 ``[T * len(env_ids)]``.
 
         Returns:
-            The cells, ``[n]``; none for data of no rows. Rows that more than ``length`` later ones overwrote at once
-            are not written; their cell is that of the row which replaced them.
+            The cells, ``[n]``; none for data without rows. Rows that later rows of the same data would overwrite are
+            not written; their cell is that of the row that replaces them.
 
         Raises:
-            TypeError: the data is no TensorDict, has an entry that is no tensor, or ``env_ids`` are no integers.
-            ValueError: another schema than what is stored, or a number of rows that does not fit the environments.
+            TypeError: the data is not a TensorDict or has an entry that is not a tensor, or ``env_ids`` are not
+                integers.
+            ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
+                environments.
         """
         check_owner(self._process, self.is_shared)
         check_tensordict(data)
@@ -201,7 +203,7 @@ class RingWriter(WriterBase, Rings):
                 f"each) or a multiple of it, time-major ([T * {width}])."
             )
         storage: Any = self.storage
-        # Before the storage, which takes the first rows it checks for its schema.
+        # Checked before the storage, which takes its schema from the first rows that it checks.
         if self.track_episodes and not self.write_count and self._entry(data, None, self.done_key) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
@@ -307,7 +309,7 @@ class RingWriter(WriterBase, Rings):
         if leaves is None:
             found = entry_of(data, key)
             return found if isinstance(found, Tensor) else None
-        # What was matched need not be looked for again.
+        # The matched leaves need not be looked up again.
         storage: Any = self.storage
         place = storage.cells.places.get((key,) if isinstance(key, str) else key)
         return None if place is None else leaves[place]
@@ -322,7 +324,7 @@ class RingWriter(WriterBase, Rings):
             self.index.share_arrays()
 
     def cut(self, env_ids: Tensor | None = None) -> None:
-        """Say that the next steps do not continue the running episodes, as after a restart of the environments."""
+        """End the running episodes: the next steps do not continue them, as after a restart of the environments."""
         if self.index is not None:
             self.index.cut(None if env_ids is None else self._check_ids(env_ids))
 
@@ -340,23 +342,23 @@ class RingWriter(WriterBase, Rings):
     # ------------------------------------------------------------------ stamps
 
     def stamp(self, index: Tensor) -> Tensor:
-        """How far the ring of each cell is written, over all its restarts; of the shape of ``index``."""
+        """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
         if self._common is not None:
             return torch.from_numpy(np.full(index.shape, self._common + self._era))
         return self.snapshot()[index.cpu() % self.num_envs]
 
     def snapshot(self) -> Tensor:
-        """How far every ring is written, over all its restarts, ``[num_envs]``; a copy."""
+        """Return how far every ring is written, over all restarts, ``[num_envs]``; a copy."""
         return self.positions + self._era
 
     def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
-        """Whether cells still hold what they held when they were stamped."""
+        """Return whether cells still hold what they held when they were stamped."""
         return self.is_filled(index) & (self.position_of(index) + self._era < stamp)
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy of positions, episode index and counters: tensors and scalars only."""
+        """Return copies of positions, episode index and counters: tensors and scalars only."""
         return {
             "schema_version": STATE_VERSION,
             "num_envs": self.num_envs,
