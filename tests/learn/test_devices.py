@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,19 @@ from torch import nn
 from torchrl.data import Categorical, Composite, Unbounded
 
 from devices import THERE, SecondDevice, move_there
+from learn.fakes import trainer
 from learn.replay_fakes import BOX, DISCRETE, sequences
 from rollout.helpers import make_rollout
 from torchrl_lightning import (
     ExperienceBuffer,
     GAEBuffer,
     GymnasiumCollector,
+    OnPolicyDataModule,
     PrioritizedSampler,
+    ReplayDataModule,
     RingStorage,
     RingWriter,
+    SequenceSampler,
     VTraceBuffer,
     play_episodes,
 )
@@ -43,6 +48,7 @@ from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=Categorical(2), num_envs=3)
+pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 Move = Callable[[nn.Module], nn.Module]
 on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
@@ -143,3 +149,32 @@ def test_the_acting_policy_follows_its_module(cls: Any, specs: Any) -> None:
     module = cls(MLPNetwork([8])).build(specs).to(torch.float64)
     tensors = [*module.policy.parameters(), *module.policy.buffers()]
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_runs_on_an_accelerator(precision: Any, tmp_path: Any) -> None:
+    own = partial(torch.optim.Adam, lr=1e-3)
+    on_policy = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=32, num_epochs=1, num_mini_batch=2)
+    replay = ReplayDataModule(
+        "CartPole-v1",
+        num_envs=2,
+        buffer=lambda num_envs: ExperienceBuffer(
+            storage=RingStorage(256), writer=RingWriter(num_envs=num_envs), sampler=SequenceSampler(8), batch_size=4
+        ),
+        batch_size=4,
+        frames_per_batch=32,
+        frames_per_update=16,
+        warmup_frames=64,
+        updates_per_epoch=4,
+    )
+    modules = (
+        PPOModule(intrinsic=RandomNetworkDistillation(), optimizer=own, critic_optimizer=own, max_grad_norm=0.5),
+        DQNModule(RecurrentNetwork(hidden_size=8), optimizer=own, max_grad_norm=0.5, refresh_states=True),
+    )
+    for module, data in zip(modules, (on_policy, replay), strict=True):
+        settings: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": precision, "max_epochs": 2}
+        fitted = trainer(default_root_dir=tmp_path, **settings)
+        fitted.fit(module, datamodule=data)
+        assert fitted.global_step > 0
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
