@@ -16,27 +16,29 @@ from torchrl_lightning.learn.schedules import Schedule
 
 
 class A2CModule(ActorCriticModule):
-    """Advantage actor-critic (Mnih et al., 2016), over TorchRL's `A2CLoss`.
+    """Advantage actor-critic (Mnih et al., 2016), over TorchRL's ``A2CLoss``.
 
     Args:
-        network: What comes before the heads; `MLPNetwork()` when not given.
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
         entropy_coeff: Weight of the entropy bonus.
         critic_coeff: Weight of the critic's loss.
-        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         normalize_advantage: Standardise the advantage within each mini-batch.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage, where `intrinsic` is given.
-        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
-        initial_std: For continuous actions: first standard deviation, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
-        separate_critics: Whether each critic head has a trunk of its own.
-        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
-        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
-        learning_rate: For the default optimizer.
+        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
+        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
+        separate_critics: Give each critic head its own trunk.
+        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        critic_optimizer: A separate optimizer for the critic's own parameters; optional.
+        learning_rate: Learning rate of the default optimizer.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        entropy_schedule: The same for the entropy coefficient.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        entropy_schedule: Schedule of the entropy coefficient, likewise.
 
     Example:
         >>> from types import SimpleNamespace

@@ -33,10 +33,10 @@ class ActionHead(nn.Module):
     """One linear layer from features to distribution parameters.
 
     Args:
-        layers: Maps features `[*B, H]` to the parameters.
-        parameter_keys: What the parameters are called; the distribution takes them under these names.
+        layers: Maps features ``[*B, H]`` to the parameters.
+        parameter_keys: Names of the parameters, as the distribution takes them.
         distribution_class: The distribution.
-        distribution_kwargs: What the distribution takes besides.
+        distribution_kwargs: Further arguments of the distribution.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ActionHead(nn.Module):
         return action, dist.log_prob(action)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[*B]` and entropies `[*B]`, the latter from one sample if need be."""
+        """Return log-probabilities ``[*B]`` and entropies ``[*B]``, some of the latter estimated from a sample."""
         dist = self.distribution(parameters)
         if isinstance(dist, TanhNormal):
             return dist.log_prob(action), -dist.rsample_and_log_prob()[1]
@@ -83,10 +83,10 @@ class ActionHead(nn.Module):
 
 
 class CategoricalHead(ActionHead):
-    """Integer actions; torch's `Categorical` without the object around it."""
+    """Integer actions: a categorical distribution computed directly on the logits."""
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return integer actions `[*B]` and log-probabilities `[*B]`."""
+        """Return integer actions ``[*B]`` and log-probabilities ``[*B]``."""
         logits = parameters[0].log_softmax(-1)
         if deterministic:
             action = logits.argmax(-1, keepdim=True)
@@ -96,7 +96,7 @@ class CategoricalHead(ActionHead):
         return action.squeeze(-1), logits.gather(-1, action).squeeze(-1)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[*B]` and entropies `[*B]`."""
+        """Return log-probabilities ``[*B]`` and entropies ``[*B]``."""
         logits = parameters[0].log_softmax(-1)
         log_prob = logits.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         # A forbidden action has log-probability -inf; its share of the entropy is zero.
@@ -108,9 +108,9 @@ class GaussianLayer(nn.Module):
 
     Args:
         features: Width of the input.
-        center: Middle of the action range `[A]`.
-        half_range: Half the action range `[A]`; mean and deviation are learnt in its units.
-        initial_std: First standard deviation, in units of `half_range`.
+        center: Middle of the action range ``[A]``.
+        half_range: Half the action range ``[A]``; mean and deviation are learnt in its units.
+        initial_std: Initial standard deviation, in units of ``half_range``.
     """
 
     center: Tensor
@@ -124,7 +124,7 @@ class GaussianLayer(nn.Module):
         self.register_buffer("half_range", half_range, persistent=False)
 
     def forward(self, features: Tensor) -> Parameters:
-        """Return mean and standard deviation, `[*B, A]` each."""
+        """Return mean and standard deviation, ``[*B, A]`` each."""
         loc = torch.addcmul(self.center, self.mean(features), self.half_range)
         return loc, (self.log_std.exp() * self.half_range).expand_as(loc)
 
@@ -138,19 +138,19 @@ def build_head(
 ) -> ActionHead:
     """Build the head of an unbatched action spec.
 
-    Integer actions get a categorical, one-hot ones TorchRL's `OneHotCategorical`, several integers a joint
-    `MultiCategorical`; bounded boxes a `ClippedNormal` (`distribution="normal"`, the default) or TorchRL's `TanhNormal`
-    (`"tanh_normal"`), unbounded ones an `IndependentNormal`.
+    Integer actions get a categorical, one-hot ones TorchRL's ``OneHotCategorical``, several integers a joint
+    ``MultiCategorical``; bounded boxes a ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's
+    ``TanhNormal`` (``"tanh_normal"``), unbounded ones an ``IndependentNormal``.
 
     Args:
         spec: The unbatched action spec.
-        features: Width of what the last layer reads.
-        distribution: `"auto"`, `"normal"` or `"tanh_normal"`.
-        initial_std: First standard deviation of continuous actions, in units of half their range.
-        hidden: Layers before the last one.
+        features: Width of the last layer's input.
+        distribution: ``"auto"``, ``"normal"`` or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half their range.
+        hidden: Layers in front of the last one.
 
     Raises:
-        ValueError: `distribution` is unknown, or does not fit the actions.
+        ValueError: ``distribution`` is unknown, or does not fit the actions.
         TypeError: There is no distribution for these actions.
 
     Example:

@@ -1,4 +1,4 @@
-"""Actors: TorchRL's `ProbabilisticActor` built from specs, with a fast forward."""
+"""Actors: TorchRL's ``ProbabilisticActor`` built from specs, with a fast forward."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: 
 
 
 class Actor(ProbabilisticActor):
-    """A trunk and an action head, as a `ProbabilisticActor` that writes `action` and `action_log_prob`.
+    """A trunk and an action head, as a ``ProbabilisticActor`` that writes ``action`` and ``action_log_prob``.
 
     Its forward calls network and distribution directly: same values and random numbers as TorchRL's generic path
-    (`generic_forward`), in about half the time on a handful of rows. Intermediate results are not written, so
-    that rollouts hold only what `out_keys` names. Recurrent actors also write `("next", "recurrent_state")`.
+    (``generic_forward``), in about half the time on a handful of rows. Intermediate results are not written, so
+    that rollouts hold only what ``out_keys`` names. Recurrent actors also write ``("next", "recurrent_state")``.
 
     Args:
-        trunk: From observations to features.
-        head: From features to distribution parameters.
+        trunk: Maps observations to features.
+        head: Maps features to distribution parameters.
         spec: The unbatched action spec.
     """
 
@@ -70,7 +70,7 @@ class Actor(ProbabilisticActor):
         return tensordict
 
     def generic_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """TorchRL's own forward: every kind of interaction, dispatch over keyword arguments, an output TensorDict."""
+        """Run TorchRL's own forward: any interaction type, keyword arguments, an output TensorDict."""
         if len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase):
             full = super().forward(args[0].copy())
             return args[0].update(full.select(*self.out_keys))
@@ -85,7 +85,7 @@ class Actor(ProbabilisticActor):
         return self.head.distribution(self.parameters_of(tensordict))
 
     def evaluate(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the stored actions, `[*B]` each, writing nothing."""
+        """Return log-probability and entropy of the stored actions, ``[*B]`` each, writing nothing."""
         return self.head.evaluate(self.parameters_of(tensordict), tensordict.get("action"))
 
 
@@ -95,10 +95,10 @@ def build_actor(
     """Build an actor for an environment's specs.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: What comes before the head; `MLPNetwork()` when not given.
-        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
-        initial_std: For continuous actions: first standard deviation, in units of half the action range.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Network in front of the head; ``MLPNetwork()`` by default.
+        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
 
     Example:
         >>> import torch
@@ -118,14 +118,14 @@ def build_actor(
 
 
 def private_layers(network: Network, features: int) -> tuple[nn.Module | None, int]:
-    """Return a head's own hidden layers over a trunk's features, if the network wants any, and their width."""
+    """Return a head's own hidden layers, if the network has any, and the width of what the head reads."""
     if not network.head_sizes:
         return None, features
     return mlp(features, network.head_sizes, network.activation), int(network.head_sizes[-1])
 
 
 def linear_head(network: Network, features: int, size: int) -> nn.Module:
-    """Return a head of values over a trunk's features: the network's hidden layers, if any, and a linear one."""
+    """Return a value head: the network's own hidden layers for heads, if any, and a linear layer."""
     hidden, features = private_layers(network, features)
     last = orthogonal(nn.Linear(features, size), 1.0)
     return last if hidden is None else nn.Sequential(hidden, last)

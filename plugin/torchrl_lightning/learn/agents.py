@@ -1,4 +1,4 @@
-"""What every agent's LightningModule shares: networks built from specs, optimizers stepped by hand, their schedules."""
+"""Base of all agents: networks built from specs, manual optimization, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class AgentModule(ReportingModule):
-    """An agent whose networks are built from a DataModule's specs and live in `loss` alone.
+    """An agent whose networks are built from a DataModule's specs and registered in ``loss`` only.
 
     Args:
-        network: What comes before the heads.
-        learning_rate: For the default optimizer, fused Adam.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
-        critic_optimizer: The same for the critics' own parameters, if they are to have one.
+        network: Network in front of the heads.
+        learning_rate: Learning rate of the default optimizer, fused Adam.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
+        critic_optimizer: A separate optimizer for the critics' own parameters; optional.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
     """
 
     adam_eps: ClassVar[float] = 1e-8
@@ -63,7 +64,7 @@ class AgentModule(ReportingModule):
         """Build networks and loss for an environment's specs, once; return the module."""
 
     def setup(self, stage: str) -> None:
-        """Lightning's hook: refuse a schedule over a run that nothing says the end of.
+        """Refuse a schedule over a run whose end is unknown.
 
         Raises:
             ValueError: There is such a schedule.
@@ -78,10 +79,10 @@ class AgentModule(ReportingModule):
             )
 
     def configure_model(self) -> None:
-        """Lightning's hook: build from the DataModule's specs.
+        """Build the networks from the DataModule's specs.
 
         Raises:
-            ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
+            ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
             RuntimeError: The DataModule has no specs.
         """
         precision = str(self.trainer.precision)
@@ -99,10 +100,10 @@ class AgentModule(ReportingModule):
             self.build(self._data.specs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: refuse the checkpoint of another environment before its weights are looked at.
+        """Refuse the checkpoint of another environment before its weights are read.
 
         Raises:
-            ValueError: It is one of another environment.
+            ValueError: It belongs to another environment.
         """
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None and hasattr(self._data, "check_state"):
@@ -118,7 +119,7 @@ class AgentModule(ReportingModule):
     def build_optimizers(
         self, actor: list[nn.Parameter], critic: list[nn.Parameter], others: list[nn.Parameter] | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Return one optimizer over all parameters, or one more over the critics' own where asked for."""
+        """Return one optimizer over all parameters, or a second one over the critics' own."""
         others = others or []
         main = self.optimizer or self._default_optimizer
         if self.critic_optimizer is None:
@@ -142,29 +143,29 @@ class AgentModule(ReportingModule):
         return {}
 
     def on_train_start(self) -> None:
-        """Lightning's hook: set what an epoch begins with, where a resumed run begins one.
+        """Set what an epoch starts with, if a resumed run starts one.
 
         Behind a checkpoint that was written at the end of an epoch's last batch Lightning leaves out
-        `on_train_epoch_start`. In the midst of an epoch everything stays as it was restored.
+        ``on_train_epoch_start``. In the midst of an epoch everything stays as it was restored.
         """
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         if progress.processed >= self.trainer.num_training_batches:
             self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:
-        """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""
+        """Set learning rates from the frames, so that a resumed run has the same."""
         factor = self.schedule(self.progress)
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
-                # The first rate travels in the optimizer's own state, as torch's schedulers do it.
+                # The initial rate is kept in the optimizer's own state, as torch's schedulers do.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def idle_parameters(self) -> list[nn.Parameter]:
-        """Return the learnt parameters that the loss of this update leaves out."""
+        """Return the learnt parameters that do not take part in this update."""
         return []
 
     def update(self, loss: Tensor) -> dict[str, Tensor]:
-        """Step all optimizers along the loss; return the gradient norms before clipping."""
+        """Step all optimizers on the loss; return the gradient norms before clipping."""
         norms: dict[str, Tensor] = {}
         for group in self._groups:
             for parameter in group:
@@ -190,7 +191,7 @@ class AgentModule(ReportingModule):
 
 @contextmanager
 def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Unscale the gradients of all optimizers, and update the gradient scaler, if there is one, once behind the block.
+    """Unscale the gradients of all optimizers, and update the gradient scaler, if any, once after the block.
 
     Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
     """
@@ -215,13 +216,13 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _UnscaledSteps:
-    """What Lightning finds in the place of a scaler whose gradients are unscaled already."""
+    """Stand-in for a gradient scaler while all gradients are unscaled already."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: it is done."""
+        """Do nothing: the gradients are unscaled already."""
 
     def update(self) -> None:
         """Do nothing: other optimizers are still to step."""

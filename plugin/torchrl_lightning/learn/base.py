@@ -27,25 +27,27 @@ STATE = "on_policy"
 class ActorCriticModule(AgentModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
-    The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
-    and live in `loss` alone. Subclasses say which loss in `build_loss`.
+    The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
+    trainer, and are registered in ``loss`` only. Subclasses define the loss in ``build_loss``.
 
     Args:
-        network: What comes before the heads; `MLPNetwork()` when not given.
-        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
-        initial_std: For continuous actions: first standard deviation, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
-        separate_critics: Whether each critic head has a trunk of its own.
-        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
-        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
-        learning_rate: For the default optimizer.
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
+        separate_critics: Give each critic head its own trunk.
+        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        critic_optimizer: A separate optimizer for the critic's own parameters; optional.
+        learning_rate: Learning rate of the default optimizer.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        entropy_schedule: The same for the entropy coefficient.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        entropy_schedule: Schedule of the entropy coefficient, likewise.
 
     Raises:
-        ValueError: The trainer's precision is `64-true`, `bf16-true` or the like.
+        ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
     """
 
     adam_eps: ClassVar[float] = 1e-5
@@ -85,13 +87,13 @@ class ActorCriticModule(AgentModule):
 
     @abstractmethod
     def build_loss(self, actor: Actor, critic: Critic) -> LossModule:
-        """Return the loss; it must have a method `terms(batch)` that gives `loss_...` parts and diagnostics."""
+        """Return the loss; it must have a method ``terms(batch)`` that returns ``loss_...`` parts and diagnostics."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
     @property
     def value_keys(self) -> list[NestedKey]:
-        """What the critic writes, the intrinsic value last."""
+        """Keys that the critic writes, the intrinsic value last."""
         keys: list[NestedKey] = [("state_value", name) for name in self.critic_names or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
@@ -103,7 +105,7 @@ class ActorCriticModule(AgentModule):
                 specs, self.network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics
             )
             loss = self.build_loss(actor, critic)
-            # Made at once: a loss that makes it at first use has other state-dict keys before and after.
+            # Made here: a loss that makes it at first use changes its state-dict keys then.
             loss.make_value_estimator(ValueEstimators.GAE, gamma=0.99, lmbda=0.95)
             if self.intrinsic is not None:
                 self.intrinsic.build(specs)
@@ -124,14 +126,14 @@ class ActorCriticModule(AgentModule):
         return self._built().critic_network
 
     def annotate(self, rollout: TensorDictBase) -> None:
-        """Add `("next", "intrinsic_reward")` to a time-major rollout, where the module has an intrinsic stream."""
+        """Add ``("next", "intrinsic_reward")`` to a time-major rollout, where the module has an intrinsic stream."""
         if self.intrinsic is not None:
             self.intrinsic.annotate(rollout)
 
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Lightning's hook: one optimizer, one more for the critic's own parameters where asked for."""
+        """Return one optimizer, or a second one for the critic's own parameters."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
         extra = list(self.intrinsic.predictor_parameters()) if self.intrinsic is not None else []
         return self.build_optimizers(actor, critic, extra)
@@ -142,7 +144,7 @@ class ActorCriticModule(AgentModule):
         return {"entropy_coeff": self.entropy_schedule}
 
     def on_train_epoch_start(self) -> None:
-        """Lightning's hook: set learning rates and coefficients from the frames, so that a resumed run has the same."""
+        """Set learning rates and coefficients from the frames, so that a resumed run has the same."""
         self._stopped = False
         super().on_train_epoch_start()
         for name, schedule in self.scheduled_coefficients.items():
@@ -152,14 +154,14 @@ class ActorCriticModule(AgentModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: note whether the rest of the epoch is left out."""
+        """Save whether the rest of the epoch is skipped."""
         checkpoint[STATE] = {"stopped": self._stopped}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: go on leaving out the rest of an epoch.
+        """Restore whether the rest of the epoch is skipped.
 
         Raises:
-            ValueError: The checkpoint is one of another environment.
+            ValueError: The checkpoint belongs to another environment.
         """
         super().on_load_checkpoint(checkpoint)
         self._stopped = bool(checkpoint.get(STATE, {}).get("stopped", False))
@@ -167,7 +169,7 @@ class ActorCriticModule(AgentModule):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Lightning's hook: one update on one mini-batch."""
+        """Update on one mini-batch."""
         if self._stopped:
             return
         terms = self._built().terms(batch)
@@ -185,5 +187,5 @@ class ActorCriticModule(AgentModule):
             self.metric_sums.add_prediction(value, target)
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
-        """Whether to leave out this update and the rest of the epoch."""
+        """Return whether to skip this update and the rest of the epoch."""
         return False

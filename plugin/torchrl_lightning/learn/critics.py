@@ -1,4 +1,4 @@
-"""Critics: TorchRL's `ValueOperator` built from specs, with any number of value heads."""
+"""Critics: TorchRL's ``ValueOperator`` built from specs, with any number of value heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Critic(ValueOperator):
     critic writes values only: called on a rollout, it leaves the recorded recurrent states as they are.
 
     Args:
-        heads: One module from features to `[*B, 1]` for each key.
+        heads: One module from features to ``[*B, 1]`` for each key.
         out_keys: What the heads write.
         trunks: One trunk for all heads, or one for each.
         shared: Whether the trunk belongs to an actor.
@@ -39,7 +39,7 @@ class Critic(ValueOperator):
         self.is_shared = shared
         if not shared:
             self.owned_trunks = nn.ModuleList(trunks)
-        # What is put into evaluation mode together with the critic, without being registered here.
+        # Put into evaluation mode together with the critic, without being registered here.
         self.__dict__["borrowed"] = list(trunks) if shared else []
         self.__dict__["trunks"] = list(trunks)
 
@@ -49,11 +49,11 @@ class Critic(ValueOperator):
         return bool(self.trunks[0].recurrent)
 
     def values_of(self, features: Tensor) -> list[Tensor]:
-        """Return each head's values `[*B, 1]` for features of a single trunk."""
+        """Return each head's values ``[*B, 1]`` for features of a single trunk."""
         return [head(features) for head in self.module]
 
     def values(self, tensordict: TensorDictBase) -> list[Tensor]:
-        """Return each head's values `[*B, 1]`, writing nothing."""
+        """Return each head's values ``[*B, 1]``, writing nothing."""
         if len(self.trunks) == 1:
             return self.values_of(self.trunks[0].read(tensordict))
         return [head(trunk.read(tensordict)) for head, trunk in zip(self.module, self.trunks, strict=True)]
@@ -76,11 +76,11 @@ def build_critic(
     """Build a critic for an environment's specs.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite).
-        network: What comes before the heads; `MLPNetwork()` when not given.
-        out_keys: The value keys, one head for each; for several critics `("state_value", name)`.
-        actor: Whose trunk to use where the network says that it is shared.
-        separate: Whether each head gets a trunk of its own.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite).
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        out_keys: The value keys, one head for each; for several critics ``("state_value", name)``.
+        actor: Actor whose trunk is used if the network is shared.
+        separate: Give each head its own trunk.
 
     Raises:
         ValueError: The network is shared but no actor is given, or should be both shared and separate.

@@ -1,4 +1,4 @@
-"""The distributions over actions that TorchRL does not bring."""
+"""Distributions over actions that TorchRL does not provide."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 class MultiCategorical(D.Distribution):
     r"""Several independent categorical choices with one joint log-probability.
 
-    \(\log p(a) = \sum_i \log p_i(a_i)\); actions are integers `[*B, K]`.
+    \(\log p(a) = \sum_i \log p_i(a_i)\); actions are integers ``[*B, K]``.
 
     Args:
-        logits: The concatenated logits `[*B, sum(sizes)]`.
+        logits: The concatenated logits ``[*B, sum(sizes)]``.
         sizes: The number of choices of each of the K parts.
 
     Example:
@@ -36,13 +36,13 @@ class MultiCategorical(D.Distribution):
         super().__init__(logits.shape[:-1], torch.Size([len(self.parts)]), validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw actions `[*S, *B, K]`."""
+        """Draw actions ``[*S, *B, K]``."""
         return torch.stack(
             [D.Categorical(logits=part, validate_args=False).sample(sample_shape) for part in self.parts], -1
         )
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the joint log-probability `[*B]` of actions `[*B, K]`."""
+        """Return the joint log-probability ``[*B]`` of actions ``[*B, K]``."""
         terms = []
         for part, choice in zip(self.parts, value.long().unbind(-1), strict=True):
             part = part.expand(*choice.shape, part.shape[-1])
@@ -50,17 +50,17 @@ class MultiCategorical(D.Distribution):
         return torch.stack(terms).sum(0)
 
     def entropy(self) -> Tensor:
-        """Return the joint entropy `[*B]`."""
+        """Return the joint entropy ``[*B]``."""
         return torch.stack([-(part.exp() * part.clamp_min(-1e30)).sum(-1) for part in self.parts]).sum(0)
 
     @property
     def mode(self) -> Tensor:
-        """The likeliest actions `[*B, K]`."""
+        """The most likely actions ``[*B, K]``."""
         return torch.stack([part.argmax(-1) for part in self.parts], -1)
 
     @property
     def deterministic_sample(self) -> Tensor:
-        """What TorchRL takes under deterministic exploration: the mode."""
+        """The mode, which TorchRL uses under deterministic exploration."""
         return self.mode
 
 
@@ -68,15 +68,15 @@ class ClippedNormal(D.Distribution):
     r"""A diagonal Normal whose samples are clipped to a box, with the exact log-probability of the clipped action.
 
     A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
-    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at `low`, and correspondingly at `high`. The policy gradient
+    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``. The policy gradient
     stays unbiased and has less variance than that of the Normal before clipping (Fujita and Maeda, "Clipped
     Action Policy Gradient", ICML 2018). The stored action is the one that the environment executes.
 
     Args:
-        loc: Mean before clipping `[*B, A]`.
-        scale: Standard deviation before clipping `[*B, A]`.
-        low: Lower bound `[A]`, may be -inf.
-        high: Upper bound `[A]`, may be inf.
+        loc: Mean before clipping ``[*B, A]``.
+        scale: Standard deviation before clipping ``[*B, A]``.
+        low: Lower bound ``[A]``, may be -inf.
+        high: Upper bound ``[A]``, may be inf.
 
     Example:
         >>> one = torch.ones(1)
@@ -93,7 +93,7 @@ class ClippedNormal(D.Distribution):
         super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw actions `[*S, *B, A]` inside the box."""
+        """Draw actions ``[*S, *B, A]`` inside the box."""
         with torch.no_grad():
             noise = torch.empty(
                 (*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device
@@ -104,7 +104,7 @@ class ClippedNormal(D.Distribution):
         return torch.minimum(torch.maximum(action, self.low), self.high)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probability `[*B]` of actions `[*B, A]`: density inside, mass on the bounds."""
+        """Return the log-probability ``[*B]`` of actions ``[*B, A]``: density inside, mass on the bounds."""
         z = (value - self.loc) / self.scale
         below, above = value <= self.low, value >= self.high
         inside = -0.5 * z * z - self.scale.log() - _HALF_LOG_2PI
@@ -115,7 +115,7 @@ class ClippedNormal(D.Distribution):
         return torch.where(edge, tail, inside).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Return the entropy `[*B]` before clipping, which has no incentive to hide in the bounds."""
+        """Return the entropy ``[*B]`` before clipping, which does not reward collapsing onto the bounds."""
         return (self.scale.log() + (0.5 + _HALF_LOG_2PI)).sum(-1)
 
     @property
@@ -130,5 +130,5 @@ class ClippedNormal(D.Distribution):
 
     @property
     def deterministic_sample(self) -> Tensor:
-        """What TorchRL takes under deterministic exploration: the clipped mean."""
+        """The clipped mean, which TorchRL uses under deterministic exploration."""
         return self.mode

@@ -17,31 +17,32 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
 class DQNModule(OffPolicyModule):
-    """DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016), over TorchRL's `DQNLoss`.
+    """DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016), over TorchRL's ``DQNLoss``.
 
-    With a `RecurrentNetwork` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
+    With a ``RecurrentNetwork`` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
     burn-in by mask.
 
     Args:
-        network: What comes before the heads; two layers of 64 rectified units when not given.
-        double: Whether the online network chooses the successor's action.
-        dueling: Whether state values and advantages have heads of their own.
-        loss_function: `"smooth_l1"`, `"l2"` or `"l1"`.
-        epsilon_start: First probability of a random action.
-        epsilon_end: Last one.
-        epsilon_frames: Frames from the first to the last.
+        network: Network in front of the heads; two layers of 64 rectified units by default.
+        double: Let the online network choose the successor's action.
+        dueling: Use separate heads for state values and advantages.
+        loss_function: ``"smooth_l1"``, ``"l2"`` or ``"l1"``.
+        epsilon_start: Initial probability of a random action.
+        epsilon_end: Final probability.
+        epsilon_frames: Frames over which it moves from the initial to the final one.
         gamma: Discount of one step.
-        learning_rate: For the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
-        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
+        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        tau: Share of the online parameters that the target networks take over at each of their updates.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
-        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
-            several small updates.
-        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
-            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
+        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
+            Lightning's cost of a step over several small updates.
+        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
+            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
     Example:
         >>> import torch
@@ -95,7 +96,7 @@ class DQNModule(OffPolicyModule):
 
     @classmethod
     def default_network(cls) -> Network:
-        """Two layers of 64 rectified units."""
+        """Return two layers of 64 rectified units."""
         return MLPNetwork([64, 64], "relu")
 
     def build_loss(
@@ -109,7 +110,7 @@ class DQNModule(OffPolicyModule):
         return loss, EpsilonGreedyPolicy(q_network, memory)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return everything as `critic`."""
+        """Return everything as ``critic``."""
         return {"critic": list(self.loss.parameters())}
 
     def exploration(self, frames: int) -> float:

@@ -15,7 +15,7 @@ from torchrl_lightning.learn.trunks import FEATURES, RecurrentTrunk
 
 @dataclass(frozen=True)
 class FramesDecay:
-    """A straight line from `start` to `end` over so many frames, then constant.
+    """Linear decay from ``start`` to ``end`` over ``frames``, then constant.
 
     Example:
         >>> decay = FramesDecay(1.0, 0.1, 100)
@@ -31,7 +31,7 @@ class FramesDecay:
         """Check the range.
 
         Raises:
-            ValueError: A value is negative, or there are no frames to go from one value to the other.
+            ValueError: A value is negative, or ``frames`` is below 1 although the values differ.
         """
         if min(self.start, self.end) < 0 or (self.frames < 1 and self.start != self.end):
             raise ValueError(
@@ -40,21 +40,21 @@ class FramesDecay:
             )
 
     def __call__(self, frames: int) -> float:
-        """Return the value after so many frames."""
+        """Return the value after ``frames`` frames."""
         if frames >= self.frames:
             return self.end
         return self.start + (self.end - self.start) * frames / self.frames
 
 
 class ExploringPolicy(TensorDictModuleBase):
-    """A network that chooses actions, behind a memory if there is one, and an amount of exploration.
+    """A network that chooses actions, optionally behind a memory, with an amount of exploration.
 
-    It writes `action` and the next recurrent states and nothing else, so that random warm-up frames hold the same
-    entries. `amount` is a buffer: collectors in other processes get it with the weights.
+    It writes ``action`` and the next recurrent states and nothing else, so that random warm-up frames hold the same
+    entries. ``amount`` is a buffer: collectors in other processes get it with the weights.
 
     Args:
-        network: A TensorDict module with `trunk` and `head`.
-        memory: What turns observations into the features that the network reads.
+        network: A TensorDict module with ``trunk`` and ``head``.
+        memory: Maps observations to the features that the network reads.
     """
 
     amount: Tensor
@@ -92,10 +92,10 @@ class ExploringPolicy(TensorDictModuleBase):
 
 
 class EpsilonGreedyPolicy(ExploringPolicy):
-    """The best action, or with probability `amount` any one (Mnih et al., 2015)."""
+    """The best action, or with probability ``amount`` a random one (Mnih et al., 2015)."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
-        """Return integer actions `[*B]`, or one-hot ones `[*B, A]`."""
+        """Return integer actions ``[*B]``, or one-hot ones ``[*B, A]``."""
         values = self.network.values(entries)
         action = values.argmax(-1)
         if explore:
@@ -107,19 +107,19 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 
 
 class StochasticPolicy(ExploringPolicy):
-    """Samples of the network's own distribution, whose mean it exploits."""
+    """Samples of the network's own distribution; its mean under deterministic exploration."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
-        """Return actions `[*B, A]`."""
+        """Return actions ``[*B, A]``."""
         head = self.network.head
         return head.act(head(self.network.trunk.encoder(*entries)), deterministic=not explore)
 
 
 class NoisyPolicy(ExploringPolicy):
-    """A deterministic network's action with Gaussian noise of deviation `amount`, in units of half the action range."""
+    """A deterministic action with Gaussian noise of deviation ``amount``, in units of half the action range."""
 
     def act(self, entries: list[Tensor], explore: bool) -> Tensor:
-        """Return actions `[*B, A]` within the bounds."""
+        """Return actions ``[*B, A]`` within the bounds."""
         head = self.network.head
         squashed = head.squashed(self.network.trunk.encoder(*entries))
         if explore:

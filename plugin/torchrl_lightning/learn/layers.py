@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
 }
-# Those without options; a module of another type is called as it is.
+# Only activations without options; any other module is called as a module.
 _FUNCTIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {nn.ReLU: torch.relu, nn.Tanh: torch.tanh}
 
 
@@ -43,14 +43,14 @@ def activation_class(name: str) -> type[nn.Module]:
 
 
 class MLP(nn.Sequential):
-    """`nn.Sequential` that computes plain linear layers, tanh and relu without calling a module for each.
+    """``nn.Sequential`` that computes plain linear layers, tanh and relu without calling a module for each.
 
     On a handful of rows the calls cost as much as the arithmetic. Layers that were replaced, parametrized or given
     hooks of their own are called as modules; of the process-wide hooks only those on the whole network run.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[*B, F]` to `[*B, H]`."""
+        """Map ``[*B, F]`` to ``[*B, H]``."""
         for layer in self._modules.values():
             if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
                 input = layer(input)

@@ -1,7 +1,7 @@
 """TorchRL's on-policy losses with a direct forward: one pass through each network, no TensorDict in between.
 
-Losses are those of TorchRL's own forward to 1e-6, gradients to a relative 1e-5 (tested); the direct one also knows a
-shared trunk, several critics and the intrinsic stream. Sequences `[B, T]` of recurrent networks are run as sequences.
+Losses are those of TorchRL's own forward to 1e-6, gradients to a relative 1e-5 (tested); the direct one also supports a
+shared trunk, several critics and the intrinsic stream. Sequences ``[B, T]`` of recurrent networks are run as sequences.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return log-probabilities `[*B]`, entropies `[*B]` and each head's values `[*B, 1]`; a shared trunk runs once."""
+    """Return log-probabilities and entropies ``[*B]``, and each head's values ``[*B, 1]``; run a shared trunk once."""
     recurrent = actor.is_recurrent or critic.is_recurrent
     with set_recurrent_mode(batch.ndim > 1) if recurrent else nullcontext():
         features = actor.trunk.read(batch)
@@ -65,7 +65,7 @@ def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tenso
 
 
 def mixed_advantage(batch: TensorDictBase, extrinsic_coeff: float = 1.0, intrinsic_coeff: float = 0.0) -> Tensor:
-    r"""Return the advantage `[*B]` to follow: \(c_e A + c_i A^{int}\); several critics' advantages are averaged."""
+    r"""Return the advantage ``[*B]`` to follow: \(c_e A + c_i A^{int}\); several critics' advantages are averaged."""
     advantage = require(batch, "advantage")
     if isinstance(advantage, TensorDictBase):
         advantage = torch.stack(list(advantage.values(True, True))).mean(0)
@@ -77,7 +77,7 @@ def mixed_advantage(batch: TensorDictBase, extrinsic_coeff: float = 1.0, intrins
 
 
 class _DirectTerms:
-    """What the direct forwards share; beside a TorchRL loss in the bases of a class."""
+    """Common parts of the direct forwards; mixed into a TorchRL loss."""
 
     actor_network: Actor
     critic_network: Critic
@@ -135,14 +135,14 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
     \(\rho = \pi(a|s) / \mu(a|s)\).
 
     Args:
-        actor: Its log-probabilities are compared with the stored `action_log_prob`.
+        actor: Its log-probabilities are compared with the stored ``action_log_prob``.
         critic: Each of its heads regresses on its own target.
-        extrinsic_coeff: Weight of `advantage`.
-        intrinsic_coeff: Weight of `intrinsic_advantage`; 0 ignores it.
-        clip_epsilon: How far the probability ratio may leave 1 with profit; two numbers are one for each side.
+        extrinsic_coeff: Weight of ``advantage``.
+        intrinsic_coeff: Weight of ``intrinsic_advantage``; 0 ignores it.
+        clip_epsilon: Clipping range of the probability ratio around 1; a pair gives the range below and above.
         entropy_coeff: Weight of the entropy bonus.
         critic_coeff: Weight of the critics' losses.
-        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         clip_value: Clip the change of the value prediction to this; None does not clip.
         normalize_advantage: Standardise the advantage within each batch.
     """
@@ -183,7 +183,7 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
         return self.clip_epsilon, self.clip_epsilon
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        """Return the parts of the loss (``loss_...``) and diagnostics, all scalars."""
         self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         advantage = mixed_advantage(batch, self.extrinsic_coeff, self.intrinsic_coeff)
@@ -209,24 +209,24 @@ class DirectClipPPOLoss(_DirectTerms, ClipPPOLoss):
         return terms | self._critic_terms(batch, values) | diagnostics
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return `terms` as a TensorDict, under TorchRL's names."""
+        """Return ``terms`` as a TensorDict, under TorchRL's names."""
         return TensorDict(self.terms(tensordict))
 
 
 class DirectA2CLoss(_DirectTerms, A2CLoss):
     r"""Advantage actor-critic: \(-\mathbb{E}\,A \log\pi(a|s) - c_H H + c_V (V - \hat V)^2\) (Mnih et al., 2016).
 
-    With the targets of `VTraceBuffer` it is the actor-critic of IMPALA (Espeholt et al., 2018).
+    With the targets of ``VTraceBuffer`` it is the actor-critic of IMPALA (Espeholt et al., 2018).
 
     Args:
         actor: The policy.
         critic: Each of its heads regresses on its own target.
         normalize_advantage: Standardise the advantage within each batch.
-        extrinsic_coeff: Weight of `advantage`.
-        intrinsic_coeff: Weight of `intrinsic_advantage`; 0 ignores it.
+        extrinsic_coeff: Weight of ``advantage``.
+        intrinsic_coeff: Weight of ``intrinsic_advantage``; 0 ignores it.
         entropy_coeff: Weight of the entropy bonus.
         critic_coeff: Weight of the critics' losses.
-        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):
         self._set_streams(extrinsic_coeff, intrinsic_coeff)
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        """Return the parts of the loss (``loss_...``) and diagnostics, all scalars."""
         self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         advantage = mixed_advantage(batch, self.extrinsic_coeff, self.intrinsic_coeff)
@@ -270,7 +270,7 @@ class DirectA2CLoss(_DirectTerms, A2CLoss):
         return terms | self._critic_terms(batch, values) | diagnostics
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return `terms` as a TensorDict, under TorchRL's names."""
+        """Return ``terms`` as a TensorDict, under TorchRL's names."""
         return TensorDict(self.terms(tensordict))
 
 
@@ -280,7 +280,7 @@ class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
     Args:
         actor: The policy.
         critic: The baseline.
-        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
     """
 
     critic_coeff = None
@@ -290,7 +290,7 @@ class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
         self._set_streams(1.0, 0.0)
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return the parts of the loss (`loss_...`) and diagnostics, all scalars."""
+        """Return the parts of the loss (``loss_...``) and diagnostics, all scalars."""
         self._refuse_masks(batch)
         log_prob, entropy, values = evaluate(self.actor_network, self.critic_network, batch)
         terms = {"loss_actor": -(log_prob * mixed_advantage(batch)).mean()}
@@ -298,5 +298,5 @@ class DirectReinforceLoss(_DirectTerms, ReinforceLoss):
         return terms | {"entropy": entropy.detach().mean()}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return `terms` as a TensorDict, under TorchRL's names."""
+        """Return ``terms`` as a TensorDict, under TorchRL's names."""
         return TensorDict(self.terms(tensordict))

@@ -1,4 +1,4 @@
-"""A recurrent memory before an off-policy loss: from stored sequences to features of both ends of each transition."""
+"""Recurrent memory for off-policy losses: stored sequences to features of both ends of each transition."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
 def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay a window's steps and its last successors out as one sequence that a memory can run over.
+    """Arrange a window's steps and final successors as one sequence that a memory can run over.
 
-    The successor of a step is the step that follows, except before a boundary (and at the end), where it is not part of
-    the window: there it is put in between. An episode begins anew behind it, so that it disturbs nothing.
+    The successor of a step is the next step, except before a boundary and at the end, where it is not part of the
+    window: there it is inserted. An episode begins after it, so that it does not disturb what follows.
 
     Args:
-        boundary: `[B, T]`, whether the step that follows belongs to something else; the last column is ignored.
+        boundary: ``[B, T]``, whether the next step belongs to another episode; the last column is ignored.
 
     Returns:
-        Positions of the steps `[B, T]`, of their successors `[B, T]`, and what lies at each position `[B, L]`: `t` for
-        step t, `T + t` for its successor.
+        Positions of the steps ``[B, T]``, of their successors ``[B, T]``, and what lies at each position ``[B, L]``:
+        ``t`` for step t, ``T + t`` for its successor.
 
     Example:
         >>> steps, successors, source = successor_layout(torch.tensor([[False, True, False]]))
@@ -45,16 +45,16 @@ def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk) -> Transitions:
-    """Replace the observations of sequences `[B, T]` by a memory's features.
+    """Replace the observations of sequences ``[B, T]`` by a memory's features.
 
-    The memory starts from the state that was stored before the first step (Kapturowski et al., 2019), and anew wherever
-    an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end. Where it
-    lies several steps ahead and behind the window, what comes between is unknown: such steps do not count.
+    The memory starts from the state that was stored before the first step (Kapturowski et al., 2019) and is reset
+    wherever an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end.
+    Steps whose successor lies several steps ahead and beyond the window are masked out: what lies between is unknown.
 
     Args:
-        batch: Sequences with `is_init`, `done` and stored states.
-        online: Its features of the steps keep their gradient.
-        target: Gives the features that the target networks see.
+        batch: Sequences with ``is_init``, ``done`` and stored states.
+        online: Memory whose features of the steps keep their gradient.
+        target: Memory whose features the target networks see.
 
     Raises:
         ValueError: The batch is not one of sequences, or they are too short to hold successors.
@@ -70,7 +70,7 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     length = batch.reward.shape[1]
     boundary = batch.done.clone()
     if batch.steps is not None:
-        boundary &= batch.steps == 1  # a flag that tells of a later step
+        boundary &= batch.steps == 1  # the flag belongs to a later step
     boundary[:, :-1] |= batch.is_init[:, 1:]
     if batch.mask is not None:
         boundary[:, :-1] |= batch.mask[:, :-1] & ~batch.mask[:, 1:]  # padding follows
@@ -103,11 +103,11 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
 
 
 def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the last step that each transition sums up, and which count: their successors are there. `[B, T]` both."""
+    """Return each transition's last step, and the mask of those whose successors are known, both ``[B, T]``."""
     length, most = steps.shape[1], int(steps.max())
     first = 0 if mask is None else int(mask.any(0).long().argmax())
     if first + most >= length:
-        # Only ends of episodes would count.
+        # Only the ends of episodes would remain.
         raise ValueError(
             f"sequences of {length} steps, of which {first} only warm up, hold no successor that lies {most} steps "
             "ahead; draw longer ones (batch_length of the SequenceSampler), or learn from shorter returns (n_steps)"
@@ -118,20 +118,20 @@ def _last_steps(boundary: Tensor, steps: Tensor, mask: Tensor | None) -> tuple[T
     last = torch.arange(length, device=steps.device) + steps - 1
     seen = last < length
     last = last.clamp(max=length - 1)
-    # Behind the end of a piece lies what was stored with it: one step ahead only where it sums up no more.
+    # The entry after the end of a piece is what was stored with it: valid only if it lies one step ahead.
     seen &= (pieces.gather(1, last) == pieces) & (~ends | (steps == 1)).gather(1, last)
     return last, seen if mask is None else mask & seen
 
 
 def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entries, Entries]:
-    """Return the states before and after each step that a memory as it is now would have met on its way.
+    """Return the states before and after each step, recomputed with the current memory.
 
     Stored states grow stale as the memory learns, and a window begins with one (Kapturowski et al., 2019, section 3).
-    The state before the first step stays as it is: only the steps before the window could tell a newer one.
+    The state before the first step is kept: recomputing it would need the steps before the window.
 
     Args:
-        batch: Sequences with `is_init` and stored states, as `remember` takes them.
-        memory: The online one.
+        batch: Sequences with ``is_init`` and stored states, as ``remember`` takes them.
+        memory: The online memory.
     """
     assert batch.is_init is not None
     assert batch.states is not None
@@ -154,7 +154,7 @@ def _sequence(trunk: RecurrentTrunk, entries: Entries, is_init: Tensor, states: 
     for key, state in zip(trunk.state_keys, states, strict=True):
         first = state[:, 0].masked_fill(fresh, 0.0)
         sequence.set(key, first.unsqueeze(1).expand(*shape, *first.shape[1:]))
-    # The first step's own start is dealt with; a memory that sees no other runs in one piece.
+    # The first step's reset is done; without further resets the memory runs in one piece.
     rest = is_init.clone()
     rest[:, 0] = False
     return sequence.set("is_init", rest.unsqueeze(-1))

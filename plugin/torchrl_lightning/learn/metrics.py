@@ -1,4 +1,4 @@
-"""Metrics over an epoch: Lightning's own log call costs 0.3 ms a key, appending a tensor 1 us."""
+"""Metrics over an epoch, cheaper than Lightning's log call (1 us instead of 0.3 ms a key)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MetricSums:
             self._values.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else value)
 
     def add_prediction(self, prediction: Tensor, target: Tensor) -> None:
-        """Add values and their targets, of any equal shape; both are kept as they are until `flush`."""
+        """Add values and their targets, of any equal shape; both are kept as they are until ``flush``."""
         self._predictions.append((prediction.detach(), target.detach()))
 
     def explained_variance(self) -> float | None:
@@ -43,7 +43,7 @@ class MetricSums:
         return 1.0 - unexplained / variance if variance > 1e-12 else None
 
     def flush(self) -> dict[str, float]:
-        """Return the means and start anew."""
+        """Return the means and reset."""
         means = {name: _mean(values) for name, values in self._values.items()}
         explained = self.explained_variance()
         if explained is not None:

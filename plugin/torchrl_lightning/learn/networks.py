@@ -18,7 +18,7 @@ from torchrl_lightning.learn.trunks import FeedForwardTrunk, RecurrentTrunk
 
 
 class FlatEntries(nn.Module):
-    """Flattens and concatenates observation entries: vectors as they are, discrete ones as one-hot.
+    """Flatten and concatenate observation entries: vectors as they are, discrete ones as one-hot.
 
     Args:
         specs: The unbatched spec of each entry, in the order of the forward arguments.
@@ -35,7 +35,7 @@ class FlatEntries(nn.Module):
         self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
 
     def forward(self, *entries: Tensor) -> Tensor:
-        """Map entries `[*B, *F_i]` to `[*B, F]`."""
+        """Map entries ``[*B, *F_i]`` to ``[*B, F]``."""
         if self.trivial and entries[0].dtype is torch.float32:
             return entries[0]
         flat = []
@@ -57,14 +57,14 @@ class MLPEncoder(nn.Module):
         self.features = int(hidden_sizes[-1]) if len(hidden_sizes) else self.flat.features
 
     def forward(self, *entries: Tensor) -> Tensor:
-        """Map entries `[*B, *F_i]` to features `[*B, H]`."""
+        """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
         return self.layers(self.flat(*entries))
 
 
 class CNNEncoder(nn.Module):
-    """Convolutions over one pixel entry (uint8 is divided by 255), joined by the other entries as vectors.
+    """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
-    Images may be `[C, H, W]`, `[H, W, C]` (at most four channels) or `[H, W]`.
+    Images may be ``[C, H, W]``, ``[H, W, C]`` (at most four channels) or ``[H, W]``.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
@@ -102,7 +102,7 @@ class CNNEncoder(nn.Module):
         self.features = int(network.hidden_sizes[-1]) if len(network.hidden_sizes) else width
 
     def forward(self, *entries: Tensor) -> Tensor:
-        """Map entries `[*B, *F_i]` to features `[*B, H]`."""
+        """Map entries ``[*B, *F_i]`` to features ``[*B, H]``."""
         image = entries[self.pixels]
         image = image.float().div_(255.0) if image.dtype is torch.uint8 else image.float()
         if self.two_dimensional:
@@ -119,14 +119,14 @@ class CNNEncoder(nn.Module):
 
 @runtime_checkable
 class Network(Protocol):
-    """What `build_actor` and `build_critic` need: encoder, trunk, whether both share it, and layers that each adds."""
+    """What ``build_actor`` and ``build_critic`` need: encoder, trunk, sharing, and layers of the heads."""
 
     shared: bool
     head_sizes: Sequence[int]
     activation: str
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
-        """Build a module that maps the entries to features; it has an integer attribute `features`."""
+        """Build a module that maps the entries to features; it has an integer attribute ``features``."""
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""
@@ -140,7 +140,7 @@ class MLPNetwork:
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
         shared: Whether actor and critic share the hidden layers.
-        head_sizes: Width of further layers that actor and critic have each for themselves.
+        head_sizes: Width of further layers, which actor and critic do not share.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -172,8 +172,8 @@ class CNNNetwork:
         strides: Stride of each convolution.
         hidden_sizes: Width of each hidden layer after the convolutions.
         activation: Name of the activation.
-        shared: Whether actor and critic share all of it.
-        head_sizes: Width of further layers that actor and critic have each for themselves.
+        shared: Whether actor and critic share all of these layers.
+        head_sizes: Width of further layers, which actor and critic do not share.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -203,14 +203,14 @@ class RecurrentNetwork:
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
     One memory for both keeps the critic a function of what a rollout records: given a row's observation and
-    `recurrent_state`, it needs no state of its own.
+    ``recurrent_state``, it needs no state of its own.
 
     Args:
-        cell: `"gru"` or `"lstm"`.
+        cell: ``"gru"`` or ``"lstm"``.
         hidden_size: Width of the recurrent state.
         num_layers: Number of recurrent layers.
-        encoder_network: What comes before; one layer of `hidden_size` when not given.
-        head_sizes: Width of further layers that actor and critic have each for themselves.
+        encoder_network: Network in front of the cell; one layer of ``hidden_size`` by default.
+        head_sizes: Width of further layers, which actor and critic do not share.
         activation: Name of the activation of those layers.
 
     Example:

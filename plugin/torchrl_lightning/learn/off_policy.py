@@ -26,35 +26,36 @@ from torchrl_lightning.learn.transitions import Entries, Transitions, read_trans
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 STATE = "off_policy"
-# What networks behind a memory read; not `features`, which their own trunks write.
+# Input of networks behind a memory; not ``features``, which their own trunks write.
 REMEMBERED = "remembered"
 
 
 class OffPolicyModule(AgentModule):
     """An agent that learns from the batches of a replay buffer.
 
-    The networks are built in `configure_model` from `trainer.datamodule.specs`, or by `build(specs)` without a trainer,
-    and live in `loss` alone. Each batch gets its absolute TD errors under `td_error`; its `priority_weight`, `mask`,
-    `gamma` and `steps_to_next_obs` are honoured. With a `RecurrentNetwork` batches are sequences `[B, T]` with stored
-    recurrent states. Subclasses say which networks and which loss.
+    The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
+    trainer, and are registered in ``loss`` only. Each batch gets its absolute TD errors under ``td_error``; its
+    ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs`` are honoured. With a ``RecurrentNetwork`` batches
+    are sequences ``[B, T]`` with stored recurrent states. Subclasses define the networks and the loss.
 
     Args:
-        network: What comes before the heads; the subclass's `default_network()` when not given.
+        network: Network in front of the heads; the subclass's ``default_network()`` by default.
         gamma: Discount of one step.
-        learning_rate: For the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
-        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
+        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        tau: Share of the online parameters that the target networks take over at each of their updates.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
-        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
-            several small updates.
-        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
-            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
+        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
+            Lightning's cost of a step over several small updates.
+        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
+            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
     Raises:
-        ValueError: An interval or number is below 1, `tau` is not in (0, 1], or there are no states to refresh.
+        ValueError: An interval or number is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class OffPolicyModule(AgentModule):
 
     @classmethod
     def default_network(cls) -> Network:
-        """What comes before the heads if nothing else is asked for."""
+        """Return the network in front of the heads that is built by default."""
         return MLPNetwork([256, 256], "relu")
 
     @abstractmethod
@@ -113,10 +114,10 @@ class OffPolicyModule(AgentModule):
 
     @abstractmethod
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters of `actor` (if any), `critic` and whatever else is learnt."""
+        """Return the parameters of ``actor`` (if any), ``critic`` and other learnt parts."""
 
     def exploration(self, frames: int) -> float:
-        """Return the policy's amount of exploration after so many frames."""
+        """Return the policy's amount of exploration after ``frames`` frames."""
         return 0.0
 
     # -- networks ---------------------------------------------------------------------------------------------------
@@ -125,14 +126,14 @@ class OffPolicyModule(AgentModule):
         """Build networks, loss and target networks for an environment's specs, once; return the module.
 
         Raises:
-            TypeError: The algorithm has no use for such actions.
+            TypeError: The algorithm does not support such actions.
         """
         if self.loss is None:
             self._keys, network, memory = list(observation_entries(specs)[0]), self.network, None
             if isinstance(network, RecurrentNetwork):
                 memory = network.trunk(*observation_entries(specs))
                 self._state_keys = list(memory.state_keys)
-                # Behind the memory everything is as for an environment that shows its features.
+                # Behind the memory everything is built as for an environment whose observations are its features.
                 shown = Composite({REMEMBERED: Unbounded(memory.features)})
                 specs = SimpleNamespace(observation=shown, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
@@ -148,12 +149,12 @@ class OffPolicyModule(AgentModule):
 
     @property
     def policy(self) -> ExploringPolicy:
-        """The policy: exploring, or exploiting under `ExplorationType.DETERMINISTIC`."""
+        """The policy: exploring, or exploiting under ``ExplorationType.DETERMINISTIC``."""
         self._built()
         return self.__dict__["_policy"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What moves the module moves the unregistered policy, also where there is no fit.
+        # The unregistered policy moves with the module, also outside of a fit.
         super()._apply(fn, recurse)
         policy = self.__dict__.get("_policy")
         if policy is not None:
@@ -163,14 +164,14 @@ class OffPolicyModule(AgentModule):
     # -- optimizers and schedules -----------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Lightning's hook: one optimizer, one more for the critics' parameters where asked for."""
+        """Return one optimizer, or a second one for the critics' parameters."""
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic)
 
     def on_train_epoch_start(self) -> None:
-        """Lightning's hook: set learning rates from the frames, so that a resumed run has the same."""
+        """Set learning rates from the frames, so that a resumed run has the same."""
         super().on_train_epoch_start()
         self.explore()
 
@@ -181,7 +182,7 @@ class OffPolicyModule(AgentModule):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Lightning's hook: `updates_per_step` updates, and the TD errors written into the batch."""
+        """Make ``updates_per_step`` updates and write the TD errors into the batch."""
         parts = read_transitions(batch, self._keys, self.gamma, self._state_keys).chunk(self.updates_per_step)
         errors, states = [], []
         for part in parts:
@@ -201,7 +202,7 @@ class OffPolicyModule(AgentModule):
         self.explore()
 
     def _rewrite(self, batch: TensorDictBase, states: list[tuple[Entries, Entries]]) -> None:
-        """Put refreshed states into a batch, those after each step where it has any and they are one step ahead."""
+        """Write refreshed states into a batch; states after each step only where it holds them, one step ahead."""
         written: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, parts in zip(levels, zip(*states, strict=True), strict=False):
@@ -214,12 +215,12 @@ class OffPolicyModule(AgentModule):
         self._rewritten = batch, written
 
     def rewritten_keys(self, batch: TensorDictBase) -> list[NestedKey]:
-        """Return the entries of a batch that the training step has rewritten, for its buffer to take over."""
+        """Return the entries of a batch that the training step has rewritten, which its buffer is to store."""
         rewritten, keys = self._rewritten
         return keys if batch is rewritten else []
 
     def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the parts of the loss (`loss_...`) and diagnostics, and the TD errors `[*B]`."""
+        """Return the parts of the loss (``loss_...``) and diagnostics, and the TD errors ``[*B]``."""
         terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch)
         return terms
 
@@ -230,7 +231,7 @@ class OffPolicyModule(AgentModule):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: add the count of updates, on which delays and target networks depend, and exploration."""
+        """Save the count of updates, on which delays and target networks depend, and the exploration."""
         checkpoint[STATE] = {
             "updates": self.updates,
             "updater": self.updater.state_dict(),
@@ -238,11 +239,11 @@ class OffPolicyModule(AgentModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning's hook: take them back; refuse the checkpoint of another environment before its weights are read.
+        """Restore them; refuse the checkpoint of another environment before its weights are read.
 
         Raises:
             KeyError: The checkpoint is not one of an off-policy module.
-            ValueError: It is one of another environment.
+            ValueError: It belongs to another environment.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:

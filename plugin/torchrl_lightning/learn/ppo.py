@@ -19,31 +19,33 @@ from torchrl_lightning.learn.schedules import Schedule, as_schedule
 
 
 class PPOModule(ActorCriticModule):
-    """PPO with a clipped objective (Schulman et al., 2017), over TorchRL's `ClipPPOLoss`.
+    """PPO with a clipped objective (Schulman et al., 2017), over TorchRL's ``ClipPPOLoss``.
 
     Args:
-        network: What comes before the heads; `MLPNetwork()` when not given.
-        clip_epsilon: How far the probability ratio may leave 1 with profit.
+        network: Network in front of the heads; ``MLPNetwork()`` by default.
+        clip_epsilon: Clipping range of the probability ratio around 1.
         entropy_coeff: Weight of the entropy bonus.
         critic_coeff: Weight of the critic's loss.
-        loss_critic_type: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         clip_value: Clip the change of the value prediction to this; None does not clip.
         normalize_advantage: Standardise the advantage within each mini-batch.
-        target_kl: Leave out the rest of an epoch once the approximate divergence exceeds 1.5 times this.
+        target_kl: Skip the rest of an epoch once the approximate divergence exceeds 1.5 times this.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage, where `intrinsic` is given.
-        clip_schedule: Of `clip_epsilon` over frames, as `schedule`.
-        distribution: For continuous actions: `"normal"` (clipped; the default) or `"tanh_normal"`.
-        initial_std: For continuous actions: first standard deviation, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are `("state_value", name)`.
-        separate_critics: Whether each critic head has a trunk of its own.
-        intrinsic: Gives intrinsic rewards and is trained along; adds an `intrinsic_state_value` head.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer; fused Adam when not given.
-        critic_optimizer: The same for the critic's own parameters, if it is to have its own.
-        learning_rate: For the default optimizer.
+        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
+        clip_schedule: Schedule of ``clip_epsilon`` over frames, likewise.
+        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
+        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
+        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
+        separate_critics: Give each critic head its own trunk.
+        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        critic_optimizer: A separate optimizer for the critic's own parameters; optional.
+        learning_rate: Learning rate of the default optimizer.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        entropy_schedule: The same for the entropy coefficient.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        entropy_schedule: Schedule of the entropy coefficient, likewise.
 
     Example:
         >>> import torch
@@ -120,7 +122,7 @@ class PPOModule(ActorCriticModule):
         return {"entropy_coeff": self.entropy_schedule, "clip_epsilon": self.clip_schedule}
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
-        """Whether the policy has moved too far from the one that acted; all ranks decide alike."""
+        """Return whether the policy has moved too far from the one that acted; all ranks decide alike."""
         if self.target_kl is None:
             return False
         divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")

@@ -26,7 +26,7 @@ class DuelingHead(nn.Module):
     Args:
         features: Width of the input.
         actions: Number of actions.
-        network: Says which hidden layers each of the two streams has for itself.
+        network: Defines the hidden layers of each of the two streams.
 
     Example:
         >>> DuelingHead(8, 3, MLPNetwork())(torch.zeros(2, 8)).shape
@@ -38,18 +38,18 @@ class DuelingHead(nn.Module):
         self.value, self.advantage = linear_head(network, features, 1), linear_head(network, features, actions)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features `[*B, H]` to action values `[*B, A]`."""
+        """Map features ``[*B, H]`` to action values ``[*B, A]``."""
         advantage = self.advantage(features)
         return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
 
 
 class QNetwork(QValueActor):
-    """A trunk and a head as TorchRL's `QValueActor`; `values` runs them without a TensorDict.
+    """A trunk and a head as TorchRL's ``QValueActor``; ``values`` runs them without a TensorDict.
 
     Args:
-        trunk: From observations to features.
-        head: From features to action values.
-        spec: The unbatched action spec, `Categorical` or `OneHot`.
+        trunk: Maps observations to features.
+        head: Maps features to action values.
+        spec: The unbatched action spec, ``Categorical`` or ``OneHot``.
     """
 
     def __init__(self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot) -> None:
@@ -60,7 +60,7 @@ class QNetwork(QValueActor):
         self.__dict__["trunk"], self.__dict__["head"] = trunk, head
 
     def values(self, entries: Entries) -> Tensor:
-        """Return the action values `[*B, A]` of observation entries."""
+        """Return the action values ``[*B, A]`` of observation entries."""
         return self.head(self.trunk.encoder(*entries))
 
 
@@ -68,9 +68,9 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
     """Build the network of DQN.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: What comes before the head; `MLPNetwork()` when not given.
-        dueling: Whether state values and advantages have heads of their own.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Network in front of the head; ``MLPNetwork()`` by default.
+        dueling: Use separate heads for state values and advantages.
 
     Raises:
         TypeError: The action is not one choice among several.
@@ -99,8 +99,8 @@ class ActionValue(nn.Module):
     """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: Says which encoder.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Defines the encoder.
     """
 
     center: Tensor
@@ -120,16 +120,16 @@ class ActionValue(nn.Module):
         return [*entries, (action - self.center) / self.half_range]
 
     def forward(self, *entries: Tensor) -> Tensor:
-        """Map observation entries and action `[*B, *F_i]` to the value `[*B, 1]`."""
+        """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
         return self.last(self.encoder(*self.inputs(list(entries[:-1]), entries[-1])))
 
 
 def build_action_critic(specs: Any, network: Network | None = None) -> ValueOperator:
-    """Build one critic of SAC or TD3: it writes `state_action_value`.
+    """Build one critic of SAC or TD3: it writes ``state_action_value``.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: What comes before the last layer; two layers of 256 rectified units when not given.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Network in front of the last layer; two layers of 256 rectified units by default.
 
     Example:
         >>> from types import SimpleNamespace
@@ -149,8 +149,8 @@ class CriticEnsemble:
     Perceptrons run as batched matrix products, other encoders one after the other.
 
     Args:
-        critic: One of them; says what is computed.
-        parameters: The stacked parameters, `[N, ...]` each.
+        critic: One of them, which defines the computation.
+        parameters: The stacked parameters, ``[N, ...]`` each.
     """
 
     def __init__(self, critic: ValueOperator, parameters: TensorDictParams) -> None:
@@ -163,7 +163,7 @@ class CriticEnsemble:
         self.layers = self._layers()
 
     def __call__(self, entries: Entries, action: Tensor, *, detached: bool = False) -> Tensor:
-        """Return the values `[N, *B]`; detached, gradients flow to entries and action only."""
+        """Return the values ``[N, *B]``; detached, gradients flow to entries and action only."""
         if self.layers is not None:
             return self._perceptron(entries, action, detached)
         parts = {key: (value.detach() if detached else value).unbind(0) for key, value in self.parameters.items()}
@@ -203,7 +203,7 @@ class CriticEnsemble:
 
 
 def write_error(batch: TensorDictBase, error: Tensor) -> None:
-    """Write the absolute TD error `[*B]`, from which a prioritized buffer takes new priorities.
+    """Write the absolute TD error ``[*B]``, from which a prioritized buffer takes new priorities.
 
     Example:
         >>> from tensordict import TensorDict

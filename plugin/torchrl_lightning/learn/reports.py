@@ -1,4 +1,4 @@
-"""How a LightningModule reports: means over an epoch, and evaluation episodes, over environment frames."""
+"""Reporting of LightningModules over environment frames: means over an epoch, and evaluation episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_lightning.learn.schedules import progress_of
 
 
 class ReportingModule(L.LightningModule):
-    """Accumulates metrics and writes them to the loggers when an epoch ends; judges evaluation episodes.
+    """Accumulate metrics, write them to the loggers when an epoch ends, and log evaluation episodes.
 
     Example:
         >>> module = ReportingModule()
@@ -29,7 +29,7 @@ class ReportingModule(L.LightningModule):
         self.epoch_metrics: dict[str, float] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a hook's name goes past PyTorch's registries.
+        """Set an attribute; bypass PyTorch's registries for the current hook's name.
 
         Lightning notes the name of each hook on the module, more than thirty times a step.
         """
@@ -40,12 +40,12 @@ class ReportingModule(L.LightningModule):
 
     @property
     def frames(self) -> int:
-        """Environment frames collected so far; 0 where the DataModule does not say."""
+        """Environment frames collected so far; 0 if the DataModule does not count them."""
         return int(getattr(self._data, "frames", 0))
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done; 0 where nothing says when it ends."""
+        """Fraction of the run that is done; 0 if its end is unknown."""
         return (progress_of(self._trainer) if self._trainer is not None else None) or 0.0
 
     @property
@@ -53,17 +53,17 @@ class ReportingModule(L.LightningModule):
         return None if self._trainer is None else getattr(self.trainer, "datamodule", None)
 
     def accumulate(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Add scalars to this epoch's means, logged as `train/...` when it ends."""
+        """Add scalars to this epoch's means, logged as ``train/...`` when it ends."""
         self.metric_sums.add(metrics)
 
     def report(self) -> dict[str, float]:
-        """Return further figures of the epoch that ends."""
+        """Return further metrics of the ending epoch."""
         return {}
 
     def on_train_epoch_end(self) -> None:
-        """Lightning's hook: write the epoch's means to the loggers, over the frames collected so far.
+        """Write the epoch's means to the loggers, over the frames collected so far.
 
-        Not by `self.log`, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
+        Not by ``self.log``, which costs about 0.4 ms for each key: a tenth of the learning time of a small agent.
         """
         metrics = {f"train/{name}": value for name, value in {**self.metric_sums.flush(), **self.report()}.items()}
         self.epoch_metrics = metrics
@@ -72,7 +72,7 @@ class ReportingModule(L.LightningModule):
             logger.log_metrics(metrics, step=step)
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Lightning's hook: log the returns and lengths `[E]` of finished evaluation episodes."""
+        """Log the returns and lengths ``[E]`` of finished evaluation episodes."""
         returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
         metrics: dict[str, Any] = {
             "eval/return": returns.mean(),
@@ -91,5 +91,5 @@ class ReportingModule(L.LightningModule):
         )
 
     def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Lightning's hook: as :meth:`validation_step`."""
+        """Log test episodes as :meth:`validation_step` does."""
         self.validation_step(batch, batch_idx)

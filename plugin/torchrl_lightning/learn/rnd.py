@@ -19,18 +19,18 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network
 class RandomNetworkDistillation(nn.Module):
     r"""Random network distillation (Burda et al., 2019).
 
-    A predictor learns the output of a fixed, randomly initialised target network on the observations met; its error on
-    the next observation is the intrinsic reward:
+    A predictor learns the output of a fixed, randomly initialised target network; its error on the next observation is
+    the intrinsic reward:
     \(r^{int} = \frac{1}{d}\lVert f(\tilde o') - \hat f(\tilde o') \rVert^2\).
-    Observations are whitened by running moments over all that was met:
+    Observations are whitened by running moments over all observations so far:
     \(\tilde o = \mathrm{clip}((o - \mu)/\sigma, \pm 5)\).
     The rewards are raw: the buffer normalises them and estimates their returns.
 
     Args:
-        network: What comes before the embedding; `MLPNetwork([64, 64], "relu")` when not given.
-        embedding_size: Width `d` of the embedding.
+        network: Network in front of the embedding; ``MLPNetwork([64, 64], "relu")`` by default.
+        embedding_size: Width ``d`` of the embedding.
         clip: Bound of the whitened observations.
-        update_fraction: Share of each mini-batch that trains the predictor.
+        update_fraction: Fraction of each mini-batch that trains the predictor.
 
     Example:
         >>> from types import SimpleNamespace
@@ -71,7 +71,7 @@ class RandomNetworkDistillation(nn.Module):
             self.whitened = [not isinstance(entry, Categorical) for entry in entries]
             self.target, self.predictor = self._embedding(entries), self._embedding(entries)
             self.target.requires_grad_(False)
-            # A fixed target: its dropout would be noise in what the predictor learns.
+            # The target is fixed: dropout in it would be noise in the predictor's labels.
             self._target_mode = EvaluationMode(self.target)
             self.register_buffer("count", torch.zeros((), dtype=torch.float64))
             for i, entry in enumerate(entries):
@@ -84,7 +84,7 @@ class RandomNetworkDistillation(nn.Module):
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
-        """Return what is trained."""
+        """Return the trained parameters."""
         return self._built(self.predictor).parameters()
 
     @staticmethod
@@ -114,7 +114,7 @@ class RandomNetworkDistillation(nn.Module):
 
     @torch.no_grad()
     def observe(self, entries: list[Tensor]) -> None:
-        """Merge observations `[*B, *F_i]` into the running moments (Chan et al., 1979)."""
+        """Merge observations ``[*B, *F_i]`` into the running moments (Chan et al., 1979)."""
         count = self.count
         added = entries[0].numel() / max(self.mean_0.numel(), 1)
         total = count + added
@@ -129,9 +129,9 @@ class RandomNetworkDistillation(nn.Module):
 
     @torch.no_grad()
     def annotate(self, rollout: TensorDictBase) -> None:
-        """Update the moments with a rollout `[T, N]` and add its raw `("next", "intrinsic_reward")` `[T, N, 1]`.
+        """Update the moments with a rollout ``[T, N]`` and add its raw ``("next", "intrinsic_reward")`` ``[T, N, 1]``.
 
-        The rollout may lie on another device than the networks; it stays there.
+        The rollout may be on another device than the networks; it stays there.
         """
         entries = self._next_observations(rollout)
         home, there = entries[0].device, self.count.device

@@ -19,31 +19,32 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
 class SACModule(OffPolicyModule):
-    """SAC with a learnt temperature (Haarnoja et al., 2018), over TorchRL's `SACLoss`; continuous bounded actions.
+    """SAC with a learnt temperature (Haarnoja et al., 2018), over TorchRL's ``SACLoss``; continuous bounded actions.
 
-    With a `RecurrentNetwork` the critics' loss trains a memory whose features actor and critics share, from the
-    states that the buffer holds.
+    With a ``RecurrentNetwork``, actor and critics share the features of a memory, which starts from the stored states
+    and is trained by the critics' loss.
 
     Args:
-        network: What comes before the heads; two layers of 256 rectified units when not given.
-        num_critics: How many critics; the least of their values counts.
-        alpha: First temperature.
-        learn_alpha: Whether the temperature follows `target_entropy`.
-        target_entropy: In nats; minus the number of action dimensions when not given.
-        alpha_optimizer: A callable from parameters to an optimizer for the temperature, if it is to have one.
-        loss_function: `"l2"`, `"smooth_l1"` or `"l1"`.
+        network: Network in front of the heads; two layers of 256 rectified units by default.
+        num_critics: Number of critics; the smallest of their values is used.
+        alpha: Initial temperature.
+        learn_alpha: Learn the temperature, so that the entropy follows ``target_entropy``.
+        target_entropy: Target entropy in nats; minus the number of action dimensions by default.
+        alpha_optimizer: A separate optimizer for the temperature, as a callable; optional.
+        loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         gamma: Discount of one step.
-        learning_rate: For the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
-        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
+        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        tau: Share of the online parameters that the target networks take over at each of their updates.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
-        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
-            several small updates.
-        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
-            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
+        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
+            Lightning's cost of a step over several small updates.
+        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
+            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
     Example:
         >>> from types import SimpleNamespace
@@ -119,7 +120,7 @@ class SACModule(OffPolicyModule):
         return groups
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Lightning's hook: as the base, and one for the temperature where asked for."""
+        """Return the optimizers of the base, and one for the temperature if it has its own."""
         optimizers = super().configure_optimizers()
         if self.alpha_optimizer is not None:
             self._groups.append([self.loss.log_alpha])
@@ -128,6 +129,6 @@ class SACModule(OffPolicyModule):
 
 
 def critic_parameters(loss: Any) -> list[nn.Parameter]:
-    """Return what the critics' loss trains: the critics and, if there is one, the memory."""
+    """Return the parameters that the critics' loss trains: those of the critics and of a memory."""
     memory = list(loss.memory_network_params.parameters()) if loss.has_memory else []
     return [*loss.qvalue_network_params.parameters(), *memory]

@@ -26,7 +26,7 @@ class ConstantSchedule:
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """From 1 down to `final` in a straight line.
+    """From 1 down to ``final`` in a straight line.
 
     Example:
         >>> LinearSchedule(final=0.5)(0.5)
@@ -42,7 +42,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class CosineSchedule:
-    """From 1 down to `final` along half a cosine (Loshchilov and Hutter, 2017).
+    """From 1 down to ``final`` along half a cosine (Loshchilov and Hutter, 2017).
 
     Example:
         >>> round(CosineSchedule()(0.5), 3)

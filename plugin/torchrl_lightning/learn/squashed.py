@@ -22,7 +22,7 @@ _CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
 def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Return middle and half of a bounded action range, `[A]` each.
+    """Return middle and half of a bounded action range, ``[A]`` each.
 
     Raises:
         TypeError: The actions are not one vector of floating-point numbers within finite bounds.
@@ -57,12 +57,12 @@ class SquashedHead(ActionHead):
     r"""The Normal of mean and deviation \(\mu(s), \sigma(s)\) behind a tanh, \(a = c + h \tanh u\).
 
     \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
-    Samples and log-probabilities are those of TorchRL's `TanhNormal`, without its objects.
+    Samples and log-probabilities are those of TorchRL's ``TanhNormal``, without its objects.
 
     Args:
         features: Width of the input.
         spec: The unbatched action spec.
-        hidden: Layers before the last one.
+        hidden: Layers in front of the last one.
     """
 
     center: Tensor
@@ -79,13 +79,13 @@ class SquashedHead(ActionHead):
         self.register_buffer("log_range", half_range.log().sum(), persistent=False)
 
     def act(self, parameters: Parameters, deterministic: bool) -> Tensor:
-        """Return actions `[*B, A]`."""
+        """Return actions ``[*B, A]``."""
         loc, std = parameters
         preimage = loc if deterministic else torch.addcmul(loc, std, torch.randn_like(loc))
         return torch.addcmul(self.center, self._tanh(preimage), self.half_range)
 
     def rsample(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
-        """Return actions `[*B, A]` and their log-probabilities `[*B]`, both differentiable."""
+        """Return actions ``[*B, A]`` and their log-probabilities ``[*B]``, both differentiable."""
         loc, std = parameters
         noise = torch.randn_like(loc)
         preimage = torch.addcmul(loc, std, noise)
@@ -95,7 +95,7 @@ class SquashedHead(ActionHead):
         return action, terms.sum(-1) - (_CONSTANT * loc.shape[-1] + self.log_range)
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
-        """Return actions `[*B, A]` and log-probabilities `[*B]`."""
+        """Return actions ``[*B, A]`` and log-probabilities ``[*B]``."""
         return super().sample(parameters, deterministic) if deterministic else self.rsample(parameters)
 
     @staticmethod
@@ -110,7 +110,7 @@ class DeterministicHead(nn.Module):
     Args:
         features: Width of the input.
         spec: The unbatched action spec.
-        hidden: Layers before the last one.
+        hidden: Layers in front of the last one.
     """
 
     center: Tensor
@@ -125,7 +125,7 @@ class DeterministicHead(nn.Module):
         self.register_buffer("half_range", half_range, persistent=False)
 
     def squashed(self, features: Tensor) -> Tensor:
-        """Return actions `[*B, A]` in [-1, 1]."""
+        """Return actions ``[*B, A]`` in [-1, 1]."""
         return self.layers(features).tanh()
 
     def scale(self, squashed: Tensor) -> Tensor:
@@ -133,16 +133,16 @@ class DeterministicHead(nn.Module):
         return torch.addcmul(self.center, squashed, self.half_range)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return actions `[*B, A]` in the environment's units."""
+        """Return actions ``[*B, A]`` in the environment's units."""
         return self.scale(self.squashed(features))
 
 
 class DeterministicActor(TensorDictSequential):
-    """A trunk and a deterministic head; writes `action`.
+    """A trunk and a deterministic head; writes ``action``.
 
     Args:
-        trunk: From observations to features.
-        head: From features to actions.
+        trunk: Maps observations to features.
+        head: Maps features to actions.
     """
 
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
@@ -161,8 +161,8 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
     """Build the actor of SAC: mean and deviation both depend on the observation.
 
     Args:
-        specs: `EnvironmentSpecs`, or anything with an unbatched `observation` (Composite) and `action`.
-        network: What comes before the head; two layers of 256 rectified units when not given.
+        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
+        network: Network in front of the head; two layers of 256 rectified units by default.
 
     Raises:
         TypeError: The actions are not bounded floating-point vectors.
@@ -180,7 +180,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
 
 
 def build_deterministic_actor(specs: Any, network: Network | None = None) -> DeterministicActor:
-    """Build the actor of TD3; arguments and errors as of `build_squashed_actor`.
+    """Build the actor of TD3; arguments and errors as of ``build_squashed_actor``.
 
     Example:
         >>> from types import SimpleNamespace

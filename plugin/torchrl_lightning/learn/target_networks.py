@@ -14,14 +14,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def on_parameters(network: Module, parameters: TensorDictParams) -> Module:
-    """Return a copy of a network that computes with these very parameters.
+    """Return a copy of a network that computes with the given parameter tensors.
 
     TorchRL swaps a network's parameters at each call, which costs more than a small network. Here it is done once:
     moving a loss to a device keeps its tensor objects, so the copy follows.
 
     Args:
-        network: Says what is computed.
-        parameters: As `TensorDict.from_module(network)` lays them out.
+        network: Defines the computation.
+        parameters: As ``TensorDict.from_module(network)`` lays them out.
 
     Example:
         >>> from tensordict import TensorDict
@@ -46,7 +46,7 @@ def _trains(parameters: TensorDictParams) -> bool:
 
 
 class FusedSoftUpdate(SoftUpdate):
-    r"""TorchRL's `SoftUpdate` in one call for all: \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
+    r"""TorchRL's ``SoftUpdate`` in one call: \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
 
     Args:
         loss: A loss with target parameters.
@@ -70,10 +70,10 @@ class FusedSoftUpdate(SoftUpdate):
 
 
 def build_updater(loss: LossModule, tau: float) -> SoftUpdate | HardUpdate:
-    """Return the updater that takes a share `tau` of the online parameters at each step; all of them with 1.
+    """Return the updater that moves target parameters by a fraction ``tau``; with 1 it copies them.
 
     Raises:
-        ValueError: `tau` is not in (0, 1].
+        ValueError: ``tau`` is not in (0, 1].
     """
     if not 0.0 < tau <= 1.0:
         raise ValueError(f"tau={tau} must be in (0, 1]: 1 copies the online parameters, smaller values follow them")

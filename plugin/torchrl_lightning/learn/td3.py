@@ -21,31 +21,32 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
 class TD3Module(OffPolicyModule):
-    """TD3 (Fujimoto et al., 2018), over TorchRL's `TD3Loss`; continuous bounded actions.
+    """TD3 (Fujimoto et al., 2018), over TorchRL's ``TD3Loss``; continuous bounded actions.
 
-    All noise is in units of half the action range. `target_interval` is the policy's delay too, as in the paper.
+    All noise is in units of half the action range. ``target_interval`` also delays the policy, as in the paper.
 
     Args:
-        network: What comes before the heads; two layers of 256 rectified units when not given.
-        num_critics: How many critics; the least of their values counts.
-        noise: First deviation of the exploration noise.
-        noise_end: Last one; `noise` when not given.
-        noise_frames: Frames from the first to the last.
-        policy_noise: Deviation of the noise on target actions.
+        network: Network in front of the heads; two layers of 256 rectified units by default.
+        num_critics: Number of critics; the smallest of their values is used.
+        noise: Initial standard deviation of the exploration noise.
+        noise_end: Final standard deviation; ``noise`` by default.
+        noise_frames: Frames over which it moves from the initial to the final one.
+        policy_noise: Standard deviation of the noise on target actions.
         noise_clip: Bound of that noise.
-        loss_function: `"l2"`, `"smooth_l1"` or `"l1"`.
+        loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         target_interval: Updates between two updates of the policy and of the target networks.
         gamma: Discount of one step.
-        learning_rate: For the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (a `functools.partial`) from parameters to an optimizer.
-        critic_optimizer: The same for the critics' (and a memory's) own parameters, if they are to have one.
+        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
+        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Of the learning rates over frames: `"constant"`, `"linear"`, `"cosine"` or a function of progress.
-        tau: Share of the online parameters that the target networks take over at each of their updates.
-        updates_per_step: Equal parts of each batch, with an update on each: spreads Lightning's cost of a step over
-            several small updates.
-        refresh_states: Whether a `RecurrentNetwork` rewrites the recurrent states of each batch as it would meet them
-            now; `ReplayDataModule` then puts them in the place of those stored, so that they do not grow stale.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+        tau: Fraction by which the target networks move towards the online ones at each of their updates.
+        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
+            Lightning's cost of a step over several small updates.
+        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
+            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
     Example:
         >>> import torch
@@ -120,7 +121,7 @@ class TD3Module(OffPolicyModule):
         }
 
     def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the parts of the loss; the policy's only with every `target_interval`-th update."""
+        """Return the parts of the loss; the policy's part only at every ``target_interval``-th update."""
         terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch, with_actor=self._moves_actor)
         return terms
 
@@ -129,7 +130,7 @@ class TD3Module(OffPolicyModule):
         return (self.updates + 1) % self.target_interval == 0
 
     def idle_parameters(self) -> list[nn.Parameter]:
-        """Return the policy's parameters where its update is delayed."""
+        """Return the policy's parameters if its update is delayed."""
         return [] if self._moves_actor else self.parameter_groups()["actor"]
 
     def exploration(self, frames: int) -> float:

@@ -1,7 +1,7 @@
 """TorchRL's off-policy losses with a direct forward: plain tensors, target networks bound once.
 
-Losses and gradients are those of TorchRL's own forward to 1e-6 (tested). Each can have a recurrent memory before it,
-which the critics' loss trains; the policy reads its features without a gradient.
+Losses and gradients are those of TorchRL's own forward to 1e-6 (tested). Each can have a recurrent memory in front of
+it, which the critics' loss trains; the policy reads its features without a gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 
 
 class _DirectTerms:
-    """What the direct forwards share; before a TorchRL loss in the bases of a class."""
+    """Common parts of the direct forwards; mixed into a TorchRL loss."""
 
     memory_network: RecurrentTrunk
     memory_network_params: TensorDictParams
@@ -43,7 +43,7 @@ class _DirectTerms:
             self.__dict__["target_memory"] = on_parameters(memory, self._targets_of("memory_network"))
 
     def _targets_of(self: Any, name: str) -> TensorDictParams:
-        # As an attribute TorchRL gives them with a warning until an updater is there.
+        # Reading the attribute makes TorchRL warn until an updater exists.
         parameters: Any = dict(self.named_children())[f"target_{name}_params"]
         return parameters
 
@@ -51,7 +51,7 @@ class _DirectTerms:
         if loss_function not in _DISTANCES:
             raise ValueError(f"loss_function={loss_function!r} is unknown; known are {', '.join(_DISTANCES)}")
         self.loss_mask_key = "mask"
-        # Made at once: a loss that makes it at first use has other state-dict keys before and after.
+        # Made here: a loss that makes it at first use changes its state-dict keys then.
         self.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
 
     def remember(self: Any, batch: Transitions) -> Transitions:
@@ -59,9 +59,9 @@ class _DirectTerms:
         return remember(batch, self.memory_network, self.target_memory) if self.has_memory else batch
 
     def _critic_loss(self, batch: Transitions, values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of critics `[N, *B]`, and their greatest absolute errors `[*B]`."""
+        """Return the loss of critics ``[N, *B]``, and their greatest absolute errors ``[*B]``."""
         if batch.mask is not None:
-            # What does not count may be anything, and would make the gradient nan even behind a selection.
+            # Masked steps may hold NaN, which would make the gradient NaN even behind a selection.
             target = torch.where(batch.mask, target, values.detach()[0])
         loss = _DISTANCES[self.loss_function](values, target.expand_as(values), reduction="none").sum(0)
         error = (values.detach() - target).abs().amax(0)
@@ -69,20 +69,20 @@ class _DirectTerms:
 
 
 class DirectDQNLoss(_DirectTerms, DQNLoss):
-    r"""Deep Q-learning (Mnih et al., 2015), double if asked for (van Hasselt et al., 2016).
+    r"""Deep Q-learning (Mnih et al., 2015), optionally double (van Hasselt et al., 2016).
 
     \((Q(s, a) - r - \gamma \bar Q(s', a^*))^2\), \(a^*\) the best action of the target network or, if double, of the
     online one.
 
     Args:
         network: The action values.
-        memory: A recurrent memory before it.
+        memory: A recurrent memory in front of it.
         gamma: Discount of one step.
-        double: Whether the online network chooses the successor's action.
-        loss_function: `"l2"`, `"l1"` or `"smooth_l1"`.
+        double: Let the online network choose the successor's action.
+        loss_function: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
 
     Raises:
-        ValueError: `loss_function` is unknown.
+        ValueError: ``loss_function`` is unknown.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DirectDQNLoss(_DirectTerms, DQNLoss):
         self.__dict__["target_network"] = on_parameters(network, self._targets_of("value_network"))
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the loss and diagnostics, all scalars, and the absolute TD errors `[*B]`."""
+        """Return the loss and diagnostics, all scalars, and the absolute TD errors ``[*B]``."""
         batch = self.remember(batch)
         network: Any = self.value_network
         values = network.values(batch.now)
@@ -129,17 +129,17 @@ class DirectSACLoss(_DirectTerms, SACLoss):
     \(\alpha \log\pi(a|s) - \min_i Q_i(s, a)\); temperature: \(-\log\alpha\,(\log\pi(a|s) + \bar H)\).
 
     Args:
-        actor: A policy whose head is a `SquashedHead`.
+        actor: A policy whose head is a ``SquashedHead``.
         critics: The critics, each with its own first weights.
-        memory: A recurrent memory before both.
+        memory: A recurrent memory in front of both.
         gamma: Discount of one step.
-        loss_function: `"l2"`, `"l1"` or `"smooth_l1"`.
-        alpha_init: First temperature.
-        fixed_alpha: Leave the temperature as it is.
-        target_entropy: In nats; `"auto"` takes minus the number of action dimensions.
+        loss_function: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        alpha_init: Initial temperature.
+        fixed_alpha: Keep the temperature constant.
+        target_entropy: Target entropy in nats; ``"auto"`` means minus the number of action dimensions.
 
     Raises:
-        ValueError: `loss_function` is unknown.
+        ValueError: ``loss_function`` is unknown.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class DirectSACLoss(_DirectTerms, SACLoss):
         )
         self._set_memory(memory)
         self._set_up(gamma, loss_function)
-        # TorchRL turns it into a buffer when it is first read; later would be too late for a strict state dict.
+        # TorchRL makes it a buffer at the first read; after loading it would be too late for a strict state dict.
         assert self.target_entropy is not None
         self.__dict__["critics"] = CriticEnsemble(critics[0], self.qvalue_network_params)
         self.__dict__["target_critics"] = CriticEnsemble(critics[0], self._targets_of("qvalue_network"))
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss and diagnostics, all scalars, and the greater absolute TD error `[*B]`."""
+        """Return the parts of the loss and diagnostics, all scalars, and the greater absolute TD error ``[*B]``."""
         batch = self.remember(batch)
         actor: Any = self.actor_network
         encoder, head, alpha = actor.trunk.encoder, actor.head, self.log_alpha.detach().exp()
@@ -202,14 +202,14 @@ class DirectTD3Loss(_DirectTerms, TD3Loss):
     Args:
         actor: The policy.
         critics: The critics, each with its own first weights.
-        memory: A recurrent memory before both.
+        memory: A recurrent memory in front of both.
         gamma: Discount of one step.
-        loss_function: `"l2"`, `"l1"` or `"smooth_l1"`.
-        policy_noise: Deviation of the noise on target actions, in units of half the action range.
+        loss_function: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        policy_noise: Standard deviation of the noise on target actions, in units of half the action range.
         noise_clip: Bound of that noise, in the same units.
 
     Raises:
-        ValueError: `loss_function` is unknown.
+        ValueError: ``loss_function`` is unknown.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class DirectTD3Loss(_DirectTerms, TD3Loss):
             loss_function=loss_function,
             bounds=(center - half, center + half),
         )
-        # TorchRL takes both in units of the action.
+        # TorchRL expects both in units of the action.
         del self.policy_noise, self.noise_clip
         self.register_buffer("policy_noise", policy_noise * half, persistent=False)
         self.register_buffer("noise_clip", noise_clip * half, persistent=False)
@@ -243,7 +243,7 @@ class DirectTD3Loss(_DirectTerms, TD3Loss):
         self.__dict__["target_actor"] = _bound_actor(actor, self._targets_of("actor_network"))
 
     def terms(self, batch: Transitions, *, with_actor: bool = True) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss and diagnostics, all scalars, and the greater absolute TD error `[*B]`."""
+        """Return the parts of the loss and diagnostics, all scalars, and the greater absolute TD error ``[*B]``."""
         batch = self.remember(batch)
         terms: Terms = {}
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an off-policy loss reads from a batch, as plain tensors."""
+"""The entries of a batch that an off-policy loss reads, as plain tensors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Entries = list[Tensor]
 
 @dataclass(slots=True)
 class Transitions:
-    """The tensors of a batch of transitions `[*B]`; flags and rewards without their trailing dimension.
+    """The tensors of a batch of transitions ``[*B]``; flags and rewards without their trailing dimension.
 
     Attributes:
-        now: Observation entries `[*B, *F]`.
+        now: Observation entries ``[*B, *F]``.
         after: Entries of the true successor, as the online networks see them.
         after_target: The same, as the target networks see them.
-        action: Action `[*B, *A]`.
-        reward: Reward, summed over the steps between `now` and `after`.
-        terminated: Whether `after` is the end, so that nothing is to be expected behind it.
+        action: Action ``[*B, *A]``.
+        reward: Reward, summed over the steps between ``now`` and ``after``.
+        terminated: Whether ``after`` is terminal, so that its value is 0.
         done: Whether the episode ends there for any reason.
-        discount: Factor of the value behind `after`: a number, or a tensor where the steps between differ.
-        weight: Importance weights, if the batch brings any.
-        mask: Which steps count; all if None.
-        is_init: Whether an episode begins at `now`, for recurrent networks.
-        states: Recurrent states before `now`, for recurrent networks.
-        steps: How many steps `after` lies behind `now`, for recurrent networks; one if None.
+        discount: Factor of the value of ``after``: a number, or a tensor where the number of steps differs.
+        weight: Importance weights, if the batch has any.
+        mask: Valid steps; all if None.
+        is_init: Whether an episode begins at ``now``, for recurrent networks.
+        states: Recurrent states before ``now``, for recurrent networks.
+        steps: Number of steps from ``now`` to ``after``, for recurrent networks; one if None.
     """
 
     now: Entries
@@ -51,7 +51,7 @@ class Transitions:
         """Cut along the first dimension into equal parts.
 
         Raises:
-            ValueError: The batch does not divide so.
+            ValueError: The batch does not divide evenly.
         """
         if count == 1:
             return [self]
@@ -85,15 +85,15 @@ class Transitions:
         )
 
     def target(self, value: Tensor) -> Tensor:
-        r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), `[*B]`."""
+        r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
         return torch.addcmul(self.reward, self.discount * value, (~self.terminated).to(value.dtype))
 
     def mean(self, loss: Tensor) -> Tensor:
-        r"""Return the mean over the steps that count, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
+        r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
         if self.mask is None and self.weight is None:
             return loss.mean()
         if self.mask is not None:
-            # Selected, not multiplied: what does not count may be anything, and nan * 0 is nan.
+            # Select, do not multiply: masked steps may hold NaN, and nan * 0 is nan.
             loss = torch.where(self.mask, loss, 0.0)
         weight = loss.new_ones(()).expand_as(loss) if self.weight is None else self.weight
         if self.mask is not None:
@@ -107,16 +107,17 @@ def read_transitions(
     gamma: float,
     state_keys: Sequence[NestedKey] = (),
 ) -> Transitions:
-    """Read what a loss needs.
+    """Read the entries that a loss needs.
 
-    The discount is the batch's own `gamma` if it has one, else `gamma` to the power of its `steps_to_next_obs` (both
-    are written by TorchRL's `MultiStepTransform`), else `gamma`.
+    The discount is the batch's own ``gamma`` if it has one, else ``gamma`` to the power of its ``steps_to_next_obs``
+    (both are written by TorchRL's ``MultiStepTransform``), else ``gamma``.
 
     Args:
-        batch: Transitions `[B]`, or sequences `[B, T]`; `mask` says which steps count, `priority_weight` how much.
+        batch: Transitions ``[B]``, or sequences ``[B, T]``;
+            ``mask`` marks the valid steps, ``priority_weight`` weights them.
         keys: The observation entries.
         gamma: Discount of one step.
-        state_keys: Where the recurrent states are.
+        state_keys: Keys of the recurrent states.
 
     Raises:
         KeyError: Something is missing; the message says what.
@@ -143,7 +144,7 @@ def read_transitions(
     weight = batch.get("priority_weight", None)
     if weight is not None:
         weight = weight.to(reward.dtype)
-        # One weight for each row, or one for each sequence.
+        # One weight for each step, or one for each sequence.
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
     mask = batch.get("mask", None)
     after = [_entry(following, key) for key in keys]

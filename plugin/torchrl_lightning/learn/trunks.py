@@ -18,7 +18,7 @@ class FeedForwardTrunk(TensorDictModuleBase):
     """An encoder as a TensorDict module.
 
     Args:
-        encoder: Maps the entries to features, and has an integer attribute `features`.
+        encoder: Maps the entries to features, and has an integer attribute ``features``.
         keys: The observation entries.
 
     Example:
@@ -40,11 +40,11 @@ class FeedForwardTrunk(TensorDictModuleBase):
         self.out_keys = [FEATURES]
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the features `[*B, H]` and the next recurrent states (none), writing nothing."""
+        """Return the features ``[*B, H]`` and the next recurrent states (none), writing nothing."""
         return self.read(tensordict), ()
 
     def read(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the features `[*B, H]`, writing nothing."""
+        """Return the features ``[*B, H]``, writing nothing."""
         return self.encoder(*[tensordict.get(key) for key in self.in_keys])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -53,17 +53,17 @@ class FeedForwardTrunk(TensorDictModuleBase):
 
 
 class RecurrentTrunk(TensorDictModuleBase):
-    r"""An encoder followed by TorchRL's `GRUModule` or `LSTMModule`.
+    r"""An encoder followed by TorchRL's ``GRUModule`` or ``LSTMModule``.
 
-    Single steps (the default) take each row's own state, zeroed where `is_init`:
+    Single steps (the default) take each row's own state, zeroed where ``is_init``:
     \(h_{t+1}, y_t = \mathrm{cell}(x_t, (1 - \mathrm{init}_t) h_t)\).
-    Sequences `[B, T]` (inside `torchrl.modules.set_recurrent_mode`) take the first state of each row and run on,
-    starting from zero wherever `is_init` says that an episode begins.
+    Sequences ``[B, T]`` (inside ``torchrl.modules.set_recurrent_mode``) take the first state of each row and run on,
+    starting from zero wherever ``is_init`` says that an episode begins.
 
     Args:
-        encoder: Maps the entries to features, and has an integer attribute `features`.
+        encoder: Maps the entries to features, and has an integer attribute ``features``.
         keys: The observation entries.
-        cell: `"gru"` (state: a tensor `[*B, L, H]`) or `"lstm"` (state: a nested TensorDict of `h` and `c`).
+        cell: ``"gru"`` (state: a tensor ``[*B, L, H]``) or ``"lstm"`` (state: a nested TensorDict of ``h`` and ``c``).
         hidden_size: Width of the recurrent state.
         num_layers: Number of recurrent layers.
 
@@ -125,7 +125,7 @@ class RecurrentTrunk(TensorDictModuleBase):
         return states
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return features `[*B, H]` and the next states, writing nothing."""
+        """Return features ``[*B, H]`` and the next states, writing nothing."""
         encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
         is_init = tensordict.get("is_init")
         states = self._states(tensordict, is_init)
@@ -155,10 +155,10 @@ class RecurrentTrunk(TensorDictModuleBase):
 
     @torch.no_grad()
     def unroll(self, tensordict: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the states `[B, T, L, H]` before and after each step of sequences `[B, T]`, without a gradient.
+        """Return the states ``[B, T, L, H]`` before and after each step of sequences ``[B, T]``, without a gradient.
 
-        They are those of single steps, one after the other, from each row's first state: TorchRL's modules show the
-        states behind the last step only.
+        They are computed step by step from each row's first state, because TorchRL's modules return the state after the
+        last step only.
         """
         encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
         fresh = tensordict.get("is_init").unsqueeze(-1)
@@ -175,7 +175,7 @@ class RecurrentTrunk(TensorDictModuleBase):
         return [torch.stack(steps, 1) for steps in before], [torch.stack(steps, 1) for steps in after]
 
     def read(self, tensordict: TensorDictBase) -> Tensor:
-        """Return features `[*B, H]`, writing nothing."""
+        """Return features ``[*B, H]``, writing nothing."""
         return self.step(tensordict)[0]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

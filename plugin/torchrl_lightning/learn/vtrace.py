@@ -8,8 +8,9 @@ from torchrl_lightning.learn.a2c import A2CModule
 class VTraceModule(A2CModule):
     """Policy gradient and value regression on V-trace targets (IMPALA, Espeholt et al., 2018).
 
-    The batch brings `advantage` and `value_target` from `VTraceBuffer`, which weights what a stale actor did by the
-    current policy; the losses are then those of A2C. Logs `train/ratio_deviation`, the mean of |pi / mu - 1|.
+    ``VTraceBuffer`` provides ``advantage`` and ``value_target``, corrected for the difference between the policy that
+    acted and the current one; the losses are then those of A2C. Logs ``train/ratio_deviation``, the mean of
+    |pi / mu - 1|.
 
     Example:
         >>> from types import SimpleNamespace

@@ -26,13 +26,13 @@ class DiscountedReturns(AdvantageTransform):
     Args:
         gamma: discount.
         critic: module that writes the values.
-        bootstrap: use values; without, cut-off episodes count as ended, no critic is needed and ``A = R``.
+        bootstrap: use values; if False, cut-off episodes count as ended, no critic is needed and ``A = R``.
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
@@ -76,7 +76,7 @@ class DiscountedReturns(AdvantageTransform):
         self.bootstrap = bootstrap
 
     def fill(self, rollout: TensorDictBase) -> None:
-        """Write the values, where they are used."""
+        """Write the values if they are used."""
         if self.bootstrap:
             super().fill(rollout)
 
@@ -95,7 +95,7 @@ class DiscountedReturns(AdvantageTransform):
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns minus values, and the returns."""
+        """Compute returns minus values, and the returns."""
         target = discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
         return target - value, target
 
@@ -112,9 +112,9 @@ class GeneralizedAdvantages(AdvantageTransform):
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
@@ -161,7 +161,7 @@ class GeneralizedAdvantages(AdvantageTransform):
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """GAE of one critic."""
+        """Compute GAE of one critic."""
         return gae(reward, value, next_value, *flags(rollout, reward), self.gamma, self.lmbda)
 
 
@@ -185,9 +185,9 @@ class VTraceAdvantages(AdvantageTransform):
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
@@ -263,7 +263,7 @@ class VTraceAdvantages(AdvantageTransform):
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """V-trace of one critic."""
+        """Compute V-trace of one critic."""
         log_pi, log_mu = log_probs(rollout, self.current_log_prob_key, self.log_prob_key, value)
         return vtrace(
             log_pi,
@@ -281,12 +281,12 @@ class VTraceAdvantages(AdvantageTransform):
 
 
 def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``terminated``, and where the trace ends, in the shape of ``like``."""
+    """Return ``terminated``, and where the trace ends, in the shape of ``like``."""
     return rollout.get(TERMINATED).expand_as(like), boundaries(rollout).expand_as(like)
 
 
 def log_probs(rollout: TensorDictBase, current: NestedKey, behaviour: NestedKey, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Current and behaviour log-probabilities with as many dimensions as ``like``.
+    """Return current and behaviour log-probabilities with as many dimensions as ``like``.
 
     Raises:
         KeyError: the behaviour policy's log-probabilities are missing.

@@ -1,4 +1,4 @@
-"""What every on-policy buffer does: hold one rollout, hand it out in mini-batches, save and restore itself."""
+"""Base of all on-policy buffers: hold one rollout, serve it in mini-batches, save and restore itself."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
 
     @property
     def device(self) -> torch.device:
-        """Where the rollout lives."""
+        """Device of the rollout."""
         return torch.device(self.storage.device)
 
     @property
@@ -104,7 +104,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether mini-batches are whole environments: as told, else when a recurrent state is stored."""
+        """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
         if self.recurrent is not None:
             return self.recurrent
         return any(under(key, state) for key in self.storage.schema for state in self.recurrent_keys)
@@ -112,7 +112,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def insert_data_slice(self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None) -> None:
-        """Replace what is stored by a rollout.
+        """Replace the stored data by a rollout.
 
         Args:
             new_data: ``[N, T]`` with a dimension named ``"time"``, or any order with ``time_dim``; or a dict with the
@@ -130,10 +130,10 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         self.sampler.extend(self.writer.write(data, time_dim))
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        """Leave out what an estimate wrote: its results, and the values that it computed.
+        """Drop what an estimate wrote: its results, and the values that it computed.
 
-        Computed values come with the successors' values and with the results; given ones come alone. Once something is
-        stored, values are left out if there are none in it.
+        Computed values come together with the successors' values and the results; given ones come alone. Once data is
+        stored, values are dropped if the stored data has none.
         """
         present, schema = set(data.keys(include_nested=True)), self.storage.schema
         drop = [key for key in self.result_keys if key in present]
@@ -157,7 +157,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
 
     @property
     def result_keys(self) -> list[NestedKey]:
-        """Entries that the estimates write: not part of a rollout that is written."""
+        """Entries that the estimates write; dropped from data that is inserted."""
         return list(RESULTS)
 
     @property
@@ -168,16 +168,16 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     def insert_transition(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
         """Append one step of all environments.
 
-        Observation, recurrent state and ``is_init`` may be left out where an earlier step or rollout tells them: they
-        are carried over from the step after the last one. The observation that a new episode begins with is not told
-        by the episode before.
+        Observation, recurrent state and ``is_init`` may be omitted if they follow from the previous step or rollout:
+        they are carried over from the step after the last one. A new episode's first observation does not follow from
+        the episode before it.
 
         Args:
             sample: TensorDict ``[N]`` with our keys, or a dict with the documented names. Results of an earlier
                 estimate in it are left out.
 
         Raises:
-            KeyError: an entry is missing and nothing tells it.
+            KeyError: an entry is missing and cannot be carried over.
         """
         if not isinstance(sample, TensorDictBase):
             sample = from_documented(sample, 1, self.documented_keys)
@@ -230,12 +230,12 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         return index
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forget the stored steps; the step after the last is kept, so that the next rollout continues."""
+        """Discard the stored steps; keep the step after the last, so that the next rollout can continue."""
         self._consumed = False
         super().empty(empty_write_count)
 
     def reset(self) -> None:
-        """Set all counters to zero and forget the stored data (documented verb for ``empty``)."""
+        """Set all counters to zero and discard the stored data (documented verb for ``empty``)."""
         self.empty()
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -251,12 +251,12 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     def get_all_buffer_data(self, data_to_cpu: bool = False, documented_names: bool = False) -> Any:
         """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
 
-        It goes in again by :meth:`insert_data_slice`, also of another buffer: values that came with the data stay data,
-        and those that this buffer computed are computed anew. For that, values of successors come only beside values
-        that were computed.
+        The result can be passed to :meth:`insert_data_slice`, also of another buffer: values that came with the data
+        stay data, and values that this buffer computed are recomputed. To tell them apart, successors' values are
+        included only with computed values.
 
         Args:
-            data_to_cpu: bring the copy to the CPU.
+            data_to_cpu: move the copy to the CPU.
             documented_names: return a dict with the documented names instead, time-major.
         """
         schema = self.storage.schema
@@ -275,23 +275,24 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         drop_last: bool = False,
         documented_names: bool = False,
     ) -> Iterator[Any]:
-        """Iterate over mini-batches; each sample comes exactly once an epoch unless the numbers say otherwise.
+        """Iterate over mini-batches; each sample comes exactly once per epoch unless the numbers limit it.
 
-        Steps come flat, ``[B]``; a recurrent buffer gives whole environments ``[B, T]`` named ``(None, "time")``, and
-        counts environments. ``batch_keys`` restricts the entries; by default all come but the ``collector`` subtree,
-        the root flags, and the values of successors.
+        Steps are flat, ``[B]``; a recurrent buffer yields whole environments ``[B, T]`` named ``(None, "time")``, and
+        sizes count environments. ``batch_keys`` selects the entries; the default is all but the ``collector`` subtree,
+        the flags at the root, and the values of successors.
 
         Args:
-            num_mini_batch: mini-batches an epoch; alone, they are as even as possible.
-            mini_batch_size: samples in each; alone, the last one may be short. With both, exactly so many of that size.
+            num_mini_batch: mini-batches per epoch; alone, their sizes are as even as possible.
+            mini_batch_size: samples in each; alone, the last one may be short. With both, exactly that many batches
+                of that size.
             num_epochs: passes over the data.
             shuffle: a new order for each epoch.
-            drop_last: leave the remainder out, so that all mini-batches have one size.
+            drop_last: drop the remainder, so that all mini-batches have the same size.
             documented_names: yield dicts with the documented names instead of TensorDicts.
 
         Raises:
             RuntimeError: nothing is stored.
-            ValueError: more is asked for than there is, or environments do not divide.
+            ValueError: there are fewer samples than requested, or environments do not divide evenly.
         """
         rollout, whole = self.rollout, self.is_recurrent
         if num_mini_batch is None and mini_batch_size is None:
@@ -320,7 +321,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Exact copy of the buffer: tensors and scalars only, loads with ``torch.load(weights_only=True)``."""
+        """Return an exact copy of the buffer, tensors and scalars only (``torch.load(weights_only=True)`` reads it)."""
         return {
             "schema_version": 1,
             "storage": self.storage.state_dict(),
@@ -345,7 +346,7 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         check_transform(self.transform, state_dict["transforms"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; the buffer then gives the same next batches.
+        """Restore a state; the buffer then yields the same next batches.
 
         Raises:
             ValueError: another version, capacity, number of environments or other data; names both.
@@ -374,18 +375,18 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def wrap_env(self, env: Any) -> Any:
-        """Hook for a DataModule: the environment to collect from."""
+        """Return the environment to collect from; a hook for DataModules."""
         return env
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Hook for a DataModule: the policy to collect with."""
+        """Return the policy to collect with; a hook for DataModules."""
         return policy
 
     def before_epoch(self) -> None:
-        """Hook for a DataModule: called before each further pass over the same rollout."""
+        """Prepare another pass over the same rollout; a hook for DataModules."""
 
     def metrics(self) -> dict[str, float]:
-        """Hook for a DataModule: figures to log."""
+        """Return metrics to log; a hook for DataModules."""
         return {}
 
     @property

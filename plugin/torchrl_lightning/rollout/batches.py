@@ -1,4 +1,4 @@
-"""How many mini-batches an epoch has and how big they are."""
+"""Number and size of the mini-batches of an epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def split_epoch(
         units: steps, or environments when ``whole``.
         num_mini_batch: wanted number.
         mini_batch_size: wanted size in units.
-        drop_last: leave out the remainder.
+        drop_last: drop the remainder.
         whole: whether units are environments; then their number must divide evenly.
 
     Raises:
@@ -82,12 +82,12 @@ def index_batches(
 def pruned(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
-    """Nested dict of the entries that a mini-batch holds.
+    """Return the entries of a mini-batch as a nested dict.
 
     Args:
         rollout: ``[T, N]``.
-        keys: entries to keep; ``None`` keeps everything but ``hidden``.
-        hidden: entries to leave out by default.
+        keys: entries to keep; ``None`` keeps all but ``hidden``.
+        hidden: entries dropped by default.
         flat: as flat ``[T * N, ...]`` views.
 
     Raises:

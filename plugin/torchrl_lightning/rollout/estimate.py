@@ -1,4 +1,4 @@
-"""What all advantage transforms share: finding time, values, several critics, and where results go."""
+"""Base of the advantage transforms: time dimension, values, several critics, and result keys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchrl_lightning.rollout.writer import REWARD, check_flags
 class AdvantageTransform(Transform):
     """Base of the transforms that write advantages and value targets on a rollout.
 
-    Calling it computes. In a replay buffer either append it with ``invert=True``, or set ``on_write=True``: both
-    compute when a rollout is written. Without, it computes on sampled sequences.
+    Call it to compute. In a replay buffer, append it with ``invert=True`` or set ``on_write=True`` to compute when a
+    rollout is written; otherwise it computes on sampled sequences.
 
     Args:
         gamma: discount.
@@ -31,9 +31,9 @@ class AdvantageTransform(Transform):
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
     """
@@ -74,7 +74,7 @@ class AdvantageTransform(Transform):
     def critic(self, critic: TensorDictModuleBase | None) -> None:
         self.__dict__["_critic_reference"] = critic
 
-    # TorchRL's PPO trainer config puts its critic into `transform.module.value_network`, where its own GAE has it.
+    # TorchRL's PPO trainer config puts its critic into ``transform.module.value_network``, where its own GAE has it.
     @property
     def module(self) -> AdvantageTransform:
         """The transform itself, under the name that TorchRL's trainer configs use."""
@@ -140,12 +140,12 @@ class AdvantageTransform(Transform):
             rollout.set(join(self.value_target_key, suffix), target)
 
     def reward(self, rollout: TensorDictBase) -> Tensor:
-        """The reward of the stream."""
+        """Return the reward of the stream."""
         reward: Tensor = rollout.get(self.reward_key)
         return reward
 
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Advantage and value target of one critic."""
+        """Return advantage and value target of one critic."""
         raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")

@@ -25,29 +25,29 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     Args:
         size: capacity along time.
-        device: where the rollout lives.
+        device: device of the rollout.
         actor: TensorDict policy; may be assigned later.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
             read whenever they are needed.
-        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
+        envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
         gae_lambda: λ.
-        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
-        recompute_values: run the critic although the policy wrote values.
-        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        recompute_values: run the critic even if the policy wrote values.
+        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
         value_key: values, or the parent of several critics' values.
         advantage_key: advantages.
         value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
         num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
         time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         batch_size: samples of ``sample``.
@@ -136,16 +136,16 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     @property
     def used_capacity(self) -> int:
-        """Steps up to which the storage is full; 0 when it is empty."""
+        """Number of filled steps; 0 if the buffer is empty."""
         return self.step
 
     def estimator(self) -> AdvantageTransform:
-        """GAE of the extrinsic stream."""
+        """Return GAE of the extrinsic stream."""
         return GeneralizedAdvantages(self.gamma, self.gae_lambda, **self._estimator_options())
 
     @property
     def intrinsic_lmbda(self) -> float:
-        """λ of the intrinsic stream, the same as of the extrinsic one."""
+        """λ of the intrinsic stream, the same as that of the extrinsic one."""
         return self.gae_lambda
 
     @property

@@ -1,4 +1,4 @@
-"""The intrinsic stream: normalised rewards and non-episodic returns with a critic of their own."""
+"""The intrinsic stream: normalised rewards and non-episodic returns with their own critic."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class IntrinsicReturns(AdvantageTransform):
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the raw intrinsic reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
@@ -125,14 +125,14 @@ class IntrinsicReturns(AdvantageTransform):
         )
 
     def reward(self, rollout: TensorDictBase) -> Tensor:
-        """The normalised intrinsic reward."""
+        """Return the normalised intrinsic reward."""
         reward: Tensor = rollout.get(NORMALIZED)
         return reward
 
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """GAE, or V-trace, that looks across episode ends."""
+        """Compute GAE, or V-trace, across episode ends."""
         never = torch.zeros_like(reward, dtype=torch.bool)
         if self.log_prob_keys is None:
             return gae(reward, value, next_value, never, never, self.gamma, self.lmbda)
@@ -142,7 +142,7 @@ class IntrinsicReturns(AdvantageTransform):
         )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The running statistics, so that they travel in ``state_dict``."""
+        """Return the running statistics, so that ``state_dict`` includes them."""
         return dict(self.normalizer.state_dict())
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How rollouts are laid out: leaves, schemas, and where time is."""
+"""Layout of rollouts: leaves, schemas, and the time dimension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = dict[NestedKey, tuple[torch.Size, torch.dtype]]
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Read a key as YAML or a person writes it: a string, or a list or tuple of strings.
+    """Read a key from YAML or code: a string, or a list or tuple of strings.
 
     Raises:
         TypeError: it is something else.
@@ -40,7 +40,7 @@ def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
 
 
 def leaves_of(data: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Every leaf with its (possibly nested) key.
+    """Yield every leaf with its (possibly nested) key.
 
     Raises:
         TypeError: a leaf is not a tensor.
@@ -56,12 +56,12 @@ def leaves_of(data: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
 
 
 def describe(data: TensorDictBase, batch_dims: int) -> Schema:
-    """Feature shape and dtype of every leaf behind the first ``batch_dims`` dimensions."""
+    """Return feature shape and dtype of every leaf after the first ``batch_dims`` dimensions."""
     return {key: (value.shape[batch_dims:], value.dtype) for key, value in leaves_of(data)}
 
 
 def schema_difference(stored: Schema, given: Schema) -> str:
-    """Say in words how ``given`` differs from ``stored``."""
+    """Describe how ``given`` differs from ``stored``."""
     parts = [f"{key!r} is missing" for key in stored.keys() - given.keys()]
     parts += [f"{key!r} is new" for key in given.keys() - stored.keys()]
     parts += [

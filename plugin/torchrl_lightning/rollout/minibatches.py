@@ -19,7 +19,7 @@ UNITS = ("steps", "environments")
 
 
 class MinibatchSampler(SamplerBase):
-    """Visits every sample of a rollout exactly once an epoch, shuffled or in order.
+    """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
 
     With ``by="steps"`` a batch is ``[B]`` steps; with ``by="environments"`` it is ``[B, T]`` whole environments, for
     recurrent policies, and the batch size counts environments. A write starts a new epoch.
@@ -54,7 +54,7 @@ class MinibatchSampler(SamplerBase):
         self._own_rng = generator
 
     def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Indices ``0 .. count - 1`` of one epoch, permuted if shuffled."""
+        """Return the indices ``0 .. count - 1`` of one epoch, permuted if shuffled."""
         if not (self.shuffle if shuffle is None else shuffle):
             return torch.arange(count, device=device)
         rng = self.generator
@@ -77,8 +77,8 @@ class MinibatchSampler(SamplerBase):
             batch_size: units in a batch.
             shuffle: overrides the sampler's option.
             drop_last: overrides the sampler's option.
-            num_batches: stop after so many batches.
-            device: where the indices live.
+            num_batches: stop after this number of batches.
+            device: device of the indices.
 
         Raises:
             ValueError: the batch size is not positive.
@@ -91,7 +91,7 @@ class MinibatchSampler(SamplerBase):
             yield batch
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[tuple[Tensor, ...] | Tensor, dict[str, Any]]:
-        """The next batch of this epoch, as TorchRL's buffers ask for it: coordinates ``(t, n)``.
+        """Return the next batch of this epoch as TorchRL's buffers expect it: coordinates ``(t, n)``.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -123,19 +123,19 @@ class MinibatchSampler(SamplerBase):
         return (time, index.unsqueeze(1).expand_as(time)), {}
 
     def restart(self) -> None:
-        """Forget what is left of this epoch."""
+        """Discard the rest of this epoch."""
         self.clear()
 
     def extend(self, index: Any) -> None:
-        """Start a new epoch, because new data came."""
+        """Start a new epoch, because data was written."""
         self.restart()
 
     def add(self, index: Any) -> None:
-        """Start a new epoch, because new data came."""
+        """Start a new epoch, because data was written."""
         self.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Options, what is left of the epoch, and the generator: tensors and scalars only."""
+        """Return options, the rest of the epoch, and the generator: tensors and scalars only."""
         return {
             "schema_version": 1,
             "len_storage": self.len_storage,

@@ -112,8 +112,8 @@ def from_documented(
 def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENTED) -> dict[str, Any]:
     """Return the entries of a rollout or batch under their documented names; nested ones as dicts.
 
-    Dict observations are what stands both at the root and under ``"next"``. Entries without a documented name are left
-    out. :func:`from_documented` reads the result.
+    Dict observations are the entries present both at the root and under ``"next"``. Entries without a documented name
+    are dropped. :func:`from_documented` reads the result.
 
     Args:
         data: TensorDict with our keys.

@@ -1,4 +1,4 @@
-"""What the parameters of a buffer may be: checked alike when it is built and when they are changed."""
+"""Checks of a buffer's parameters, the same when it is built and when they are changed."""
 
 from __future__ import annotations
 

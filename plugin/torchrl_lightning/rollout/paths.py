@@ -1,4 +1,4 @@
-"""What a path-wise PPO buffer computes with: steps as rows, advantages with rewards-to-go, documented names."""
+"""Parts of the path-wise PPO buffer: steps as rows, advantages with rewards-to-go, documented names."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class PathAdvantages(GeneralizedAdvantages):
         time_dim: which dimension is time; ``None`` reads the dimension names.
         reward_key: the reward.
         value_key: values, or the parent of several critics' values.
-        advantage_key: where advantages go; nested for several critics.
-        value_target_key: where value targets go; nested for several critics.
-        recompute_values: run the critic although the rollout holds values.
+        advantage_key: key of the advantages; nested for several critics.
+        value_target_key: key of the value targets; nested for several critics.
+        recompute_values: run the critic even if the rollout holds values.
         standardize_advantages: zero mean, unit standard deviation over the whole rollout.
         on_write: compute in a buffer's ``extend`` and pass samples through.
 
@@ -95,7 +95,7 @@ class PathAdvantages(GeneralizedAdvantages):
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """GAE, and rewards-to-go."""
+        """Compute GAE, and rewards-to-go."""
         advantage, _ = super().advantages(rollout, reward, value, next_value)
         return advantage, discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
 
@@ -132,7 +132,7 @@ def step_row(
             ``truncated``, ``next_obs``.
         obs_dim: expected length of an observation.
         act_dim: expected length of an action.
-        device: where the row lies.
+        device: device of the row.
         start: whether a path starts with it.
 
     Raises:

@@ -68,27 +68,27 @@ class PPOBuffer(Configurable, GAEBuffer):
         gamma: discount γ.
         lam: λ.
         eps: added to the deviation of the advantages.
-        device: where the steps lie and batches come out.
+        device: device of the steps and batches.
         actor: TensorDict policy; may be assigned later.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
             read whenever they are needed.
-        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
+        envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
-        recompute_values: run the critic although the policy wrote values.
-        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        recompute_values: run the critic even if the policy wrote values.
+        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
         value_key: values, or the parent of several critics' values.
         advantage_key: advantages.
         value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
         num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
         time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         generator: random generator; seeded from torch's global one when ``None``.
@@ -256,7 +256,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             )
         if not self._stored and self.step:
             self.writer.prepare(row.unsqueeze(0), 0, 0)
-            self.empty()  # of a rollout that came as a whole
+            self.empty()  # drop a rollout that was inserted as a whole
         if self.step < self.size:
             self.writer.add(row)
         else:
@@ -315,7 +315,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         self._drawable = None
 
     def _last_value(self, action_obj: Any, terminated: bool) -> float | None:
-        """The value to bootstrap from, ``None`` at a terminal state."""
+        """Return the value to bootstrap from, ``None`` at a terminal state."""
         if terminated:
             return None
         if action_obj is None:
@@ -333,7 +333,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         return float(vector(getattr(action_obj, "value", action_obj), "action_obj.value", 1, self.device))
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forget the stored steps and the open path."""
+        """Discard the stored steps and the open path."""
         self._stored = self._path_start = 0
         self._last_step, self._drawable = {}, None
         super().empty(empty_write_count)
@@ -343,8 +343,8 @@ class PPOBuffer(Configurable, GAEBuffer):
     def sample_batch(self) -> dict[str, Tensor]:
         """Draw ``batch_size`` different steps of finished paths.
 
-        Nothing is changed or forgotten by drawing: later calls draw anew from the same steps and advantages. Also sets
-        ``weights``, which are all 1.
+        Drawing changes nothing: later calls draw from the same steps and advantages. Also set ``weights``, which are
+        all 1.
 
         Returns:
             ``obs`` ``[B, obs_dim]``, ``act`` ``[B, act_dim]``, and ``[B]``: ``rew``, ``ret`` (reward-to-go), ``adv``
@@ -382,7 +382,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         return column
 
     def _finished(self) -> tuple[Tensor, Tensor]:
-        """Cells to draw from, and their standardised advantages; kept until the next write."""
+        """Return the cells to draw from, and their standardised advantages; cached until the next write."""
         if not self._stored:
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
@@ -399,7 +399,7 @@ class PPOBuffer(Configurable, GAEBuffer):
     # ---- estimates --------------------------------------------------------------------------------------------------
 
     def estimator(self) -> AdvantageTransform:
-        """GAE and rewards-to-go of the extrinsic stream."""
+        """Return GAE with rewards-to-go for the extrinsic stream."""
         options = {**self._estimator_options(), "standardize_advantages": False}
         return PathAdvantages(self.gamma, self.lam, eps=self.eps if self.standardize_advantages else None, **options)
 
@@ -421,7 +421,7 @@ class PPOBuffer(Configurable, GAEBuffer):
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Exact copy of the buffer, with the open path."""
+        """Return an exact copy of the buffer, with the open path."""
         told = [name for name in ("done", "truncated") if name in self._last_step]
         paths = {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
         return {**super().state_dict(), "paths": paths}
@@ -439,7 +439,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; the buffer then gives the same next batches."""
+        """Restore a state; the buffer then yields the same next batches."""
         super().load_state_dict(state_dict)
         paths = state_dict["paths"]
         self._stored, self._path_start = int(paths["stored"]), int(paths["path_start"])

@@ -1,4 +1,4 @@
-"""Whole environments ``[B, T]`` out of a time-major rollout, for recurrent modules."""
+"""Whole environments ``[B, T]`` from a time-major rollout, for recurrent modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sequences(
 ) -> TensorDict:
     """Read environments ``envs`` of ``[T, N]`` as ``[B, T]`` named ``(None, "time")``.
 
-    Of a recurrent state only the first step counts; it is expanded over ``T``, with zeros where an episode starts,
+    Only the first step of a recurrent state is used; it is expanded over ``T``, with zeros where an episode starts,
     because TorchRL's ``GRUModule`` and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
 
     Args:

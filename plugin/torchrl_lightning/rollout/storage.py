@@ -32,7 +32,7 @@ class RolloutStorage(StorageBase):
     Args:
         size: capacity along time; a longer rollout is refused.
         num_envs: number of environments; taken from the first write when ``None``.
-        device: where the data lives.
+        device: device of the data.
 
     Raises:
         ValueError: ``size`` or ``num_envs`` is not positive.
@@ -66,7 +66,7 @@ class RolloutStorage(StorageBase):
 
     @property
     def rollout(self) -> TensorDict:
-        """The filled part, ``[T, N]`` named ``("time", None)``: live views, plus what was added since the last write.
+        """The filled part, ``[T, N]`` named ``("time", None)``: live views, plus entries added since the last write.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -148,7 +148,7 @@ class RolloutStorage(StorageBase):
         self.set_length(num_steps * (self.num_envs or 0))
 
     def get(self, index: Any) -> TensorDict:
-        """Read cells; a pair of equal coordinate tensors ``(t, n)`` is gathered leaf by leaf."""
+        """Read cells; gather a pair of equally shaped coordinates ``(t, n)`` leaf by leaf."""
         rollout = self.rollout
         if isinstance(index, tuple) and len(index) == 2 and all(isinstance(i, Tensor) for i in index):
             flat = torch.as_tensor(index[0] * self.num_envs + index[1])
@@ -157,7 +157,7 @@ class RolloutStorage(StorageBase):
         return rollout[index]
 
     def clear(self) -> None:
-        """Forget the stored steps; the step after the last stays."""
+        """Discard the stored steps; keep the step after the last."""
         self._rollout = None
         self.num_steps = 0
         super().clear()
@@ -185,7 +185,7 @@ class RolloutStorage(StorageBase):
                     self.rollout.set(key, value)
 
     def added(self) -> dict[NestedKey, Tensor]:
-        """Entries of :attr:`rollout` that are not what was written: new keys, and replaced values."""
+        """Return entries of :attr:`rollout` that were added since the last write: new keys, and replaced values."""
         assert self.data is not None
         stored = self.data
         return {
@@ -195,7 +195,7 @@ class RolloutStorage(StorageBase):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
+        """Return a copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
         filled = None if self.data is None else self.data[: self.num_steps].clone().to_dict()
         added = {} if not self.num_steps else _nest({k: v.clone() for k, v in self.added().items()})
         return {
@@ -296,7 +296,7 @@ Tree = dict[str, Any]
 
 
 def flatten_tree(rollout: TensorDictBase) -> Tree:
-    """Nested dict of the leaves of ``[T, N]`` as flat ``[T * N, ...]`` views."""
+    """Return the leaves of ``[T, N]`` as a nested dict of flat ``[T * N, ...]`` views."""
     return {
         key: flatten_tree(value) if isinstance(value, TensorDictBase) else value.flatten(0, 1)
         for key, value in rollout.items()

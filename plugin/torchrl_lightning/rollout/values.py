@@ -1,4 +1,4 @@
-"""Values and log-probabilities of a rollout: which steps a critic must see, and in one batch."""
+"""Values and log-probabilities of a rollout, with as few critic calls as possible."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ RECURRENT_KEYS: tuple[NestedKey, ...] = ("recurrent_state",)
 
 
 def path(key: NestedKey) -> tuple[str, ...]:
-    """The key as a tuple of strings."""
+    """Return the key as a tuple of strings."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 def under(key: NestedKey, root: NestedKey) -> bool:
-    """Whether ``key`` is ``root`` or nested below it."""
+    """Return whether ``key`` is ``root`` or nested below it."""
     return path(key)[: len(path(root))] == path(root)
 
 
 def join(root: NestedKey, suffix: tuple[str, ...]) -> NestedKey:
-    """``root`` extended by ``suffix``; a plain string where it can be."""
+    """Return ``root`` extended by ``suffix``; a plain string if possible."""
     joined = path(root) + suffix
     return joined[0] if len(joined) == 1 else joined
 
 
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:
-    """All value entries at or below ``root``, one for each critic."""
+    """Return all value entries at or below ``root``, one for each critic."""
     keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if under(key, root)]
     return keys or [key for key, _ in leaves_of(data) if under(key, root)]
 
 
 def boundaries(rollout: TensorDictBase) -> Tensor:
-    """Where the trace ends: ``done``, or the next stored step starts an episode although this one did not end."""
+    """Return where the trace ends: at ``done``, or where the next stored step starts another episode."""
     done = rollout.get(DONE)
     start = rollout.get("is_init", None)
     if start is None or start.shape != done.shape:
@@ -67,14 +67,14 @@ def fill_values(
 ) -> None:
     """Write the values of all steps and of their successors on a time-major rollout.
 
-    ``V'[t]`` is ``V[t+1]``; the critic sees ``("next", ...)`` only where that is another episode's state: on truncated
-    rows and on the last ones, in one batch (or, unrolled, in one sequence with the steps). Terminated rows get 0.
+    ``V'[t]`` is ``V[t+1]``; the critic sees ``("next", ...)`` only for truncated and last steps, in one batch (or, if
+    unrolled, in one sequence with the steps). Terminated steps get 0.
 
     Args:
         rollout: ``[T, N]``; gets ``root`` and ``("next", root)``.
         critic: writes the values; may be ``None`` where all of them are known.
         roots: value keys, and whether the stream is episodic (a non-episodic one looks across episode ends).
-        known: whether an entry of the rollout may be used as it is.
+        known: whether an entry of the rollout can be used as it is.
         recurrent_keys: root keys of recurrent states.
         unroll: run a recurrent critic over whole sequences from the first state, not from each stored state.
 
@@ -113,7 +113,7 @@ def fill_values(
 
 
 def _cut_rows(rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]]) -> Tensor:
-    """Mark the steps ``[T, N]`` whose successors are no stored steps, and are needed: cut ones, and the last ones."""
+    """Mark the steps ``[T, N]`` whose successors are needed but not stored as steps: cut ones, and the last ones."""
     steps, envs = rollout.shape
     cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
     if any(episodic for _, episodic in wanted):
@@ -144,7 +144,7 @@ def _fill_next(
 
 
 def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:
-    """Whether a module reads a recurrent state."""
+    """Return whether a module reads a recurrent state."""
     return any(under(key, state) for key in module.in_keys for state in recurrent_keys)
 
 
@@ -164,10 +164,10 @@ def run_on_steps(module: TensorDictModuleBase, rollout: TensorDictBase) -> Tenso
 def run_on_sequences(
     module: TensorDictModuleBase, rollout: TensorDictBase, cut: Tensor, recurrent_keys: Collection[NestedKey]
 ) -> tuple[TensorDictBase, TensorDictBase]:
-    """Run a recurrent module over each environment from its first state, and over the successors of ``cut`` steps.
+    """Run a recurrent module over each environment from its first state, including successors of ``cut`` steps.
 
-    A successor comes behind its step, so that it is seen with the memory of all steps before it. An episode begins
-    behind it, or the rollout ends: it disturbs nothing.
+    A successor is inserted after its step, so that it is seen with the memory of all steps before it. An episode begins
+    after it, or the rollout ends, so that it does not disturb later steps.
 
     Returns:
         The results of the steps ``[T, N]``, and of the successors, in the order of the flat rows of ``cut``.
@@ -235,7 +235,7 @@ def current_log_prob(
     action_key: NestedKey = "action",
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
-    """``log π(a|s)`` of the stored actions under the current actor, ``[T, N]``.
+    """Return ``log π(a|s)`` of the stored actions under the current actor, ``[T, N]``.
 
     Raises:
         TypeError: the actor has no ``get_dist``.

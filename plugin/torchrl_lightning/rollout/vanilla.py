@@ -1,4 +1,4 @@
-"""The plain on-policy buffer: Monte-Carlo returns, and the documented verbs all on-policy buffers share."""
+"""The plain on-policy buffer: Monte-Carlo returns, and the documented verbs of all on-policy buffers."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ Values = Tensor | Mapping[str, Tensor]
 class VanillaOnPolicyBuffer(OnPolicyBuffer):
     """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
 
-    A rollout goes in with ``insert_data_slice`` (or step by step with ``insert_transition``), ``before_gradients``
-    writes values, ``advantage`` and ``value_target``, ``generate_batches`` hands it out. All is time-major.
+    Write a rollout with ``insert_data_slice`` (or step by step with ``insert_transition``), compute values,
+    ``advantage`` and ``value_target`` with ``before_gradients``, and read it with ``generate_batches``. All data is
+    time-major.
 
     Args:
         size: capacity along time.
-        device: where the rollout lives.
+        device: device of the rollout.
         actor: TensorDict policy; may be assigned later.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
             read whenever they are needed.
-        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
-        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
+        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
-        recompute_values: run the critic although the policy wrote values.
-        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        recompute_values: run the critic even if the policy wrote values.
+        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
         value_key: values, or the parent of several critics' values.
         advantage_key: advantages.
         value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
         num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
         time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         batch_size: samples of ``sample``.
@@ -172,7 +173,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
 
     @property
     def gamma(self) -> float:
-        """Discount: the one that was given, else the algorithm's of this moment, else 0.99."""
+        """Discount: the configured one, else the algorithm's current one, else 0.99."""
         return self._discount(self._gamma, "gamma")
 
     @gamma.setter
@@ -195,14 +196,14 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
 
     @property
     def intrinsic(self) -> IntrinsicReturns:
-        """The intrinsic stream, with the discount of this moment."""
+        """The intrinsic stream, with the current discount."""
         self._intrinsic.gamma = self.gamma_intrinsic
         return self._intrinsic
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 
     def estimator(self) -> AdvantageTransform:
-        """The transform that writes advantages and targets of the extrinsic stream."""
+        """Return the transform that writes advantages and targets of the extrinsic stream."""
         return DiscountedReturns(self.gamma, bootstrap=self.bootstrap, **self._estimator_options())
 
     def _estimator_options(self) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         """Write values of all steps and their successors.
 
         Args:
-            recompute: run the critic although the policy wrote values.
+            recompute: run the critic even if the policy wrote values.
             unroll: run a recurrent critic over whole sequences instead of from each stored state.
         """
         rollout, schema = self.rollout, self.storage.schema
@@ -279,7 +280,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
     def estimate(self) -> None:
-        """Write advantages and targets from the values that are there."""
+        """Write advantages and targets from the present values."""
         self._estimate(self.estimator())
 
     def _estimate(self, estimator: AdvantageTransform) -> None:
@@ -297,7 +298,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         return self.storage.num_steps > 0 and self.rollout.get(self.intrinsic.reward_key, None) is not None
 
     def normalize_int_rewards(self) -> None:
-        """Divide the intrinsic rewards by a running estimate of their returns' deviation, once for each rollout.
+        """Divide the intrinsic rewards by a running estimate of their returns' deviation, once per rollout.
 
         Raises:
             KeyError: the rollout has no intrinsic rewards.
@@ -308,7 +309,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self.intrinsic.normalize_rewards(self.rollout)
 
     def after_gradients(self, batch: Any, info: Any) -> Any:
-        """Note that the rollout was used: the next write starts a new one. Changes no data; may be called often.
+        """Mark the rollout as used, so that the next write starts a new one. Change no data; may be called often.
 
         Args:
             batch: the mini-batch.
@@ -326,7 +327,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         gamma: float,
         truncated: Tensor | None = None,
     ) -> Values:
-        """Return values of time-major tensors; ``returns`` is filled in place where given.
+        """Compute the returns of time-major tensors; fill ``returns`` in place if given.
 
         Args:
             rewards: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored.
@@ -360,7 +361,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         return discounted_returns(rewards, values[1:], terminated, done, gamma)
 
     def compute_advantages(self, returns: Values, values: Values) -> Values:
-        """Transition advantages ``R - V``, standardised once over all of them unless that is switched off.
+        """Compute transition advantages ``R - V``, standardised over all of them unless that is switched off.
 
         Args:
             returns: ``[T, N, 1]``, or ``T + 1`` rows of which the last is ignored; a dict for several critics.
@@ -389,7 +390,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self.storage.allocate(self._carried(self._without_results(sample).copy()))
 
     def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
-        """Channels of one frame, also kept as ``num_channels_obs``.
+        """Return the channels of one frame, and set ``num_channels_obs``.
 
         Raises:
             ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
@@ -410,7 +411,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         return self.num_channels_obs
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Set a parameter; ``size`` makes room again and keeps what is stored.
+        """Set a parameter; ``size`` reallocates and keeps the stored data.
 
         Raises:
             ValueError: there is no such parameter, its value is out of range, or what is stored does not fit into the
@@ -431,7 +432,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Exact copy, with the running statistics of the intrinsic rewards."""
+        """Return an exact copy, with the running statistics of the intrinsic rewards."""
         return {**super().state_dict(), "intrinsic": self.intrinsic.get_extra_state()}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:

@@ -24,38 +24,38 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     """On-policy buffer with V-trace targets (Espeholt et al. 2018, arXiv:1802.01561).
 
     The rollout keeps the log-probabilities of the policy that acted, so :meth:`compute_vtrace` may run again after each
-    epoch: log-probabilities and values come from the current actor and critic, the behaviour stays what it was.
+    epoch: log-probabilities and values come from the current actor and critic, the behaviour policy's are kept.
 
     Args:
         size: capacity along time.
-        device: where the rollout lives.
+        device: device of the rollout.
         actor: TensorDict policy; may be assigned later.
         algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
             read whenever they are needed.
-        envs: environments that tell ``num_envs``, and ``frame_stack`` by ``env_kwargs["frame_stack"]``.
+        envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
         lmbda: λ.
         clip_rho_thres: ρ̄.
         clip_c_thres: c̄.
         clip_pg_rho_thres: ρ̄ of the policy-gradient term; as ρ̄ when ``None``.
         log_prob_key: behaviour log-probabilities.
         action_key: the action.
-        gamma: discount; wins over the algorithm's; 0.99 when neither says.
+        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
         critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
             intrinsic rewards; may be assigned later.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 when nobody says.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: zero mean, unit (unbiased) deviation + 1e-5, once over the whole rollout.
-        recompute_values: run the critic although the policy wrote values.
-        bootstrap: use values where episodes are cut off; without, no critic is needed and ``A = R``.
+        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        recompute_values: run the critic even if the policy wrote values.
+        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
         value_key: values, or the parent of several critics' values.
         advantage_key: advantages.
         value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; 1 when nobody says.
+        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
         num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
         time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so when a recurrent state is stored.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
         recurrent_keys: root keys of recurrent states.
         batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
         batch_size: samples of ``sample``.
@@ -149,7 +149,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         self.policy_version: int | None = None
 
     def estimator(self) -> AdvantageTransform:
-        """V-trace of the extrinsic stream."""
+        """Return V-trace of the extrinsic stream."""
         return self._estimator(self._clips(None, None))
 
     def _estimator(self, clips: Mapping[str, Any]) -> AdvantageTransform:
@@ -173,7 +173,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     @property
     def intrinsic_lmbda(self) -> float:
-        """λ of the intrinsic stream, the same as of the extrinsic one."""
+        """λ of the intrinsic stream, the same as that of the extrinsic one."""
         return self.lmbda
 
     @property
@@ -196,11 +196,11 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         self.compute_vtrace()
 
     def before_epoch(self) -> None:
-        """Hook for a DataModule: corrects for the updates of the pass before."""
+        """Correct for the updates of the previous pass; a hook for DataModules."""
         self.compute_vtrace()
 
     def get_updated_action_log_probs(self) -> Tensor:
-        """Log-probabilities of the stored actions under the current actor, ``[T, N]``; values are updated too."""
+        """Return log-probabilities of the stored actions under the current actor, ``[T, N]``; update values too."""
         rollout = self.rollout
         actor = require(self.actor, "actor", "to evaluate the stored actions")
         if self.bootstrap or self.has_intrinsic:
@@ -233,7 +233,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         self._estimate(self._estimator(clips))
 
     def metrics(self) -> dict[str, float]:
-        """Mean ``|ρ - 1|``, and the policy lag where versions are known."""
+        """Return mean ``|ρ - 1|``, and the policy lag if versions are known."""
         if not self.storage.num_steps:
             return {}
         rollout, figures = self.rollout, {}

@@ -26,7 +26,7 @@ MASK = ("collector", "mask")
 
 
 class RolloutWriter(WriterBase):
-    """Writes rollouts into a :class:`RolloutStorage`, time-major, and refuses what does not fit.
+    """Write rollouts into a :class:`RolloutStorage`, time-major, and refuse data that does not fit.
 
     ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order
     with ``time_dim``; ``add`` takes one step of all environments, ``[N]``. An unnamed two-dimensional batch is an
@@ -63,7 +63,7 @@ class RolloutWriter(WriterBase):
         self.recurrent_keys = nested_keys(recurrent_keys)
 
     def register_storage(self, storage: Any) -> None:
-        """Take the storage to fill."""
+        """Set the storage to write to."""
         if not isinstance(storage, RolloutStorage):
             raise TypeError(f"RolloutWriter fills a RolloutStorage, got {type(storage).__name__}.")
         super().register_storage(storage)
@@ -81,7 +81,7 @@ class RolloutWriter(WriterBase):
         return self.write(data, time_dim)
 
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> None:
-        """Check that ``data`` may be written from step ``start`` on; changes nothing."""
+        """Check that ``data`` may be written from step ``start`` on; change nothing."""
         check_tensordict(data)
         rollout = time_major(data, time_dim)
         steps, size = rollout.shape[0], self._target.size
@@ -164,7 +164,7 @@ class RolloutWriter(WriterBase):
         return tail
 
     def state_dict(self) -> dict[str, Any]:
-        """The write count; the cursor is the storage's."""
+        """Return the write count; the storage holds the cursor."""
         return {"schema_version": 1, "write_count": self.write_count}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
