@@ -25,6 +25,7 @@ from torchrl_lightning.learn import A2CModule as A2CModule
 from torchrl_lightning.learn import ActorCriticModule as ActorCriticModule
 from torchrl_lightning.learn import CNNNetwork as CNNNetwork
 from torchrl_lightning.learn import DQNModule as DQNModule
+from torchrl_lightning.learn import LoadedPolicy as LoadedPolicy
 from torchrl_lightning.learn import MLPNetwork as MLPNetwork
 from torchrl_lightning.learn import OffPolicyModule as OffPolicyModule
 from torchrl_lightning.learn import PPOModule as PPOModule
@@ -36,6 +37,7 @@ from torchrl_lightning.learn import TD3Module as TD3Module
 from torchrl_lightning.learn import VTraceModule as VTraceModule
 from torchrl_lightning.learn import build_actor as build_actor
 from torchrl_lightning.learn import build_critic as build_critic
+from torchrl_lightning.learn import load_policy as load_policy
 from torchrl_lightning.replay import BatchExperience as BatchExperience
 from torchrl_lightning.replay import BufferBase as BufferBase
 from torchrl_lightning.replay import EpisodeIndex as EpisodeIndex

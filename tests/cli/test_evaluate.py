@@ -4,6 +4,7 @@ import shutil
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from cli.commands import last_line
 
@@ -14,7 +15,10 @@ def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     match = last_line(run(*command).stdout)
     assert (match[3], match[4]) == ("5", "512")
     assert (tmp_path / "run" / "returns.png").read_bytes().startswith(b"\x89PNG")
-    assert last_line(run(*command, "deterministic=false", "seed=5", "histogram=null").stdout)[1] != match[1]
+    # A checkpoint needs no folder of its run around it.
+    shutil.copy(checkpoint, tmp_path / "lonely.ckpt")
+    lonely = ["evaluate", "ckpt_path=lonely.ckpt", "episodes=5", "hydra.run.dir=run", "histogram=null"]
+    assert last_line(run(*lonely, "deterministic=false", "seed=5").stdout)[1] != match[1]
 
 
 @pytest.mark.parametrize(
@@ -22,12 +26,12 @@ def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
     [
         ([], "error: no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
-        (["ckpt_path=lonely.ckpt"], "error: no folder above lonely.ckpt holds .hydra/config.yaml"),
+        (["ckpt_path=other.ckpt"], "error: other.ckpt holds no config"),
         (["episode=5"], "Key 'episode' is not in struct"),
     ],
 )
-def test_a_mistake_is_named(arguments, message, trained, run, tmp_path):
-    shutil.copy(trained[0] / "checkpoints" / "last.ckpt", tmp_path / "lonely.ckpt")
+def test_a_mistake_is_named(arguments, message, run, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     done = run("evaluate", *arguments, "hydra.run.dir=run", expect=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -27,17 +27,18 @@ def evaluate(cfg: DictConfig) -> float:
     """Rebuilds the run of a checkpoint, plays its policy and reports.
 
     Raises:
-        UsageError: without a checkpoint, for a checkpoint outside the folder of its run, for one that does not fit
-            that folder's config, or if a video is asked for without the extra ``video``.
+        UsageError: without a checkpoint, for one that does not fit the config of its run, or if a video is asked for
+            without the extra ``video``.
     """
     import time
 
     import torch
     from hydra.utils import instantiate
 
-    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data
+    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data, check_is_file
     from torchrl_lightning.cli.quiet import quiet
     from torchrl_lightning.cli.train import summary
+    from torchrl_lightning.learn.loading import policy_in
 
     if cfg.video is not None:
         check_video()
@@ -45,21 +46,23 @@ def evaluate(cfg: DictConfig) -> float:
     if OmegaConf.is_missing(cfg, "ckpt_path"):
         raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
     checkpoint = Path(cfg.ckpt_path)
-    run = run_config(checkpoint)
+    check_is_file(checkpoint)
+    stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    run = run_config(checkpoint, stored)
     torch.set_num_threads(run.get("torch_threads", 1))
     data = instantiate(run.data, seed=cfg.seed)
     model = instantiate(run.model)
-    if not hasattr(model, "build"):
-        raise UsageError(f"{type(model).__name__} has no build(specs), which makes its networks without a trainer.")
-    stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
     check_data(data)
     check_checkpoint(checkpoint, stored, data, model)
-    model.build(data.specs).load_state_dict(stored["state_dict"])
+    try:
+        policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
     data.setup("validate")
 
     began = time.perf_counter()
     try:
-        episodes = data.evaluate(model.policy, cfg.episodes, deterministic=cfg.deterministic)
+        episodes = data.evaluate(policy, cfg.episodes, deterministic=cfg.deterministic)
     finally:
         data.close()
     seconds = time.perf_counter() - began
@@ -67,27 +70,31 @@ def evaluate(cfg: DictConfig) -> float:
         draw_histogram(episodes["episode_return"], Path(cfg.histogram), checkpoint)
         print(f"histogram of returns: {cfg.histogram}")
     if cfg.video is not None:
-        film = record_video(data.eval_env, model.policy, Path(cfg.video), cfg.seed, deterministic=cfg.deterministic)
+        film = record_video(data.eval_env, policy, Path(cfg.video), cfg.seed, deterministic=cfg.deterministic)
         print(f"video: {film}")
     print(summary(episodes, data.state_frames(stored[type(data).__qualname__]), seconds))
     return float(episodes["episode_return"].mean())
 
 
-def run_config(checkpoint: Path) -> Any:
-    """Reads the config that Hydra kept in the folder of the run, set to play on the CPU.
+def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
+    """Read the config of the run, set to play on the CPU: from its folder, or from a checkpoint that lies elsewhere.
 
     Raises:
-        UsageError: if there is no such checkpoint, or no config in a folder above it.
+        UsageError: There is none, or the checkpoint's own one names classes of other packages.
     """
-    from torchrl_lightning.cli.checks import UsageError, check_is_file, run_folder
+    from torchrl_lightning.cli.checks import UsageError, run_folder
+    from torchrl_lightning.learn.loading import config_in
 
-    check_is_file(checkpoint)
     folder = run_folder(checkpoint)
-    if folder is None:
-        raise UsageError(
-            f"no folder above {checkpoint} holds .hydra/config.yaml; keep a checkpoint in the folder of its run."
+    try:
+        # Only the folder of a run, which its user made, may name any class.
+        run = (
+            OmegaConf.create(config_in(stored, checkpoint, "data", "model"))
+            if folder is None
+            else OmegaConf.load(folder / ".hydra" / "config.yaml")
         )
-    run = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     return run

@@ -42,6 +42,7 @@ def train(cfg: DictConfig) -> float:
     import lightning as L
     import torch
 
+    from torchrl_lightning.cli.kept_config import KeptConfig
     from torchrl_lightning.cli.parts import build_part, check_parts
     from torchrl_lightning.cli.quiet import quiet
 
@@ -51,7 +52,7 @@ def train(cfg: DictConfig) -> float:
 
     data = build_part(cfg, "data")
     model = build_part(cfg, "model")
-    callbacks = [build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks]
+    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), KeptConfig(cfg)]
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)

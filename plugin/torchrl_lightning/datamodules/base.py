@@ -22,6 +22,7 @@ from torchrl_lightning.collectors import (
     spawn_seed,
 )
 from torchrl_lightning.collectors.origins import RowOrigins
+from torchrl_lightning.collectors.spec_states import specs_state
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
@@ -199,6 +200,7 @@ class ExperienceDataModule(L.LightningDataModule):
         return {
             "version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
+            "specs": specs_state(self.specs),
             "ranks": gather_states(self._rank_state()),
         }
 

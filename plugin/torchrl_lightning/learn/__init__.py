@@ -7,6 +7,7 @@ from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
 from torchrl_lightning.learn.dqn import DQNModule
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy
+from torchrl_lightning.learn.loading import LoadedPolicy, load_policy
 from torchrl_lightning.learn.losses import DirectA2CLoss, DirectClipPPOLoss, DirectReinforceLoss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
@@ -40,6 +41,7 @@ __all__ = [
     "EpsilonGreedyPolicy",
     "ExploringPolicy",
     "LinearSchedule",
+    "LoadedPolicy",
     "MLPNetwork",
     "MultiCategorical",
     "Network",
@@ -59,4 +61,5 @@ __all__ = [
     "build_deterministic_actor",
     "build_q_network",
     "build_squashed_actor",
+    "load_policy",
 ]

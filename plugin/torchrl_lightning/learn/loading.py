@@ -1,0 +1,141 @@
+"""A trained policy in a script, without a trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_lightning.collectors.spec_states import specs_from_state
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+
+CONFIG = "config"  # where a checkpoint holds the config of its run
+_OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*")
+
+
+class LoadedPolicy(TensorDictModuleBase):
+    """A policy for acting alone: in evaluation mode, without gradients.
+
+    Attributes:
+        policy: The trained TensorDict module.
+        specs: The specs of the environment that it was trained in.
+        deterministic: Whether it takes the mode of its distribution instead of a sample.
+    """
+
+    def __init__(self, policy: Any, specs: EnvironmentSpecs, *, deterministic: bool = True) -> None:
+        super().__init__()
+        self.policy, self.specs, self.deterministic = policy, specs, deterministic
+        self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
+        self.requires_grad_(False)
+        self.eval()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the action (and the next recurrent states, if there are any) into a TensorDict ``[N]``."""
+        mode = ExplorationType.DETERMINISTIC if self.deterministic else ExplorationType.RANDOM
+        with torch.no_grad(), set_exploration_type(mode):
+            acted: TensorDictBase = self.policy(tensordict)
+        return acted
+
+
+def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = True) -> LoadedPolicy:
+    """Load a trained policy from a checkpoint, which may lie anywhere, to act with it on the CPU.
+
+    A checkpoint of the command ``torchrl-lightning-train`` holds all that is needed. With a trainer of your own, pass
+    the LightningModule, built with the arguments that it was trained with.
+
+    Args:
+        path: The checkpoint.
+        module: The LightningModule to load, ours or your own: its ``configure_model`` may read
+            ``trainer.datamodule.specs``, and it has a ``policy``. None builds the one of the checkpoint's config.
+        deterministic: Whether the policy takes the mode of its distribution instead of a sample.
+
+    Returns:
+        The policy, with the environment's ``specs``.
+
+    Raises:
+        ValueError: The checkpoint holds no specs or no config, its config names classes of other packages, or its
+            weights do not fit the module.
+        TypeError: The module has no ``policy``.
+
+    Example:
+        >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
+    """
+    stored = torch.load(path, weights_only=True, map_location="cpu")
+    return policy_in(stored, path, module, deterministic=deterministic)
+
+
+def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool) -> LoadedPolicy:
+    """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
+    specs = specs_in(stored, path)
+    if module is None:
+        from hydra.utils import instantiate
+
+        module = instantiate(config_in(stored, path, "model")["model"])
+    # All that a module reads of its trainer before there is anything to fit.
+    data = SimpleNamespace(specs=specs)
+    module.trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
+    try:
+        module.configure_model()
+        module.on_load_checkpoint(stored)
+        module.load_state_dict(stored["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights in {path} do not fit this {type(module).__name__}; build it with the arguments that it was "
+            f"trained with. {error}"
+        ) from error
+    finally:
+        module.trainer = None
+    if not callable(getattr(module, "policy", None)):
+        raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
+    return LoadedPolicy(module.policy, specs, deterministic=deterministic)
+
+
+def specs_in(stored: Mapping[str, Any], path: str | Path) -> EnvironmentSpecs:
+    """Return the specs of the environment that a checkpoint was trained in.
+
+    Raises:
+        ValueError: It holds none.
+    """
+    states = (state["specs"] for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
+    state = next(states, None)
+    if state is None:
+        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    return specs_from_state(state)
+
+
+def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:
+    """Return these groups of the config of the run that wrote a checkpoint.
+
+    Whoever made the file says in it which classes are built, so that only ours and PyTorch's are.
+
+    Raises:
+        ValueError: It holds none, or names classes of other packages.
+    """
+    config = stored.get(CONFIG)
+    if not isinstance(config, Mapping) or any(group not in config for group in groups):
+        raise ValueError(
+            f"{path} holds no config, as a run of torchrl-lightning-train writes it; pass the module: "
+            "load_policy(path, module=MyModule(...))"
+        )
+    chosen = {group: config[group] for group in groups}
+    foreign = sorted(target for target in _targets(chosen) if not _OURS.fullmatch(target))
+    if foreign:
+        raise ValueError(
+            f"the config in {path} names classes of other packages: {', '.join(foreign)}. Build the module yourself "
+            "and pass it: load_policy(path, module=MyModule(...))"
+        )
+    return chosen
+
+
+def _targets(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {str(node["_target_"])} if "_target_" in node else set()
+        return own.union(*map(_targets, node.values()))
+    return set().union(*map(_targets, node)) if isinstance(node, list) else set()

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import gymnasium
+import lightning as L
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from datamodules.conftest import TinyActorCritic
+from datamodules.replay_parts import dqn, fit, replay_data
+from torchrl_lightning import OnPolicyDataModule, load_policy, play_episodes
+from torchrl_lightning.cli.kept_config import KeptConfig
+from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
+
+MODEL = {
+    "_target_": "torchrl_lightning.PPOModule",
+    "_convert_": "all",
+    "network": {"_target_": "torchrl_lightning.MLPNetwork", "hidden_sizes": [4]},
+    "optimizer": {"_target_": "torch.optim.RMSprop", "_partial_": True, "lr": 0.001},
+}
+
+
+def train(path, module, *, config=None, env="CartPole-v1"):
+    """One rollout's training, and its checkpoint."""
+    data = OnPolicyDataModule(env, num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0)
+    callbacks = [] if config is None else [KeptConfig(OmegaConf.create({"data": {"env": env}, "model": config}))]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(path)
+    return module, data
+
+
+def observations(size=4):
+    return TensorDict({"observation": torch.randn(16, size, generator=torch.Generator().manual_seed(0))}, [16])
+
+
+def best_actions(module, batch):
+    with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
+        return module.policy(batch.copy())["action"]
+
+
+def test_a_checkpoint_of_the_command_is_all_that_is_needed(tmp_path):
+    module, data = train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), config=MODEL)
+    policy = load_policy((tmp_path / "a.ckpt").rename(tmp_path / "moved.ckpt"))
+    assert policy.specs == data.specs
+    assert not policy.training
+    batch = observations()
+    acted = policy(batch.copy())["action"]
+    assert torch.equal(acted, best_actions(module, batch))
+    assert not any(parameter.requires_grad for parameter in policy.parameters())
+    # In an environment of one's own, without a trainer.
+    env = gymnasium.make("CartPole-v1")
+    first, _ = env.reset(seed=0)
+    action = policy(TensorDict({"observation": torch.as_tensor(first)}, []))["action"]
+    assert env.action_space.contains(action.numpy())
+    assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
+
+
+def test_a_sampling_policy_is_an_option(tmp_path):
+    train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), config=MODEL)
+    policy = load_policy(tmp_path / "a.ckpt", deterministic=False)
+    batch = observations()
+    assert len({str(policy(batch.copy())["action"].tolist()) for _ in range(5)}) > 1
+
+
+@pytest.mark.parametrize(
+    "make", [TinyActorCritic, lambda: PPOModule(RecurrentNetwork("gru", 4)), lambda: PPOModule(MLPNetwork([4]))]
+)
+def test_with_a_trainer_of_ones_own_the_module_is_passed(make, tmp_path):
+    module, _ = train(tmp_path / "a.ckpt", make())
+    policy = load_policy(tmp_path / "a.ckpt", make())
+    for name, value in module.policy.state_dict().items():
+        assert torch.equal(policy.policy.state_dict()[name], value)
+    assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
+
+
+def test_an_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
+    module, run = fit(tmp_path, replay_data(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    policy = load_policy(tmp_path / "a.ckpt", dqn(seed=9), deterministic=False)
+    assert float(policy.policy.amount) == float(module.policy.amount) == pytest.approx(1 - 0.95 * 0.5)
+    assert torch.equal(
+        load_policy(tmp_path / "a.ckpt", dqn())(observations())["action"], best_actions(module, observations())
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": None}, r"holds no config.*load_policy\(path, module=MyModule"),
+        ({"model": {"_target_": "os.system", "command": "true"}}, "names classes of other packages: os.system"),
+        ({"model": {**MODEL, "network": [{"_target_": "torchrl_lightning.cli.train.hydra"}]}}, "cli.train.hydra"),
+        ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [5]}}}, "do not fit this PPOModule"),
+        ({"OnPolicyDataModule": {}}, "holds no environment specs"),
+    ],
+)
+def test_what_cannot_be_loaded_is_explained(change, message, tmp_path, stored):
+    content = {**stored, **{key: value for key, value in change.items() if key != "model"}}
+    if "model" in change:
+        content["config"] = {"model": change["model"]}
+    torch.save(content, tmp_path / "b.ckpt")
+    with pytest.raises(ValueError, match=message):
+        load_policy(tmp_path / "b.ckpt")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stored") / "a.ckpt"
+    train(path, PPOModule(MLPNetwork([4])), config=MODEL)
+    return torch.load(path, weights_only=True)
+
+
+def test_a_module_without_a_policy_is_named(tmp_path, stored):
+    class Without(TinyActorCritic):
+        def configure_model(self):
+            pass
+
+    torch.save({**stored, "state_dict": {}}, tmp_path / "b.ckpt")
+    with pytest.raises(TypeError, match="Without has no attribute `policy`"):
+        load_policy(tmp_path / "b.ckpt", Without())
