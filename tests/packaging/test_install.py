@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -32,6 +34,21 @@ def test_the_wheel_carries_the_hydra_tree_the_plugin_and_the_type_marker(wheel: 
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}
     assert {root for root in roots if not root.endswith(".dist-info")} == {"torchrl_lightning", "hydra_plugins"}
+
+
+def test_the_description_on_a_package_index_shows_nothing_broken(wheel: Path):
+    """Relative pictures and links do not travel: pictures are left out, and of links the words are kept."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = message_from_string(archive.read(name).decode())
+    description = str(metadata.get_payload())
+    assert "](" in (PROJECT / "README.md").read_text()
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith("https://")] == []
+    assert "examples/own_trainer.py" in description
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_all("Project-URL") is None  # until there is a place
+    versions = {value.rsplit(" ", 1)[1] for value in metadata.get_all("Classifier") if "Python :: 3." in value}
+    assert versions == {"3.11", "3.12", "3.13"}
 
 
 def test_the_package_comes_from_where_it_was_installed(from_wheel, from_checkout):
