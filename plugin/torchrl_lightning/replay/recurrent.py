@@ -39,7 +39,7 @@ class RecurrentReplayBuffer(BufferBase):
         action_dim: length of an action.
         hidden_dim: length of a recurrent state.
         device: where transitions lie; ``None`` means torch's default device.
-        scratch_dir: folder for memory-mapped files; ``None`` keeps the transitions in memory.
+        scratch_dir: folder on whose disk memory-mapped transitions lie; ``None`` keeps them in memory.
         sampler: any sampler; a :class:`UniformSampler` by default.
         writer: as in :class:`ExperienceBuffer`, here and below.
         num_envs: number of environments of the default writer.
