@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torchrl_lightning.replay.files import Rows, read_state, write_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.rings import integers
-from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning
+from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
 from torchrl_lightning.replay.tree import (
     Tree,
     check_tensordict,
@@ -77,7 +76,7 @@ class RingStorage(StorageBase):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
         self._writer: weakref.ref[RingWriter] | None = None
-        self._process = os.getpid()
+        self._process = this_process()
 
     @property
     def tree(self) -> Tree:
@@ -413,7 +412,7 @@ class RingStorage(StorageBase):
         tree = state.pop("_cells")
         super().__setstate__(state)
         if not self._shared:
-            self._process = os.getpid()
+            self._process = this_process()
         if tree:
             self.adopt(tree)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.rings import Ints, Rings, integers
-from torchrl_lightning.replay.sharing import check_owner, check_unshared
+from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import check_tensordict, entry_of
 
@@ -80,7 +79,7 @@ class RingWriter(WriterBase, Rings):
     ) -> None:
         # Rows written, and an era, which grows when the rings start again, so that stamps never repeat.
         self._counters: Ints = np.zeros(2, np.int64)
-        self._process = os.getpid()
+        self._process = this_process()
         WriterBase.__init__(self)
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
             raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
@@ -411,7 +410,7 @@ class RingWriter(WriterBase, Rings):
         if self.index is not None:
             self.index.attach(self._positions, self._floor)
         if not self.is_shared:
-            self._process = os.getpid()
+            self._process = this_process()
         if self.storage is not None:
             self._sign(self.storage)
 
