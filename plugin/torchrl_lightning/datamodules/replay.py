@@ -313,14 +313,14 @@ class ReplayDataModule(ExperienceDataModule):
     # ------------------------------------------------------------------ state
 
     def fingerprint(self) -> dict[str, Any]:
-        """Adds the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
-        if self.buffer is None:
-            self.buffer = self._build_buffer()
+        """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
+        # A buffer that is built to look at a checkpoint is not kept: the ranks may be forked later, each with its own.
+        buffer = self._make_buffer(num_envs=self.num_envs) if self.buffer is None else self.buffer
         return {
             **super().fingerprint(),
-            "buffer": type(self.buffer).__name__,
-            "sampler": type(self.buffer.sampler).__name__,
-            "capacity": int(self.buffer.storage.max_size),
+            "buffer": type(buffer).__name__,
+            "sampler": type(buffer.sampler).__name__,
+            "capacity": int(buffer.storage.max_size),
             "n_steps": self.n_steps,
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
