@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from configs.processes import environment
+from torchrl_lightning.collectors import spawn_seed
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,7 @@ def reports(folder, name):
 @pytest.mark.parametrize(("name", "updates", "frames"), [("memory_whole", 40, 2 * 72), ("delayed_whole", 28, 2 * 64)])
 def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates, frames):
     first, second = reports(folder, name)
-    assert (first["seed"], second["seed"]) == (0, 2)
+    assert [first["seed"], second["seed"]] == [spawn_seed(0, "collector", rank) for rank in range(2)]
     assert first["first"] != second["first"]
     assert first["cells"] != second["cells"]
     assert first["next_sample"] != second["next_sample"]
