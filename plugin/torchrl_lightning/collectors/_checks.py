@@ -16,7 +16,7 @@ def check_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> Non
     """Check the sizes of a collector.
 
     Raises:
-        ValueError: A batch that is no whole number of steps, or no frames at all.
+        ValueError: A batch is not a whole number of steps, or there are no frames.
     """
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
@@ -32,7 +32,7 @@ def check_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> Non
 
 
 def number_of_batches(total_frames: int, frames_per_batch: int) -> int:
-    """How many batches a whole run has.
+    """Return how many batches a whole run has.
 
     Raises:
         RuntimeError: The collector never stops.
@@ -43,10 +43,10 @@ def number_of_batches(total_frames: int, frames_per_batch: int) -> int:
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare a saved state with the collector that it is to be loaded into.
+    """Check that a saved state fits the collector that is about to load it.
 
     Raises:
-        ValueError: The two do not fit, or the state is of another kind.
+        ValueError: The two do not fit, or the state is that of something else.
     """
     for name, value in expected.items():
         if name not in state:
@@ -56,7 +56,7 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def read_specs(env: Any, num_envs: int, env_args: Mapping[str, Any]) -> EnvironmentSpecs:
-    """Read the specs from a ready environment, or from a single one that is built and closed for that."""
+    """Read the specs of a ready environment, or of a single one that is built for this and closed again."""
     if isinstance(env, VectorEnv):
         return environment_specs(env)
     if env_args["vectorization"] == "async":
@@ -70,14 +70,14 @@ def read_specs(env: Any, num_envs: int, env_args: Mapping[str, Any]) -> Environm
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what cannot act on a TensorDict.
+    """Refuse a policy that cannot act on a TensorDict.
 
     Raises:
-        TypeError: Not callable, or a plain module from tensors to tensors.
+        TypeError: The policy is not callable, or a plain module from tensors to tensors.
     """
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
-    # A policy need not have in_keys, but layers of torch without any module that has them cannot read a TensorDict.
+    # A policy may lack in_keys, but plain torch layers without any module that has them cannot read a TensorDict.
     bare = isinstance(policy, nn.Linear | nn.Sequential)
     if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
         raise TypeError(

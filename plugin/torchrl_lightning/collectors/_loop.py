@@ -17,7 +17,7 @@ from torchrl_lightning.collectors.specs import EnvironmentSpecs
 
 
 class RolloutLoop:
-    """Fills memories step by step; knows nothing about batches, frames or seeds."""
+    """The loop that fills rollout memories step by step; batches, frames and seeds are the collector's concern."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RolloutLoop:
         self._action_spec = specs.action.expand(specs.num_envs, *specs.action.shape)
 
     def reset(self, memory: RolloutMemory, seeds: Sequence[int] | None) -> None:
-        """Begin the rollout with an episode start in every environment."""
+        """Start the rollout with a new episode in every environment."""
         for source, target in zip(self.stepper.reset(seeds), memory.observation_views[0], strict=True):
             np.copyto(target, source)
         memory.is_init[0] = True
@@ -42,12 +42,12 @@ class RolloutLoop:
             memory.states[key][0].copy_(value)
 
     def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
-        """Fill a memory whose first row is set, and yield the index of each step that is done.
+        """Fill a memory whose first row is set, and yield the index of each completed step.
 
         Raises:
-            KeyError: The policy writes no ``action``, or not the next value of a recurrent state.
-            TypeError: The policy returns something else than a TensorDict.
-            ValueError: Actions of a wrong shape, or NaN.
+            KeyError: The policy does not write ``action`` or the next value of a recurrent state.
+            TypeError: The policy returns something other than a TensorDict.
+            ValueError: Actions have the wrong shape or are NaN.
         """
         policy = self._draw if random or self.policy is None else self.policy
         move = device.type != "cpu"
@@ -109,7 +109,7 @@ class RolloutLoop:
     def _first_step(
         self, policy: Policy, step: TensorDictBase, memory: RolloutMemory, next_states: Sequence[NestedKey]
     ) -> list[Array]:
-        """Call the policy, find out what it writes, and make room for it."""
+        """Call the policy for the first time, find out what it writes, and reserve memory for it."""
         before = dict(step.items(include_nested=True, leaves_only=True))
         written = policy(step)
         outputs = policy_outputs(before, written, next_states)
@@ -127,7 +127,7 @@ class RolloutLoop:
         return list(memory.outputs["action"].numpy().reshape(memory.steps, *self.stepper.action_shape))
 
     def _hold_states(self, memory: RolloutMemory) -> None:
-        # No policy, no recurrence: the states stay at their initial values and the batch has the usual keys.
+        # Without a policy the recurrent states keep their initial values, and the batch still has its usual keys.
         for key, value in self.states.items():
             memory.states[key][:] = value
             memory.outputs[next_key(key)] = memory.states[key][:-1].clone()
@@ -136,11 +136,11 @@ class RolloutLoop:
 def policy_outputs(
     before: Mapping[NestedKey, Tensor], written: object, next_states: Sequence[NestedKey] = ()
 ) -> dict[NestedKey, Tensor]:
-    """List what a policy wrote, private keys (with a leading underscore) left out.
+    """List what a policy wrote, without private keys (those with a leading underscore).
 
     Raises:
-        KeyError: No ``action``, or not the next value of a recurrent state.
-        TypeError: Not a TensorDict, or entries that are no tensors.
+        KeyError: ``action`` or the next value of a recurrent state is missing.
+        TypeError: The result is not a TensorDict, or has entries that are not tensors.
     """
     if not isinstance(written, TensorDictBase):
         raise TypeError(

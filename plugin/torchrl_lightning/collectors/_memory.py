@@ -20,9 +20,9 @@ Array = NDArray[Any]
 
 
 class RolloutMemory:
-    """Tensors of one rollout, ``[T, N, *F]``, with views of every step made once.
+    """Tensors of one rollout, ``[T, N, *F]``, with a view of every step, made once.
 
-    What the policy reads (observations, ``is_init``, recurrent states) has a row ``T`` more: the start of the next
+    What the policy reads (observations, ``is_init``, recurrent states) has one more row ``T``: the start of the next
     rollout.
     """
 
@@ -61,7 +61,7 @@ class RolloutMemory:
         self.output_views: list[tuple[NestedKey, tuple[Tensor, ...]]] = []
 
     def inputs(self) -> list[TensorDictBase]:
-        """What the policy reads at each step: ``T`` TensorDicts ``[N]`` over this memory."""
+        """Return what the policy reads at each step: ``T`` TensorDicts ``[N]`` over this memory."""
         steps, num_envs = self.steps, self.num_envs
         never = torch.zeros(steps, num_envs, 1, dtype=torch.bool)
         root = TensorDict({"done": never, "terminated": never, "truncated": never}, [steps, num_envs])
@@ -71,7 +71,7 @@ class RolloutMemory:
         return list(root.unbind(0))
 
     def allocate_outputs(self, outputs: Mapping[NestedKey, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make room for what the policy writes, given the shape and dtype of one step; reuse it where it fits."""
+        """Reserve memory for what the policy writes, given shape and dtype of one step; reuse memory that fits."""
         old, self.outputs, self.output_views = self.outputs, {}, []
         for key, (shape, dtype) in outputs.items():
             kept = old.get(key)
@@ -80,7 +80,7 @@ class RolloutMemory:
             self.output_views.append((key, self.outputs[key].unbind(0)))
 
     def begin(self, carry: RolloutMemory) -> None:
-        """Continue where another rollout (or this memory's previous one) ended."""
+        """Start where another rollout, or the previous one in this memory, ended."""
         self.is_init[0].copy_(carry.is_init[-1])
         for key, value in self.observations.items():
             value[0].copy_(carry.observations[key][-1])
@@ -109,13 +109,13 @@ class RolloutMemory:
             entries[as_tuple(key)] = value[:-1]
         for key, value in self.outputs.items():
             path = as_tuple(key)
-            if path[0] != "next" or path not in entries:  # what follows a step is the environment's to say
+            if path[0] != "next" or path not in entries:  # the environment decides what follows a step
                 entries[path] = value
         return _nested(entries, [self.num_envs, self.steps])
 
 
 def trajectory_ids(first: Array, done: Array, counter: int) -> tuple[Array, Array, int]:
-    """Number the trajectories of a rollout in the order in which they begin.
+    """Assign numbers to the trajectories of a rollout, in the order in which they begin.
 
     Args:
         first: The ids that the environments are in, ``[N]``.
@@ -128,7 +128,7 @@ def trajectory_ids(first: Array, done: Array, counter: int) -> tuple[Array, Arra
     ends = np.cumsum(done.reshape(-1)).reshape(done.shape)
     ids = np.empty((done.shape[0] + 1, done.shape[1]), dtype=np.int64)
     ids[0] = first
-    # Ids only grow within an environment, so the running maximum carries each one forward to its trajectory's end.
+    # Ids only grow within an environment, so the running maximum extends each one to the end of its trajectory.
     ids[1:] = np.where(done, counter + ends - 1, -1)
     np.maximum.accumulate(ids, axis=0, out=ids)
     return ids[:-1], ids[-1].copy(), counter + int(ends[-1, -1])

@@ -1,4 +1,4 @@
-"""What a collector has to know about a policy: its device, its recurrent states, its weights."""
+"""What a collector needs to know about a policy: its device, its recurrent states and its weights."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Write a key as a tuple of names."""
+    """Return a key as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 def next_key(key: NestedKey) -> tuple[str, ...]:
-    """The same key under ``next``."""
+    """Return the same key under ``next``."""
     return ("next", *as_tuple(key))
 
 
 def policy_device(policy: object) -> torch.device:
-    """The device of the policy's first parameter or buffer, else the CPU."""
+    """Return the device of the policy's first parameter or buffer, or the CPU if it has none."""
     return device_of(policy) or torch.device("cpu")
 
 
 def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
-    """Collect the states that the policy's submodules declare by ``make_tensordict_primer``.
+    """Collect the recurrent states that the policy's submodules declare by ``make_tensordict_primer``.
 
     Returns:
-        For each key the values at the start of an episode, ``[num_envs, *state]``.
+        For each key, the values at the start of an episode, ``[num_envs, *state]``.
 
     Raises:
-        ValueError: A primer that draws its initial values.
+        ValueError: A primer draws or computes its initial values.
     """
     if not isinstance(policy, nn.Module):
         return {}
@@ -55,7 +55,7 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
                     f"The recurrent state {key!r} starts from drawn or computed values; "
                     "only constant initial states are supported. Set default_value of its primer to a number."
                 )
-            # A primer may carry the batch already; the state of one environment is what the shape ends with.
+            # A primer may have batch dimensions already; the trailing dimensions are the state of one environment.
             shape = spec.shape[len(primer.primers.shape) :]
             states[unravel_key(key)] = torch.full((num_envs, *shape), value or 0.0, dtype=spec.dtype)
     return states
@@ -69,7 +69,7 @@ def load_weights(policy: object, weights: object) -> None:
         weights: Another module of the same structure, its state dict, or a TensorDict of its parameters.
 
     Raises:
-        TypeError: Weights of another kind, or a policy without weights.
+        TypeError: The weights are something else, or the policy has none.
     """
     if not isinstance(policy, nn.Module):
         raise TypeError(f"The policy ({type(policy).__name__}) is no nn.Module, so it has no weights to update.")

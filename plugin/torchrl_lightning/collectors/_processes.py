@@ -1,4 +1,4 @@
-"""Worker processes: started together, asked one by one, ended together."""
+"""A pool of worker processes: started together, read in turn, ended together."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchrl_lightning.collectors._worker import WorkerTask, run_worker
 
 
 class WorkerPool:
-    """Worker processes and the rollouts that they hand over through shared memory.
+    """Worker processes and the rollouts that they pass through shared memory.
 
-    Each worker has a pipe of its own: a process that is killed cannot take a common lock with it.
+    Each worker has its own pipe, so that a process that is killed cannot keep a common lock.
 
     Args:
-        payloads: What each worker collects with, pickled.
-        batches: How many batches each worker has collected before.
+        payloads: The pickled environment, policy and arguments of each worker.
+        batches: How many batches each worker collected in earlier runs.
         slots: How many rollouts each worker may have in flight.
-        weights: Where the workers find their weights.
+        weights: Shared memory from which the workers read their weights.
         shape: ``[T, N]`` of a rollout.
     """
 
@@ -62,7 +62,7 @@ class WorkerPool:
             raise
 
     def receive(self, worker: int) -> TensorDict:
-        """Wait for a worker's next rollout; return a copy, time-major ``[T, N]``.
+        """Wait for a worker's next rollout and return a copy, time-major ``[T, N]``.
 
         Raises:
             RuntimeError: The worker failed or died.
@@ -79,7 +79,7 @@ class WorkerPool:
             self._send(worker, 0)
 
     def close(self) -> None:
-        """End all processes; those that do not end by themselves within a second are killed."""
+        """End all processes; terminate those that do not exit within a second."""
         for connection in self._connections:
             with suppress(OSError):
                 connection.send(None)
@@ -102,7 +102,7 @@ class WorkerPool:
         connection, process = self._connections[worker], self._processes[worker]
         multiprocessing.connection.wait([connection, process.sentinel])
         try:
-            # A worker that ends may have left its last message in the pipe.
+            # A worker that has exited may have left its last message in the pipe.
             if connection.poll():
                 message: tuple[str, Any] = connection.recv()
                 return message
@@ -115,7 +115,7 @@ class WorkerPool:
         )
 
     def _send(self, worker: int, message: int) -> None:
-        with suppress(OSError):  # if the worker has died, the next message says so
+        with suppress(OSError):  # if the worker has died, reading its next message reports that
             self._connections[worker].send(message)
 
 
@@ -128,11 +128,11 @@ def _as_tensordict(leaves: dict[Any, Any], shape: list[int]) -> TensorDict:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    # A process inherits the mask, so Ctrl-C cannot reach it while it still imports; here it is only put off.
+    # The process inherits the mask, so that Ctrl-C cannot hit it during its imports; here Ctrl-C is only delayed.
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # started later, within the block, it would lift the mask
+    resource_tracker.ensure_running()  # if it started within the block, it would lift the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,4 +1,4 @@
-"""Random streams that belong to a collector and leave the global ones alone."""
+"""Random streams of a collector, separate from the global ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed, or draw one from torch's global generator.
+    """Return the seed; if it is None, draw one from torch's global generator.
 
     Raises:
-        ValueError: A negative seed.
+        ValueError: The seed is negative.
     """
     if seed is None:
         return int(torch.randint(2**31, ()).item())
@@ -23,9 +23,9 @@ def check_seed(seed: int | None) -> int:
 
 @contextmanager
 def isolated_rng(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Run a block on its own torch random stream, and put the global one back afterwards.
+    """Run a block with its own torch random stream, and restore the global one afterwards.
 
-    Distributions draw from torch's global generators and take no other; so these are borrowed.
+    Distributions can only draw from torch's global generators, so these are reseeded for the time being.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Weights that the learner publishes and acting processes fetch, in one block of shared memory."""
+"""Weights in one block of shared memory: the learner publishes them, acting processes fetch them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 _ALIGNMENT = 16
-_PATIENCE = 30.0  # seconds; a copy takes milliseconds, so whoever holds the lock longer is dead
+_PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
 
 
 class SharedWeights:
     """A copy of a module's parameters and buffers in shared memory, with a version number.
 
-    It travels to a process that is being started, as an argument.
+    Pass it to a process as an argument when the process is started.
 
     Args:
         module: The module whose weights are published.
@@ -44,7 +44,7 @@ class SharedWeights:
             self._version.fill_(version)
 
     def fetch(self, module: nn.Module | None, known: int) -> int:
-        """Copy the published weights into a module, unless it has them already; return their version."""
+        """Copy the published weights into a module unless it already has them, and return their version."""
         with self._locked():
             version = int(self._version.item())
             if version != known:
@@ -64,7 +64,7 @@ class SharedWeights:
 
 
 class _Held:
-    """A lock that is not waited for for ever: a process that was killed never gives it back."""
+    """A lock with a timeout, because a process that was killed never releases it."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock

@@ -1,4 +1,4 @@
-"""One interface to a vector environment, whichever way it resets."""
+"""A single interface to vector environments, whatever their autoreset mode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Final = tuple[int, list[Array]]  # environment, leaves of its last observation
 
 
 class VectorStepper:
-    """Steps a vector environment and separates last observations from those after a reset.
+    """Step a vector environment, and separate last observations from those after a reset.
 
-    Observations come as lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's
-    own memory: copy them before the next call.
+    Observations are lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's own
+    memory: copy them before the next call.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
@@ -43,25 +43,25 @@ class VectorStepper:
         return self.leaves(observation)
 
     def step(self, action: Array) -> tuple[list[Array], Array, Array, Array, Any]:
-        """Step once: observations, rewards, terminations, truncations, info."""
+        """Step once and return observations, rewards, terminations, truncations and info."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return self.leaves(observation), reward, terminated, truncated, info
 
     def finish(
         self, done: Array, leaves: list[Array], info: dict[str, Any]
     ) -> tuple[list[Array], Iterator[Final] | list[Final]]:
-        """Sort out a step that ended episodes.
+        """Find the true last observations of a step that ended episodes.
 
         Args:
-            done: Which environments ended an episode, ``[N]``.
+            done: Which environments finished an episode, ``[N]``.
             leaves: The observations that the step returned.
-            info: What the step reported.
+            info: The info dictionary of the step.
 
         Returns:
             The observations to act on next, and the last observation of each finished episode.
 
         Raises:
-            RuntimeError: The environment does not report last observations, or cannot reset a part of itself.
+            RuntimeError: The environment does not report last observations, or cannot reset single environments.
         """
         if self.mode is AutoresetMode.DISABLED:
             return self._reset_done(done, leaves)
@@ -89,7 +89,7 @@ class VectorStepper:
         return arrays
 
     def close(self) -> None:
-        """Close the environment; an environment with processes that hangs in a step is terminated."""
+        """Close the environment; terminate its processes if they hang in a step."""
         if self.env.closed:
             return
         processes = isinstance(self.env.unwrapped, AsyncVectorEnv)

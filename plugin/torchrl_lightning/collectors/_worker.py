@@ -1,4 +1,4 @@
-"""What a process of the asynchronous collector does."""
+"""The worker process of the asynchronous collector."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker is told when it starts.
+    """What a worker needs to know when it starts.
 
     Attributes:
         payload: The pickled environment, policy and keyword arguments of the worker's ``GymnasiumCollector``.
-        batches: How many batches this worker has collected before, in a run that is resumed.
-        worker: Its number.
-        num_workers: How many there are.
+        batches: How many batches this worker collected before the run was resumed.
+        worker: The number of this worker.
+        num_workers: The number of workers.
         slots: How many rollouts it may have in flight.
-        parent: The process to live no longer than.
+        parent: Id of the parent process; the worker ends when it does.
     """
 
     payload: bytes
@@ -41,12 +41,12 @@ class WorkerTask:
 
 
 def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
-    """Collect rollouts into shared memory until the other end of the connection closes or says so.
+    """Collect rollouts into shared memory until the parent closes the connection or asks for the end.
 
     Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
-    ``("error", text)``. The parent sends the number of a slot that is free again, or ``None`` for the end.
+    ``("error", text)``. The parent sends the number of a slot that is free again, or ``None`` to end the worker.
     """
-    # Ctrl-C reaches the whole process group; the parent decides what becomes of the workers.
+    # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _collect(task, weights, connection)
@@ -63,7 +63,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
     torch.set_num_threads(1)
     env, policy, kwargs = pickle.loads(task.payload)
     collector = GymnasiumCollector(env, policy, **kwargs)
-    # Other seeds and trajectory ids than before the interruption, if this run is a resumed one.
+    # A resumed run uses other seeds and trajectory ids than before the interruption.
     counters = {
         "batches": task.batches,
         "trajectories": task.batches * (collector.frames_per_batch + collector.num_envs),

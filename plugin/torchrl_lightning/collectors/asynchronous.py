@@ -1,4 +1,4 @@
-"""A collector whose environments run in processes of their own, with weights that may be stale."""
+"""A collector whose environments run in separate processes, with weights that may be stale."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _STATE_VERSION = 1
 
 
 class AsynchronousCollector:
-    """Collects rollouts in worker processes while the learner learns.
+    """Collect rollouts in worker processes while the learner learns.
 
     Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout it takes the latest
-    weights that :meth:`update_policy_weights_` has published, and it stamps the rollout with their version:
+    weights that :meth:`update_policy_weights_` has published, and marks the rollout with their version:
     ``policy_version - batch["collector", "policy_version"]`` is the lag. Workers are served in turn and have at most
-    ``rollouts_in_flight`` rollouts begun and not yet yielded, so with one publication per batch the lag is at most
+    ``rollouts_in_flight`` rollouts begun but not yet yielded, so with one publication per batch the lag is at most
     ``num_workers * rollouts_in_flight``.
 
     Processes start with the first batch (by ``spawn``: a script needs ``if __name__ == "__main__":``), ignore Ctrl-C
@@ -53,10 +53,10 @@ class AsynchronousCollector:
         num_workers: The number of processes.
         num_envs: The number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
-        total_frames: Iteration stops when so many frames were yielded; -1 means never.
+        total_frames: Iteration stops when this many frames are yielded; -1 means never.
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
-        rollouts_in_flight: How many rollouts a worker may have begun that were not yet yielded.
+        rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
         reset_at_each_batch: Begin every batch with seeded resets.
         exploration_type: How the policy acts.
         clip_actions: Clip what the environment gets to its Box.
@@ -64,8 +64,8 @@ class AsynchronousCollector:
         wrappers: As in :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes that do not fit, or an unknown id.
-        TypeError: An environment or policy that cannot be sent to a process.
+        ValueError: Sizes do not fit, or the id is unknown.
+        TypeError: The environment or policy cannot be sent to a process.
         RuntimeError: A worker failed (its traceback is in the message) or died.
 
     Source:
@@ -141,7 +141,7 @@ class AsynchronousCollector:
 
     # -- iteration ---------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
-        """The number of batches of a whole run.
+        """Return the number of batches of a whole run.
 
         Raises:
             RuntimeError: The collector never stops.
@@ -152,13 +152,13 @@ class AsynchronousCollector:
         yield from self.iterator()
 
     def iterator(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` were collected; an error or Ctrl-C ends all workers."""
+        """Yield batches until ``total_frames`` are collected; an error or Ctrl-C ends all workers."""
         while self.total_frames < 0 or self.frames < self.total_frames:
             yield self.rollout()
         self._stop()
 
     def rollout(self) -> TensorDict:
-        """Return the next worker's batch, whatever ``total_frames`` says."""
+        """Return the next worker's batch, even beyond ``total_frames``."""
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         try:
@@ -188,7 +188,7 @@ class AsynchronousCollector:
         self._weights.publish(module, self.policy_version)
         shape = [self.steps, self.num_envs]
         pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, shape)
-        # Also ends the processes when the collector is forgotten, or the interpreter ends.
+        # Also ends the processes when the collector is garbage-collected or the interpreter exits.
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
 
@@ -202,11 +202,11 @@ class AsynchronousCollector:
 
     # -- control -----------------------------------------------------------------------------------------------------
     def update_policy_weights_(self, policy_or_weights: object = None) -> None:
-        """Publish weights as a new version; every rollout that begins afterwards acts with them.
+        """Publish weights as a new version; every rollout that begins afterwards uses them.
 
         Args:
-            policy_or_weights: A module, a state dict or a TensorDict of parameters, which is copied into the policy
-                first; ``None`` publishes the policy as it is.
+            policy_or_weights: A module, a state dict or a TensorDict of parameters, copied into the policy first.
+                ``None`` publishes the policy as it is.
         """
         if policy_or_weights is not None and policy_or_weights is not self.policy:
             load_weights(self.policy, policy_or_weights)
@@ -216,21 +216,21 @@ class AsynchronousCollector:
         self.policy_version += 1
 
     def reset(self) -> None:
-        """Discard the rollouts in flight and start all workers anew at the next batch."""
+        """Discard the rollouts in flight, and restart all workers at the next batch."""
         self._stop()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed all environments; the workers start anew at the next batch.
+        """Seed all environments, and restart the workers at the next batch.
 
         Args:
             seed: The seed that those of the workers are spawned from.
-            static_seed: Must be False; TorchRL's collectors take it.
+            static_seed: Must be False; accepted because TorchRL's collectors take it.
 
         Returns:
             The seed of the last environment.
 
         Raises:
-            ValueError: ``static_seed``, which would make all workers collect the same.
+            ValueError: ``static_seed`` is True; all workers would collect the same data.
         """
         if static_seed:
             raise ValueError("static_seed=True would make all workers collect the same data.")
@@ -240,7 +240,7 @@ class AsynchronousCollector:
         return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
     def state_dict(self) -> dict[str, int]:
-        """The counters and the seed: scalars only."""
+        """Return the counters and the seed: scalars only."""
         return {
             "version": _STATE_VERSION,
             "num_workers": self.num_workers,
@@ -253,10 +253,10 @@ class AsynchronousCollector:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue counting where a ``state_dict`` was taken; the workers start anew at the next batch.
+        """Continue counting where a ``state_dict`` was taken, and restart the workers at the next batch.
 
         Raises:
-            ValueError: The state of a collector with other sizes, or of another version of this class.
+            ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
         names = ("version", "num_workers", "num_envs", "frames_per_batch")
         check_state(state_dict, {name: self.state_dict()[name] for name in names})
@@ -268,9 +268,9 @@ class AsynchronousCollector:
         """End all workers; may be called any number of times.
 
         Args:
-            timeout: Not used here; TorchRL's collectors take it, as the other arguments.
-            close_env: Not used here; environments end with their process.
-            raise_on_error: Not used here.
+            timeout: Not used; accepted, as the other arguments, because TorchRL's collectors take it.
+            close_env: Not used; environments end with their process.
+            raise_on_error: Not used.
         """
         self.closed = True
         self._stop()

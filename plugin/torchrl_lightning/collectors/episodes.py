@@ -1,4 +1,4 @@
-"""Playing finished episodes, to judge a policy."""
+"""Finished episodes of a policy, for its evaluation."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def play_episodes(
 ) -> TensorDict:
     """Play exactly ``num_episodes`` finished episodes.
 
-    Each environment plays a fixed number of episodes, its first ones. Taking the episodes that finish first instead
-    would favour short ones. The policy is put in evaluation mode meanwhile; its training flags and torch's global
+    Each environment contributes a fixed number of episodes, its first ones; taking whichever finish first would favour
+    short ones. The policy is put in evaluation mode meanwhile; its training flags and torch's global
     generators are afterwards as they were.
 
     Args:
@@ -49,7 +49,7 @@ def play_episodes(
         num_envs: How many run side by side; ``None`` means as many as there are episodes, at most 32, or as many as a
             ready vector environment has.
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`),
-            others than a collector with this seed has; ``None`` leaves both to chance.
+            others than a collector with this seed has; with ``None`` both are random.
         deterministic: Whether the policy takes the mode of its distribution, or a sample.
 
     Returns:
@@ -57,7 +57,7 @@ def play_episodes(
         ``[E]``, ordered by environment and time.
 
     Raises:
-        ValueError: No episodes to play, or an environment that does not fit.
+        ValueError: There are no episodes to play, or the environment does not fit.
 
     Example:
         >>> from tensordict.nn import TensorDictModule

@@ -1,4 +1,4 @@
-"""Environments described by values, so that a YAML file and a worker process can both make them."""
+"""Environments described by plain values, so that a YAML file or a worker process can build them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows only some entries of a flat observation, e.g. to hide velocities from a policy that has to remember.
+    """Show only some entries of a flat observation, e.g. to hide velocities from a policy with memory.
 
     Args:
         env: an environment with a one-dimensional Box observation.
@@ -35,12 +35,12 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
         self.observation_space = gym.spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)
 
     def observation(self, observation: Any) -> Any:
-        """Gives the selected entries."""
+        """Return the selected entries."""
         return observation[self._indices]
 
 
 class EnvironmentFactory:
-    """Makes one environment from its id and settings; picklable and comparable by its text.
+    """Build an environment from its id and settings; picklable, and comparable by its ``repr``.
 
     Args:
         id: an environment id.
@@ -63,7 +63,7 @@ class EnvironmentFactory:
         self.env_kwargs = dict(env_kwargs or {})
 
     def __call__(self, **kwargs: Any) -> gym.Env[Any, Any]:
-        """Makes an environment; ``kwargs`` win over those of the factory, e.g. ``render_mode``."""
+        """Build an environment; ``kwargs``, e.g. ``render_mode``, override those of the factory."""
         env = gym.make(self.id, **{**self.env_kwargs, **kwargs})
         return env if self.observe is None else SelectObservation(env, self.observe)
 

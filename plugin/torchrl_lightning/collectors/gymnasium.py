@@ -1,4 +1,4 @@
-"""A collector that steps a gymnasium vector environment straight into preallocated memory."""
+"""A collector that steps a gymnasium vector environment and writes straight into preallocated memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATE_VERSION = 1
 
 
 class GymnasiumCollector:
-    """Collects rollouts of a TensorDict policy in a gymnasium vector environment.
+    """Collect rollouts of a TensorDict policy in a gymnasium vector environment.
 
     It yields what ``torchrl.collectors.Collector`` yields over the same environment with ``InitTracker``: TensorDicts
     ``[N, T]`` named ``(None, "time")`` whose memory is time-major. ``("next", observation)`` is the true successor,
@@ -45,25 +45,26 @@ class GymnasiumCollector:
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
         num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
-        total_frames: Iteration stops when so many frames were collected; -1 means never.
+        total_frames: Iteration stops when this many frames are collected; -1 means never.
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`);
             ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
-        init_random_frames: Random actions until so many frames were collected (by whole batches).
+        init_random_frames: Draw random actions until this many frames are collected (in whole batches).
         exploration_type: How the policy acts.
-        device: Where the policy gets its inputs, and where batches lie; ``None`` follows the policy's parameters for
-            the former, and leaves batches on the CPU.
-        storing_device: Where batches lie; ``None`` means ``device``.
-        return_same_td: Yield the same memory each time instead of fresh memory.
-        clip_actions: Clip what the environment gets (not what is stored) to its Box.
+        device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
+            and batches stay on the CPU.
+        storing_device: Device of the batches; ``None`` means ``device``.
+        return_same_td: Yield the same memory each time instead of new memory.
+        clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
         vectorization: As in :func:`make_vector_env`.
         env_kwargs: As in :func:`make_vector_env`.
         wrappers: As in :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes that do not fit, an unknown id, NaN actions, or an environment with ``NEXT_STEP`` resets.
-        TypeError: An environment or policy of another kind, or a space without a TorchRL spec.
-        KeyError: A policy that writes no ``action``.
+        ValueError: Sizes do not fit, the id is unknown, actions are NaN, or the environment resets in mode
+            ``NEXT_STEP``.
+        TypeError: The environment or policy is something else, or a space has no TorchRL spec.
+        KeyError: The policy writes no ``action``.
 
     Example:
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
@@ -158,7 +159,7 @@ class GymnasiumCollector:
 
     # -- iteration ---------------------------------------------------------------------------------------------------
     def __len__(self) -> int:
-        """The number of batches of a whole run.
+        """Return the number of batches of a whole run.
 
         Raises:
             RuntimeError: The collector never stops.
@@ -169,7 +170,7 @@ class GymnasiumCollector:
         yield from self.iterator()
 
     def iterator(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` were collected; an error shuts the collector down."""
+        """Yield batches until ``total_frames`` are collected; an error shuts the collector down."""
         while self.total_frames < 0 or self.frames < self.total_frames:
             try:
                 batch = self.rollout()
@@ -179,12 +180,12 @@ class GymnasiumCollector:
             yield batch
 
     def rollout(self) -> TensorDict:
-        """Collect one batch, whatever ``total_frames`` says."""
+        """Collect one batch, even beyond ``total_frames``."""
         loop = self._built()
         random = self.policy is None or self.frames < self.init_random_frames
         device = self.device or policy_device(self.policy)
         begin_anew = self._needs_reset or self.reset_at_each_batch or self._last is None
-        self._needs_reset = True  # should this rollout fail half way, the next one cannot continue it
+        self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
         reuse = self._last if self.return_same_td else None
         memory = reuse or RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
         with (
@@ -223,11 +224,11 @@ class GymnasiumCollector:
 
     # -- control -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Let the next batch begin with a reset of every environment."""
+        """Reset every environment before the next batch."""
         self._needs_reset = True
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments, from the next batch on, which begins with a reset.
+        """Seed the environments; the next batch begins with a reset.
 
         Args:
             seed: The seed that those of the environments are spawned from.
@@ -241,7 +242,7 @@ class GymnasiumCollector:
         return self._reset_seeds()[-1]
 
     def update_policy_weights_(self, policy_or_weights: object = None) -> None:
-        """Copy weights into the policy; without an argument nothing is to be done, because it acts itself.
+        """Copy weights into the policy; without an argument do nothing, because the policy itself acts.
 
         Args:
             policy_or_weights: A module, a state dict, or a TensorDict of parameters.
@@ -250,7 +251,7 @@ class GymnasiumCollector:
             load_weights(self.policy, policy_or_weights)
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The counters and the seed: scalars only. The policy's weights are the learner's to save."""
+        """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
         return {
             "version": _STATE_VERSION,
             "num_envs": self.num_envs,
@@ -263,10 +264,10 @@ class GymnasiumCollector:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue after the batch that a ``state_dict`` was taken at; the next batch begins with a reset.
+        """Continue behind the batch after which a ``state_dict`` was taken; the next batch begins with a reset.
 
         Raises:
-            ValueError: The state of a collector with other sizes, or of another version of this class.
+            ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
         check_state(state_dict, {name: self.state_dict()[name] for name in ("version", "num_envs", "frames_per_batch")})
         self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
@@ -278,7 +279,7 @@ class GymnasiumCollector:
         """Close the environment; may be called any number of times.
 
         Args:
-            timeout: Not used here; TorchRL's collectors take it.
+            timeout: Not used; accepted because TorchRL's collectors take it.
             close_env: Whether to close the environment.
             raise_on_error: Whether an error of the environment's ``close`` is raised.
         """

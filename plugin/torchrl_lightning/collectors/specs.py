@@ -14,16 +14,16 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategoric
 from torchrl.data.utils import numpy_to_torch_dtype_dict
 from torchrl.envs import EnvBase
 
-# Written by TorchRL's transforms beside the observations; no network should read them as such.
+# TorchRL's transforms write these beside the observations; no network should read them as observations.
 _BOOKKEEPING = ("is_init", "step_count", "recurrent_state")
 
 
 @dataclass(frozen=True)
 class EnvironmentSpecs:
-    """Specs of one environment (without the batch dimension) and how many of them run side by side.
+    """Specs of one environment, without the batch dimension, and the number of environments.
 
     Attributes:
-        observation: One entry for each observation key.
+        observation: One spec for each observation key.
         action: The spec of one action.
         num_envs: The number of environments.
 
@@ -47,13 +47,13 @@ class EnvironmentSpecs:
 def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:
     """Read the specs of a vector environment or of a TorchRL environment.
 
-    They are those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
+    They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
 
     Args:
         env: A gymnasium vector environment or a TorchRL environment.
 
     Raises:
-        TypeError: Another kind of environment, or a space that has no spec here.
+        TypeError: The environment is of another kind, or has a space without a spec.
 
     Example:
         >>> from torchrl_lightning import make_vector_env
@@ -84,10 +84,10 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
-    """Convert a gymnasium space to the TorchRL spec that ``GymEnv`` makes of it.
+    """Convert a gymnasium space to the TorchRL spec that ``GymEnv`` gives it.
 
     Raises:
-        TypeError: A space other than ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` and ``Dict`` of those.
+        TypeError: The space is not a ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` or ``Dict`` of those.
     """
     if isinstance(space, spaces.Dict):
         return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})

@@ -25,7 +25,7 @@ def make_vector_env(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
 ) -> VectorEnv[Any, Any, Any]:
-    """Build a vector environment that resets in the step that ends an episode, or check a ready one.
+    """Build a vector environment that resets in the step that ends an episode, or check an existing one.
 
     With ``AutoresetMode.SAME_STEP`` every step is a real transition, and the last observation of a finished episode
     is in ``info["final_obs"]``.
@@ -75,14 +75,14 @@ def make_vector_env(
     if vectorization == "vector_entry_point":
         return _from_entry_point(env, num_envs, kwargs, wrappers)
     factories = [_SingleEnv(env, kwargs, tuple(wrappers))] * num_envs
-    # copy=False: the caller copies each observation into its own memory at once.
+    # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
     return SyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def check_env_source(env: object, vectorization: str = "sync") -> None:
-    """Check what can be checked about an environment before it is built.
+    """Check an environment as far as possible without building it.
 
     Raises:
         ValueError: An unknown id or vectorization.
@@ -134,7 +134,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 
 
 class _SingleEnv:
-    """Builds one environment; a class and not a closure, so that it can be pickled for another process."""
+    """A factory of one environment; a class rather than a closure, so that it can be pickled for another process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Pure functions on time-major tensors: returns, advantages, normalisation. Time is dimension 0, whatever follows."""
+"""Pure functions on time-major tensors: returns, advantages, normalisation. Time is dimension 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every estimator asks of its inputs, and the messages for what does not meet it."""
+"""Checks of the inputs that all estimators share, and their error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MISSING_FLAG = {
 
 
 def check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
-    """Check that all tensors agree in shape and device, the floats in a floating dtype, and that the flags are bool."""
+    """Check that all tensors have one shape and device, the floats one floating dtype, and that the flags are bool."""
     name, reference = next(iter(floats.items()))
     if not isinstance(reference, Tensor):
         _refuse_type(caller, name, reference)
@@ -51,14 +51,14 @@ def check_fraction(caller: str, name: str, value: float | Tensor) -> float:
 
 
 def explain_not_finite(caller: str, **tensors: Tensor) -> None:
-    """Raise for the first input that holds NaN or an infinity, naming the place; return where all inputs are finite.
+    """Raise for the first input that holds NaN or infinity and name the place; return if all inputs are finite.
 
-    The recurrences multiply and never select, so that one bad element reaches the first row of the result: checking
-    that row is free, and only a bad one gets here.
+    The recurrences multiply and never select, so that a bad element reaches the first row of the result. Checking that
+    row costs nothing, and this function is only called when it is bad.
     """
     for name, tensor in tensors.items():
         finite = torch.isfinite(tensor)
-        if name in ("log_pi", "log_mu"):  # minus infinity is the logarithm of an action that cannot be taken
+        if name in ("log_pi", "log_mu"):  # minus infinity is the log-probability of an impossible action
             finite = finite | torch.isneginf(tensor)
         if not bool(finite.all()):
             _refuse_element(caller, name, tensor, finite)

@@ -114,7 +114,7 @@ def _gae_rows(
             a, target_t = advantage[t, start:end], target[t, start:end]
             for n in range(size):
                 delta = r[n] + (zero if stop[n] else g) * w[n] - v[n]
-                # The product with zero stays: it carries a NaN through the end of an episode to the first row.
+                # Keep the product with zero: it carries a NaN across the end of an episode to the first row.
                 estimate = delta + (zero if stop[n] | cut[n] else d) * carry[n]
                 carry[n] = estimate
                 a[n] = estimate

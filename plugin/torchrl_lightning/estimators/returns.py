@@ -73,7 +73,7 @@ def discount_cumsum(x: Tensor, discount: float | Tensor) -> Tensor: ...
 @overload
 def discount_cumsum(x: NDArray[Any], discount: float | NDArray[Any]) -> NDArray[Any]: ...
 def discount_cumsum(x: Any, discount: Any) -> Any:
-    r"""Discounted cumulative sum from the end, :math:`y_t = \sum_{k \ge t} \mathrm{discount}^{k - t} x_k`.
+    r"""Sum ``x`` from the end with a discount, :math:`y_t = \sum_{k \ge t} \mathrm{discount}^{k - t} x_k`.
 
     Args:
         x: ``[T, ...]``, time first, floating point; an array may hold integers.
@@ -114,7 +114,7 @@ def _return_rows(reward: Any, next_value: Any, terminated: Any, done: Any, gamma
             stop, cut = terminated[t, start:end], done[t, start:end]
             for n in range(size):
                 ended = stop[n] | cut[n]
-                # One of the two factors is zero; the product carries a NaN on where a choice would hide it.
+                # One of the two factors is zero; the product passes a NaN on, where a selection would hide it.
                 bootstrap = g if ended and not stop[n] else zero
                 estimate = r[n] + bootstrap * w[n] + (zero if ended else g) * carry[n]
                 carry[n] = estimate

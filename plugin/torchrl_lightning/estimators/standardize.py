@@ -11,8 +11,7 @@ __all__ = ["standardize"]
 def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.
 
-    The standard deviation is the unbiased one; a single valid entry becomes 0. Entries that the mask leaves out count
-    for nothing and become 0, whatever they held.
+    The standard deviation is unbiased; a single valid entry becomes 0. Masked entries are ignored and become 0.
 
     Args:
         x: any shape, floating point.
@@ -37,7 +36,7 @@ def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Ten
         raise ValueError(f"standardize: eps must not be negative, got {eps}")
     if mask is None:
         if x.numel() < 2:
-            return x - x  # one entry is its own mean
+            return x - x  # a single entry equals the mean
         std, mean = torch.std_mean(x)
         return (x - mean) / (std + eps)
     if mask.dtype != torch.bool:

@@ -53,8 +53,9 @@ def vtrace(
         gamma: discount in [0, 1].
         lmbda: mixing factor of the trace in [0, 1].
         rho_clip: truncation of the importance weight in the temporal-difference error; it decides which policy's value
-            is learnt. ``float("inf")`` clips nothing.
-        c_clip: truncation of the weight in the trace; it decides the speed only, and should not exceed ``rho_clip``.
+            is learned. ``float("inf")`` clips nothing.
+        c_clip: truncation of the weight in the trace; it only affects the speed of learning, and should not exceed
+            ``rho_clip``.
         pg_rho_clip: truncation of the weight in the advantage; as ``rho_clip`` by default.
 
     Returns:
@@ -168,7 +169,7 @@ def _vtrace_rows(
                 ended = stop[n] | cut[n]
                 bootstrap = zero if stop[n] else g
                 rho = weight[n]
-                # Written so that a NaN fails the comparison and stays; the products with zero carry it on as well.
+                # Written so that a NaN fails the comparison and remains; the products with zero pass it on as well.
                 delta = (rho_clip if rho > rho_clip else rho) * (r[n] + bootstrap * w[n] - v[n])
                 trace = (zero if ended else decay) * (c_clip if rho > c_clip else rho)
                 excess = delta + trace * carry[n]
