@@ -65,3 +65,14 @@ def test_an_overflow_skips_the_update_once() -> None:
     module = fit("sac", scaler, optimizer=SGD, critic_optimizer=SGD, max_grad_norm=0.5)
     assert scaler.get_scale() < 2.0**125
     assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_each_optimizer_reports_its_own_gradient() -> None:
+    names = {"grad_norm", "alpha_grad_norm"}
+    module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5)
+    assert {name.removeprefix("train/") for name in module.epoch_metrics if name.endswith("grad_norm")} == names
+    module = fit("sac", None, alpha_optimizer=SGD, critic_optimizer=SGD, max_grad_norm=0.5)
+    assert {name.removeprefix("train/") for name in module.epoch_metrics if name.endswith("grad_norm")} == {
+        *names,
+        "critic_grad_norm",
+    }

@@ -57,7 +57,8 @@ class AgentModule(ReportingModule):
         self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
         self.schedule = as_schedule(schedule)
         self.loss: Any = None
-        self._groups: list[list[nn.Parameter]] = []
+        # The parameters of each optimizer, under the name of their gradient's norm.
+        self._groups: dict[str, list[nn.Parameter]] = {}
 
     @abstractmethod
     def build(self, specs: Any) -> Self:
@@ -123,12 +124,13 @@ class AgentModule(ReportingModule):
         others = others or []
         main = self.optimizer or self._default_optimizer
         if self.critic_optimizer is None:
-            self._groups, factories = [actor + critic + others], [main]
+            self._groups, factories = {"grad_norm": actor + critic + others}, [main]
         elif actor or others:
-            self._groups, factories = [actor + others, critic], [main, self.critic_optimizer]
+            self._groups = {"grad_norm": actor + others, "critic_grad_norm": critic}
+            factories = [main, self.critic_optimizer]
         else:
-            self._groups, factories = [critic], [self.critic_optimizer]
-        return [factory(group) for factory, group in zip(factories, self._groups, strict=True)]
+            self._groups, factories = {"grad_norm": critic}, [self.critic_optimizer]
+        return [factory(group) for factory, group in zip(factories, self._groups.values(), strict=True)]
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.learning_rate, eps=self.adam_eps, fused=True)
@@ -167,7 +169,7 @@ class AgentModule(ReportingModule):
     def update(self, loss: Tensor) -> dict[str, Tensor]:
         """Step all optimizers on the loss; return the gradient norms before clipping."""
         norms: dict[str, Tensor] = {}
-        for group in self._groups:
+        for group in self._groups.values():
             for parameter in group:
                 parameter.grad = None
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
@@ -177,10 +179,10 @@ class AgentModule(ReportingModule):
             parameter.grad = None
         optimizers = self._optimizers()
         with _unscaled(self.trainer.precision_plugin, [optimizer.optimizer for optimizer in optimizers]):
-            for i, (optimizer, group) in enumerate(zip(optimizers, self._groups, strict=True)):
+            for optimizer, (name, group) in zip(optimizers, self._groups.items(), strict=True):
                 if self.max_grad_norm is not None:
                     norm = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
-                    norms["critic_grad_norm" if i else "grad_norm"] = norm
+                    norms[name] = norm
                 optimizer.step()
         return norms
 

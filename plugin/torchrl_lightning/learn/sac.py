@@ -123,8 +123,8 @@ class SACModule(OffPolicyModule):
         """Return the optimizers of the base, and one for the temperature if it has its own."""
         optimizers = super().configure_optimizers()
         if self.alpha_optimizer is not None:
-            self._groups.append([self.loss.log_alpha])
-            optimizers.append(self.alpha_optimizer(self._groups[-1]))
+            self._groups["alpha_grad_norm"] = [self.loss.log_alpha]
+            optimizers.append(self.alpha_optimizer([self.loss.log_alpha]))
         return optimizers
 
 

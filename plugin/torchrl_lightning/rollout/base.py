@@ -266,6 +266,29 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         data = data.cpu() if data_to_cpu else data
         return to_documented(data, self.documented_keys) if documented_names else data
 
+    @overload
+    def generate_batches(
+        self,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        documented_names: Literal[False] = False,
+    ) -> Iterator[TensorDictBase]: ...
+
+    @overload
+    def generate_batches(
+        self,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        *,
+        documented_names: bool,
+    ) -> Iterator[Any]: ...
+
     def generate_batches(
         self,
         num_mini_batch: int | None = None,

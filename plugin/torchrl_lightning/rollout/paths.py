@@ -110,7 +110,7 @@ class PathAdvantages(GeneralizedAdvantages):
 
 
 def population_standardize(x: Tensor, eps: float) -> Tensor:
-    """``(x - mean) / (std + eps)`` with the population deviation; entries that are all equal become 0.
+    """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0.
 
     Example:
         >>> import torch

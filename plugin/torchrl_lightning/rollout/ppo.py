@@ -57,8 +57,8 @@ class PPOBuffer(Configurable, GAEBuffer):
     ``A[t] = Σ (γλ)^k δ[t+k]`` and the reward-to-go ``R[t] = Σ γ^k r[t+k] + γ^n V(s_T)``, ``sample_batch`` draws from
     the finished paths, with ``(A - mean) / (std + eps)`` over all of them (population deviation). The ``size`` cells
     are a ring: when it is full, the oldest finished steps are overwritten, and a path may run on from the last cell to
-    the first. A whole rollout may go in by ``insert_data_slice`` and ``before_gradients`` instead; the targets are the
-    rewards-to-go there as well.
+    the first. A whole rollout may be written by ``insert_data_slice`` and ``before_gradients`` instead; its targets are
+    rewards-to-go as well.
 
     Args:
         obs_dim: length of an observation; ``None`` takes what the first step has.
@@ -79,7 +79,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
+        standardize_advantages: shift to mean 0 and divide by the population deviation plus ``eps``.
         recompute_values: run the critic even if the policy wrote values.
         bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
         value_key: values, or the parent of several critics' values.
