@@ -6,21 +6,18 @@ A field is an argument of a constructor, with its type as far as OmegaConf can c
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import subprocess
-import types
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
+from omegaconf import MISSING
 
 import torchrl_lightning
+from torchrl_lightning._fields import config_fields
 
 FOLDER = Path(torchrl_lightning.__file__).parent / "_schemas"
-PRIMITIVES = (bool, int, float, str)
 
 # What a DataModule hands over itself, or knows better than a config: the shape of its rollouts and mini-batches.
 ON_POLICY = {
@@ -121,78 +118,23 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
 }
 
 
-def checked_type(annotation: Any) -> str:
-    """The type that OmegaConf checks for an annotation; ``Any`` where it cannot, e.g. for keys and factories.
-
-    Example:
-        >>> checked_type(float | None), checked_type(Sequence[int]), checked_type(torch.device | str)
-        ('float | None', 'list[int]', 'str')
-    """
-    if annotation in PRIMITIVES:
-        return str(annotation.__name__)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        kinds = {type(each).__name__ for each in arguments}
-        return kinds.pop() if len(kinds) == 1 else "Any"
-    if origin in (list, Sequence, tuple):
-        if origin is tuple and arguments[1:] != (...,):
-            return "Any"
-        return f"list[{arguments[0].__name__}]" if arguments[0] in PRIMITIVES else "Any"
-    if origin in (typing.Union, types.UnionType):
-        # Both are written as texts.
-        members = [each for each in arguments if each not in (type(None), torch.device, Path)]
-        texts = list(dict.fromkeys(checked_type(each) for each in members))
-        if "Any" in texts or (len(texts) > 1 and any("[" in text for text in texts)):
-            return "Any"
-        return " | ".join(texts + ["None"] * (type(None) in arguments))
-    return "Any"
-
-
-def annotation_of(component: type, parameter: inspect.Parameter) -> Any:
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    try:
-        return eval(parameter.annotation, component.__init__.__globals__)
-    except NameError:  # imported for type checkers alone
-        return Any
-
-
-def default_of(component: type, parameter: inspect.Parameter) -> Any:
-    if dataclasses.is_dataclass(component):
-        field = next(field for field in dataclasses.fields(component) if field.name == parameter.name)
-        if field.default_factory is not dataclasses.MISSING:
-            return field.default_factory()
-    return parameter.default
-
-
-def field_source(component: type, parameter: inspect.Parameter) -> str:
-    kind, default = checked_type(annotation_of(component, parameter)), default_of(component, parameter)
-    if default is parameter.empty or isinstance(default, type):
-        value = "MISSING"  # a config has no classes
-    elif isinstance(default, list | tuple) and not default:
-        value = "field(default_factory=list)"
-    elif isinstance(default, list | tuple):
-        value = f"field(default_factory=lambda: {list(default)!r})"
+def field_source(name: str, kind: Any, default: Any) -> str:
+    text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).removeprefix("typing.")
+    if isinstance(default, list):
+        value = f"field(default_factory=lambda: {default!r})" if default else "field(default_factory=list)"
     else:
-        value = repr(default)
-    return f"    {parameter.name}: {kind} = {value}\n"
+        value = "MISSING" if default == MISSING else repr(default)
+    return f"    {name}: {text} = {value}\n"
 
 
 def class_source(described: Described) -> str:
-    parameters = inspect.signature(described.type).parameters
-    if not described.left_out <= set(parameters):
-        raise ValueError(f"{described.component} takes no {described.left_out - set(parameters)}.")
     rest = " that a DataModule does not fill in itself" if described.partial else ""
     return (
         f'@dataclass\nclass {described.class_name}:\n    """Arguments of :class:`{described.target}`{rest}."""\n\n'
         f'    _target_: str = "{described.target}"\n'
         + '    _convert_: str = "all"\n'
         + ("    _partial_: bool = True\n" if described.partial else "")
-        + "".join(
-            field_source(described.type, parameter)
-            for parameter in parameters.values()
-            if parameter.name not in described.left_out
-        )
+        + "".join(field_source(*each) for each in config_fields(described.type, described.left_out))
     )
 
 

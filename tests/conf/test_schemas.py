@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Literal
 
 import pytest
-import torch
 
-from conf.schema_source import FOLDER, MODULES, Described, checked_type, class_source, module_source
+from conf.schema_source import FOLDER, MODULES, module_source
 from configs.processes import environment
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
@@ -28,32 +24,6 @@ def test_every_module_is_generated():
     assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", *MODULES}
     described = {(each.group, each.name) for _, schemas in MODULES.values() for each in schemas}
     assert described == set(SCHEMAS)
-
-
-def test_a_field_that_a_constructor_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="UniformSampler takes no frozenset"):
-        class_source(Described("sampler", "uniform", "UniformSampler", frozenset({"generater"})))
-
-
-@pytest.mark.parametrize(
-    ("annotation", "expected"),
-    [
-        (int, "int"),
-        (float | None, "float | None"),
-        (Literal["sync", "async"], "str"),
-        (str | Path | None, "str | None"),
-        (torch.device | str, "str"),
-        (Sequence[int] | None, "list[int] | None"),
-        (tuple[int, ...], "list[int]"),
-        (int | float, "int | float"),
-        (Sequence[int] | str, "Any"),
-        (Callable[[], int] | None, "Any"),
-        (tuple[int, str], "Any"),
-        (torch.dtype, "Any"),
-    ],
-)
-def test_types_are_those_that_a_config_can_check(annotation, expected):
-    assert checked_type(annotation) == expected
 
 
 def groups_of(name: str) -> dict[tuple[str, str], type]:

@@ -197,8 +197,8 @@ def test_the_ppo_buffer(built):
         ("sampler", "prioritized", "max_capacity"),
         ("sampler", "sequence", "batch_length"),
         ("replay_buffer", "recurrent", "capacity"),
-        ("replay_buffer", "simple", "batch_size"),
-        ("replay_buffer", "ppo", "size"),
+        ("replay_buffer", "simple", "obs_dim"),
+        ("replay_buffer", "ppo", "obs_dim"),
     ],
 )
 def test_what_is_missing_is_named(built, group, name, field):

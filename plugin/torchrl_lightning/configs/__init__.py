@@ -8,34 +8,28 @@ names.
 
 from __future__ import annotations
 
-from torchrl_lightning.configs.buffers import (
+from torchrl_lightning.configs.components import (
+    DiscountedReturnsConfig,
+    ExperienceBufferConfig,
     GAEBufferConfig,
-    PPOBufferConfig,
-    VanillaOnPolicyBufferConfig,
-    VTraceBufferConfig,
-)
-from torchrl_lightning.configs.parts import (
+    GeneralizedAdvantagesConfig,
+    IntrinsicReturnsConfig,
     MinibatchSamplerConfig,
+    PPOBufferConfig,
     PrioritizedSamplerConfig,
+    RecurrentReplayBufferConfig,
     RingStorageConfig,
     RingWriterConfig,
     RolloutStorageConfig,
     RolloutWriterConfig,
     SequenceSamplerConfig,
+    SimpleReplayBufferConfig,
     UniformSamplerConfig,
+    VanillaOnPolicyBufferConfig,
+    VTraceAdvantagesConfig,
+    VTraceBufferConfig,
 )
 from torchrl_lightning.configs.registry import COMPONENTS, register_configs
-from torchrl_lightning.configs.replay_buffers import (
-    ExperienceBufferConfig,
-    RecurrentReplayBufferConfig,
-    SimpleReplayBufferConfig,
-)
-from torchrl_lightning.configs.transforms import (
-    DiscountedReturnsConfig,
-    GeneralizedAdvantagesConfig,
-    IntrinsicReturnsConfig,
-    VTraceAdvantagesConfig,
-)
 
 __all__ = [
     "COMPONENTS",

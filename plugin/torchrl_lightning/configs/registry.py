@@ -8,38 +8,38 @@ from typing import Any
 import torchrl.trainers.algorithms.configs  # noqa: F401
 from hydra.core.config_store import ConfigStore
 
-from torchrl_lightning.configs import buffers, parts, replay_buffers, transforms
+from torchrl_lightning.configs import components
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
 
 # Each is a transform of its own, and the module of TorchRL's ModuleTransform, which is what the group `value` is for.
 _ESTIMATORS: dict[str, type[Any]] = {
-    "discounted_returns": transforms.DiscountedReturnsConfig,
-    "generalized_advantages": transforms.GeneralizedAdvantagesConfig,
-    "vtrace_advantages": transforms.VTraceAdvantagesConfig,
-    "intrinsic_returns": transforms.IntrinsicReturnsConfig,
+    "discounted_returns": components.DiscountedReturnsConfig,
+    "generalized_advantages": components.GeneralizedAdvantagesConfig,
+    "vtrace_advantages": components.VTraceAdvantagesConfig,
+    "intrinsic_returns": components.IntrinsicReturnsConfig,
 }
 
 COMPONENTS: dict[str, dict[str, type[Any]]] = {
-    "storage": {"rollout": parts.RolloutStorageConfig, "ring": parts.RingStorageConfig},
-    "writer": {"rollout": parts.RolloutWriterConfig, "ring": parts.RingWriterConfig},
+    "storage": {"rollout": components.RolloutStorageConfig, "ring": components.RingStorageConfig},
+    "writer": {"rollout": components.RolloutWriterConfig, "ring": components.RingWriterConfig},
     "sampler": {
-        "minibatch": parts.MinibatchSamplerConfig,
-        "uniform": parts.UniformSamplerConfig,
-        "prioritized": parts.PrioritizedSamplerConfig,
-        "sequence": parts.SequenceSamplerConfig,
+        "minibatch": components.MinibatchSamplerConfig,
+        "uniform": components.UniformSamplerConfig,
+        "prioritized": components.PrioritizedSamplerConfig,
+        "sequence": components.SequenceSamplerConfig,
     },
     "transform": _ESTIMATORS,
     "value": _ESTIMATORS,
     "replay_buffer": {
-        "vanilla": buffers.VanillaOnPolicyBufferConfig,
-        "gae": buffers.GAEBufferConfig,
-        "vtrace": buffers.VTraceBufferConfig,
-        "ppo": buffers.PPOBufferConfig,
-        "experience": replay_buffers.ExperienceBufferConfig,
-        "recurrent": replay_buffers.RecurrentReplayBufferConfig,
-        "simple": replay_buffers.SimpleReplayBufferConfig,
+        "vanilla": components.VanillaOnPolicyBufferConfig,
+        "gae": components.GAEBufferConfig,
+        "vtrace": components.VTraceBufferConfig,
+        "ppo": components.PPOBufferConfig,
+        "experience": components.ExperienceBufferConfig,
+        "recurrent": components.RecurrentReplayBufferConfig,
+        "simple": components.SimpleReplayBufferConfig,
     },
 }
 
