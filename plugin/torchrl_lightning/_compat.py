@@ -40,7 +40,7 @@ def new_tensordict(
         source: string keys; every value is a tensor or TensorDict (no dict) that starts with ``batch_size``.
         batch_size: the batch size, as a ``torch.Size``.
         names: dimension names, if any.
-        device: the device that all entries are on, if it shall be known.
+        device: the device that all entries are on, if the TensorDict records it.
 
     Example:
         >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
@@ -52,7 +52,7 @@ def new_tensordict(
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """The entries of one level of any TensorDict, for reading only: no checks, and no copy of a plain one.
+    """Return the entries of one level of any TensorDict, for reading only: no checks, no copy of a plain one.
 
     Example:
         >>> list(entries_of(TensorDict({"a": torch.zeros(3)}, [3])))
@@ -62,7 +62,7 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
 
 
 def last_written(storage: Storage) -> int | None:
-    """The cell of a one-dimensional storage that was written last, if it knows: one that was restored does not.
+    """Return the cell that was written last, if the one-dimensional storage knows: a restored one does not.
 
     Example:
         >>> last_written(LazyTensorStorage(4)) is None
@@ -73,7 +73,7 @@ def last_written(storage: Storage) -> int | None:
 
 
 def waiting_steps(transform: MultiStepTransform) -> TensorDictBase | None:
-    """The steps ``[N, n]`` that wait in an n-step transform for their successors.
+    """Return the steps ``[N, n]`` that wait in an n-step transform for their successors.
 
     Example:
         >>> waiting_steps(MultiStepTransform(3, 0.9)) is None
@@ -100,7 +100,7 @@ class OwnSignature:
 
 
 class OwnFiles:
-    """Refuses TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
+    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
 
     Example:
         >>> OwnFiles().register_save_hook(print)
@@ -203,14 +203,14 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         return self._rng
 
     def draw(self, count: int) -> Tensor:
-        """Uniformly drawn cells."""
+        """Draw cells uniformly."""
         return super()._rand_given_ndim(count)
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor:
         return self.draw(batch_size)
 
     def check_seam(self) -> None:
-        """Called when somebody asks for the cell that was written last, to tell the newest from the oldest."""
+        """Refuse, where it must, to tell which cell was written last; called before TorchRL reads it."""
 
     @property
     def _last_cursor_index(self) -> int | Tensor | None:
@@ -288,7 +288,7 @@ def _unpacked(device: str, state: Any) -> torch.Generator:
 
 
 class OwnGenerator(OwnSignature):
-    """Gives a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
+    """Give a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
 
     Example:
         >>> sampler = OwnGenerator()
@@ -416,7 +416,7 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         return bool(self._transform._modules["transforms"]._modules)  # torch's attribute access is ten times slower
 
     def conflicts(self, batch_size: int | None) -> bool:
-        """Whether TorchRL has yet to say something about this batch size."""
+        """Return whether TorchRL has yet to say something about this batch size."""
         own = self._batch_size
         if own is None or batch_size is None:
             return own is None and batch_size is None
@@ -452,12 +452,12 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold TorchRL's locks: nobody writes, samples or changes priorities."""
+        """Hold TorchRL's locks, so that nothing is written, sampled or given another priority."""
         with self._replay_lock, self._write_lock:
             yield
 
     def before_sample(self) -> Any:
-        """What to remember before TorchRL draws a batch, for :meth:`after_sample`."""
+        """Return what :meth:`after_sample` needs from before TorchRL draws a batch."""
 
     def after_sample(self, info: dict[Any, Any], before: Any) -> None:
         """Add entries to what TorchRL's sampler gave; called wherever :meth:`read` was not used."""
@@ -492,7 +492,7 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 
     @contextmanager
     def at_rest(self) -> Iterator[list[tuple[TensorDictBase, dict[Any, Any]]]]:
-        """Hold everything still, and give the batches that were prefetched and not yet delivered."""
+        """Hold the locks, and yield the batches that were prefetched and not yet delivered."""
         with self._capture_prefetch_state(clone_queue=False) as state, self._write_lock:
             yield list(state["queue"])
 

@@ -41,7 +41,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
-    """Whether the compiled kernels can serve these tensors: on the CPU, float32 or float64, no gradient wanted."""
+    """Return whether the compiled kernels can serve these tensors: CPU, float32 or float64, no gradient wanted."""
     if x.device.type != "cpu" or (x.dtype is not torch.float32 and x.dtype is not torch.float64):
         return False
     if x.requires_grad and torch.is_grad_enabled():
@@ -263,7 +263,7 @@ def _loop_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
 
 
 def _products(c: Tensor, reverse: bool) -> Tensor:
-    """Cumulative products along dimension 1, from the side where the scan begins."""
+    """Compute cumulative products along dimension 1, from the side where the scan begins."""
     products = torch.empty(c.shape, dtype=c.dtype, device=c.device)
     order = range(c.shape[1])
     previous = None

@@ -1,4 +1,4 @@
-"""The walks up and down a segment tree, level by level over a batch: for numba and for torch."""
+"""Updates and searches of a segment tree, level by level over a batch, for numba and for torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)
 
 LEVELS, FAN = 3, 8
 """The compiled walks keep only every third level above the leaves (and the first ones below the root): the eight nodes
-below a kept one share a cache line, so that the sums between are quicker computed than fetched."""
+below a kept one share a cache line, so that computing the sums between is faster than fetching them."""
 
 LINE = 64  # bytes of a cache line
 JUMP = 5  # levels that the torch search descends at a time: fewer, larger operations
@@ -157,7 +157,7 @@ def prefetch_intrinsic() -> Any:
 
 
 def prefetch(address: int) -> None:
-    """Replaced by the intrinsic where a kernel is compiled."""
+    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
 
 
 _CALLEES = {"climb": climb, "descend": descend}
@@ -174,7 +174,7 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
+    """Reserve uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
 
     It begins with a cache line.
     """
@@ -197,7 +197,7 @@ def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
 
 
 def last_of_each(index: Tensor) -> Tensor:
-    """Places of the last occurrence of each distinct index."""
+    """Return the places of the last occurrence of each distinct index."""
     unique, inverse = torch.unique(index, return_inverse=True)
     places = torch.arange(index.numel(), device=index.device)
     return torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax", include_self=False)
@@ -206,7 +206,7 @@ def last_of_each(index: Tensor) -> Tensor:
 def assign_torch(
     nodes: Tensor, width: int, capacity: int, code: int, index: Tensor, values: Tensor, largest: float
 ) -> tuple[int, int | Tensor]:
-    """What :func:`assign` does, on any device."""
+    """Do what :func:`assign` does, on any device."""
     count = index.numel()
     bad = values.isnan() if code != SUM else ~((values >= 0) & (values <= largest))
     bad = torch.cat([(index < 0) | (index >= capacity), bad.expand(count)])
@@ -235,7 +235,7 @@ def assign_torch(
 
 
 def descend_torch(nodes: Tensor, width: int, thresholds: Tensor) -> Tensor:
-    """What :func:`descend` does, on any device, several levels at a time."""
+    """Do what :func:`descend` does, on any device, several levels at a time."""
     node = torch.ones(thresholds.shape, dtype=torch.int64, device=nodes.device)
     remaining = width.bit_length() - 1
     while remaining:

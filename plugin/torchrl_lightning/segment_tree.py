@@ -126,14 +126,14 @@ class SegmentTree:
 
     @property
     def nodes(self) -> Tensor:
-        """All nodes, for kernels of other modules; who writes leaves there reports to :meth:`count`.
+        """All nodes, for kernels of other modules; code that writes leaves there must call :meth:`count`.
 
         On the compiled path inner nodes are up to date on every third level above the leaves only, and near the root.
         """
         return self._nodes
 
     def count(self, change: int) -> None:
-        """Take note that so many more leaves are not zero now."""
+        """Add to the number of leaves that are not zero."""
         self._nonzero = self._nonzero + change
 
     @property
@@ -148,11 +148,11 @@ class SegmentTree:
         return f"{type(self).__name__}(capacity={self.capacity}, op={self.op!r}, dtype={self.dtype})"
 
     def summary(self) -> Tensor:
-        """The sum, minimum or maximum of all leaves, a scalar tensor."""
+        """Return the sum, minimum or maximum of all leaves, a scalar tensor."""
         return self._nodes[1].clone()
 
     def __getitem__(self, index: Index) -> Tensor:
-        """Leaves in the shape of ``index``; a scalar for an integer.
+        """Return leaves in the shape of ``index``; a scalar for an integer.
 
         Raises:
             IndexError: an index lies outside ``[0, capacity)``.
@@ -234,7 +234,7 @@ class SegmentTree:
         self._rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """Operation, capacity, and the leaves up to the last one that differs from ``initial``; a copy.
+        """Return operation, capacity, and the leaves up to the last one that differs from ``initial``; a copy.
 
         Example:
             >>> tree = SumSegmentTree(1000)
@@ -354,7 +354,7 @@ class SumSegmentTree(_NamedTree):
         return int(self._nonzero)
 
     def find_sum_bound(self, thresholds: float | Sequence[float] | Tensor) -> Tensor:
-        """For each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
+        """Find for each threshold the smallest ``i`` with ``threshold < leaves[0] + ... + leaves[i]``.
 
         A leaf that is zero is never found; a threshold equal to the total finds the last leaf that is not.
 
@@ -381,7 +381,7 @@ class SumSegmentTree(_NamedTree):
         return self.descend(wanted.reshape(-1).clone()).view(wanted.shape)
 
     def descend(self, thresholds: Tensor) -> Tensor:
-        """The search of :meth:`find_sum_bound` without its checks; uses the thresholds up.
+        """Search as :meth:`find_sum_bound` does, without its checks; overwrites the thresholds.
 
         Args:
             thresholds: ``[B]``, contiguous, of the tree's dtype, on its device, between 0 and a positive total.

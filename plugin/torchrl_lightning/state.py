@@ -1,4 +1,4 @@
-"""What a saved state must look like: one schema for each part, asked before anything is changed.
+"""Schemas of saved states: one for each part, checked before anything is changed.
 
 A schema maps each entry to a :data:`Check`, which raises a ``ValueError`` that names the entry, what came and what was
 expected. Nothing here changes anything, so that a part can check a state, let the other parts check theirs, and only

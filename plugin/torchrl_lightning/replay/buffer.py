@@ -325,7 +325,7 @@ class ExperienceBuffer(BufferBase):
         return batch
 
     def before_sample(self) -> Any:
-        """What to remember before TorchRL draws a batch on its long path."""
+        """Take a snapshot of the positions before TorchRL draws a batch on its long path."""
         writer = self.parts[2]
         return writer.snapshot() if isinstance(writer, RingWriter) else None
 

@@ -1,4 +1,4 @@
-"""What the state of rings must look like, asked before anything is changed."""
+"""Checks of the states of rings and storages, made before anything is changed."""
 
 from __future__ import annotations
 

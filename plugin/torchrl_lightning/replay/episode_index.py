@@ -1,4 +1,4 @@
-"""Where the episode of every stored step begins and ends, kept up to date in O(1) per step."""
+"""Begin and end of the episode of every stored step, kept up to date in O(1) per step."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class EpisodeIndex(SharedArrays):
         self._bind()
 
     def attach(self, positions: Ints, floor: Ints) -> None:
-        """Take the arrays of the writer, which moved."""
+        """Use the arrays of the writer after they moved."""
         self._positions, self._floor = positions, floor
 
     def follow(self) -> None:
-        """Take note of what other processes wrote."""
+        """Refresh what other processes may have changed."""
         self._all_open = bool(self._open.all())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class EpisodeIndex(SharedArrays):
     # ------------------------------------------------------------------ writing
 
     def write(self, env_ids: Ints | None, done: Flags, init: Flags | None) -> None:
-        """Note steps about to be stored; call before the positions move.
+        """Record steps about to be stored; call before the positions move.
 
         Args:
             env_ids: whose steps, ``[M]``; None for all, evenly placed.
@@ -186,7 +186,7 @@ class EpisodeIndex(SharedArrays):
         return begin, np.where(running, self._positions[env] - 1, end)
 
     def bounds(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> tuple[Tensor, Tensor]:
-        """First and last position of the episodes of stored steps; fast, and unchecked.
+        """Return first and last position of the episodes of stored steps; fast, and unchecked.
 
         Args:
             env_ids: environments, any shape.
@@ -200,13 +200,13 @@ class EpisodeIndex(SharedArrays):
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def covers(self, cells: Ints, positions: Ints) -> Flags:
-        """Whether the episode of what is in ``cells`` already ran at earlier stored ``positions``; one look-up each."""
+        """Return whether the episodes of ``cells`` already ran at earlier stored ``positions``; one look-up each."""
         # A first step notes its own position or a later one.
         noted: Flags = self._column.take(cells) <= positions
         return noted
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
-        """First position of the episodes of stored steps; with ``clip=False`` it may lie before the oldest step.
+        """Return the first position of the episodes of stored steps; without ``clip`` it may be before the oldest step.
 
         Raises:
             IndexError: a step is not stored.
@@ -215,7 +215,7 @@ class EpisodeIndex(SharedArrays):
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Last position of the episodes of stored steps; the newest one if the episode is not finished.
+        """Return the last position of the episodes of stored steps; the newest one if the episode is not finished.
 
         Raises:
             IndexError: a step is not stored.
@@ -224,7 +224,7 @@ class EpisodeIndex(SharedArrays):
         return self.bounds(env_ids, positions)[1]
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """``end - position``.
+        """Return ``end - position``.
 
         Raises:
             IndexError: a step is not stored.
@@ -232,7 +232,7 @@ class EpisodeIndex(SharedArrays):
         return self.end(env_ids, positions) - positions
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Whether the episodes of stored steps ended with a done flag.
+        """Return whether the episodes of stored steps ended with a done flag.
 
         Raises:
             IndexError: a step is not stored.
@@ -282,7 +282,7 @@ def _array(value: Tensor) -> Ints:
 
 
 def flag_of(value: Tensor, steps: int) -> Flags:
-    """A flag of time-major rows, whatever its trailing shape, as ``[T, M]``."""
+    """Reduce a flag of time-major rows, whatever its trailing shape, to ``[T, M]``."""
     flag = value.detach() if value.requires_grad else value
     flag = flag if flag.is_cpu else flag.cpu()
     array: Flags = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()

@@ -1,4 +1,4 @@
-"""The compiled writing of one step of all environments into an episode index."""
+"""Compiled recording of one step of all environments in an episode index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def write_row(rows: Any, done_rows: Any, begin: Any, headless_end: Any, done: Any, position: int) -> bool:
-    """Note one step of every environment (numba): one call instead of eight small ones.
+    """Record one step of every environment (numba): one call instead of eight small ones.
 
     Args:
         rows: of the index, ``[length, num_envs]``: where a step's episode began, or the end for a first step.

@@ -1,4 +1,4 @@
-"""Transitions under Velora's names, and how they stand for our keys."""
+"""Transitions under Velora's names, and the mapping between these names and our keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BatchExperience(TensorClass):
 
 
 def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
-    """Transitions ``[n]`` with our keys from columns ``[n, features]``, of which ``dones`` means terminated.
+    """Build transitions ``[n]`` with our keys from columns ``[n, features]``, of which ``dones`` means terminated.
 
     Args:
         columns: the documented columns, ``truncated``, and optionally ``previous_hiddens``.
@@ -78,7 +78,7 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
 
 
 def experience_of(data: TensorDictBase) -> BatchExperience:
-    """Transitions ``[B]`` with our keys under the documented names; float32, recurrent states flat.
+    """Rename transitions ``[B]`` from our keys to the documented names; float32, recurrent states flat.
 
     Raises:
         KeyError: the transitions lack one of the documented columns.
@@ -92,7 +92,7 @@ def experience_of(data: TensorDictBase) -> BatchExperience:
 
 
 def width_of(data: TensorDictBase, key: NestedKey) -> int | None:
-    """How many numbers an entry has for each row, over all its leaves; ``None`` where there is no such entry."""
+    """Count the numbers that an entry has for each row, over all its leaves; ``None`` where there is no such entry."""
     entry = data.get(key, None)
     if entry is None:
         return None

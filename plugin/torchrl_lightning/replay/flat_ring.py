@@ -1,4 +1,4 @@
-"""What is where in a storage that TorchRL's round-robin writers fill."""
+"""A ring over a storage that TorchRL's round-robin writers fill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WriteOrder:
         self._scattered = False
 
     def note(self, index: int | Tensor) -> None:
-        """Hear which cells were written."""
+        """Record which cells were written."""
         cells = torch.as_tensor(index).reshape(-1)
         if len(cells):
             first, last = int(cells[0]), int(cells[-1])
@@ -105,7 +105,7 @@ class FlatRing(Rings):
         self._refresh()
 
     def note(self, index: int | Tensor) -> None:
-        """Hear which cells were written."""
+        """Record which cells were written."""
         cells = torch.as_tensor(index).reshape(-1)
         written = int(self._positions[0]) + self._pending
         if not len(cells) or not written:  # nothing followed yet: the storage is looked through anyway

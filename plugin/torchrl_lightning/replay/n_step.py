@@ -1,4 +1,4 @@
-"""What n-step returns need of a buffer over several rings."""
+"""N-step returns in a buffer over several rings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Inverse = Callable[[TensorDictBase], TensorDictBase | None]
 
 
 def multi_steps(transform: Transform) -> list[MultiStepTransform]:
-    """The n-step transforms in a chain.
+    """List the n-step transforms in a chain.
 
     Example:
         >>> len(multi_steps(Compose(MultiStepTransform(3, 0.9))))
@@ -71,7 +71,7 @@ def fold(inverse: Inverse, transforms: list[MultiStepTransform], data: TensorDic
 
 
 def nothing() -> torch.Tensor:
-    """No cells."""
+    """Return an index of no cells."""
     return torch.zeros(0, dtype=torch.int64)
 
 

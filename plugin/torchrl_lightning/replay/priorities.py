@@ -106,12 +106,12 @@ class Priorities:
         return self.largest if self.highest is None else float(self.highest.summary())
 
     def power(self, priority: Tensor) -> Tensor:
-        """``(priority + eps) ** alpha``."""
+        """Compute ``(priority + eps) ** alpha``."""
         shifted = priority + self.eps
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
     def mark(self, index: Tensor, priority: float) -> None:
-        """Take note that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took.
+        """Record that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took.
 
         Raises:
             IndexError: a cell out of range.
@@ -264,7 +264,7 @@ class Priorities:
                 tree.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what is stored: tensors and scalars."""
+        """Return copies of what is stored: tensors and scalars."""
         part = slice(self.extent)
         return {
             "capacity": self.capacity,

@@ -32,15 +32,15 @@ FLOATS = (torch.float32, torch.float64)
 
 
 class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
-    """Draws cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
+    """Draw cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
 
     Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest of the batch or of the buffer. New data get
     the highest priority so far, ``initial_priority`` at least. Samples and updates cost ``O(batch * log capacity)``,
     setting ``alpha`` costs ``O(capacity)``, setting ``beta`` nothing; TorchRL's schedulers set both. Cells that hold
     nothing are never drawn.
 
-    A batch carries ``priority_weight`` and ``write_generation``, both ``[B]``. Who hands the latter back to
-    :meth:`update_priority` has updates of cells ignored that were overwritten in between.
+    A batch carries ``priority_weight`` and ``write_generation``, both ``[B]``. Passed back to
+    :meth:`update_priority`, the latter lets it ignore updates of cells that were overwritten in between.
 
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
 
@@ -53,7 +53,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         reduction: how priorities with further dimensions become one for each cell: max, min, mean or median.
         max_priority_within_buffer: new data get the highest priority that is still stored, not the highest ever given.
         device: where the trees live, the CPU by default.
-        priority_key: where a loss writes the new priorities; for those who ask the sampler for it.
+        priority_key: where a loss writes the new priorities; kept for readers of the sampler.
         stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
         weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
         initial_priority: least priority of new data.
@@ -135,7 +135,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
     @property
     def alpha(self) -> float:
-        """Exponent of the priorities; setting it goes over all of them, from what they were set to."""
+        """Exponent of the priorities; setting it recomputes all leaves from the stored priorities."""
         return self.table.alpha
 
     @alpha.setter
@@ -181,7 +181,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def _base(self) -> float:
-        """What the leaves are divided by in the weights; zero stands for the smallest of the batch."""
+        """Return what the leaves are divided by in the weights; zero stands for the smallest leaf of the batch."""
         table = self.table
         if self.weight_norm is None:
             return table.total / table.count
@@ -280,10 +280,10 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         self.table.mark(self._cells(index, storage), self.default_priority)
 
     def add(self, index: Any) -> None:
-        """Nothing to do: :meth:`mark_update` came first."""
+        """Do nothing: :meth:`mark_update` was called before."""
 
     def extend(self, index: Any) -> None:
-        """Nothing to do: :meth:`mark_update` came first."""
+        """Do nothing: :meth:`mark_update` was called before."""
 
     def _cells(self, index: Any, storage: Storage | None) -> Tensor:
         if isinstance(index, tuple):
@@ -315,7 +315,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         self.table.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Exponents, priorities, tree leaves and the generator: tensors and scalars, copies, only what is filled."""
+        """Return exponents, priorities, leaves and the generator: copies, tensors and scalars, only what is filled."""
         return {
             "schema_version": STATE_VERSION,
             "alpha": self.alpha,

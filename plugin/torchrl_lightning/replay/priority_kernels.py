@@ -1,4 +1,4 @@
-"""The compiled walks over priorities: one call for a whole draw, one for a whole update."""
+"""Compiled kernels over priorities: one call for a whole draw, one for a whole update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 def mark(priorities: Any, generations: Any, index: Any, priority: float) -> int:
-    """Note that cells were written (numba); how many of them held nothing before."""
+    """Record that cells were written (numba); return how many of them held nothing before."""
     fresh = 0
     for i in range(len(index)):
         cell = index[i]

@@ -81,7 +81,7 @@ class RecurrentReplayBuffer(BufferBase):
         return self.experience(self.sample_tensordict(batch_size, *args, **kwargs))
 
     def config(self) -> BufferConfig:
-        """What the buffer was built with, under the type name that Velora knows."""
+        """Return what the buffer was built with, under the type name that Velora knows."""
         return BufferConfig("ReplayBuffer", self.capacity, self.state_dim, self.action_dim, self.hidden_dim)
 
     def warm(self, agent: Any, n_samples: int, num_envs: int = 8, *, previous_hidden: bool | None = None) -> None:

@@ -39,7 +39,7 @@ def check_size(number: Any, least: int = 0, name: str = "batch_size") -> int:
 
 
 def ring_of(storage: Storage) -> RingWriter | None:
-    """The writer of the rings in this storage, unless its filled cells are simply the first ``len(storage)`` ones.
+    """Return the writer of a storage's rings, unless its filled cells are simply the first ``len(storage)`` ones.
 
     Example:
         >>> ring_of(RingStorage(4)) is None
@@ -49,7 +49,7 @@ def ring_of(storage: Storage) -> RingWriter | None:
 
 
 def stored_cells(storage: Storage) -> Tensor:
-    """All cells that hold something, in ascending order: ``O(capacity)``.
+    """Return all cells that hold something, in ascending order: ``O(capacity)``.
 
     Example:
         >>> from tensordict import TensorDict

@@ -15,7 +15,7 @@ WRAPPER = {"name", "config"}
 
 
 class Configurable:
-    """Gives a class l2r-lab's verbs: a typed ``schema``, and building from a YAML file or a dict that fits it.
+    """Give a class l2r-lab's verbs: a typed ``schema``, and building from a YAML file or a dict that fits it.
 
     Both take the bare parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may be
     written with underscores (``200_000``), and an integer does for a float.

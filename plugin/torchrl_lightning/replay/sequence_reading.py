@@ -18,7 +18,7 @@ NAMES = (None, "time")
 
 
 def first_states(storage: Storage, index: Tensor, keys: Collection[Path], across: bool) -> dict[Path, Tensor]:
-    """Recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
+    """Read recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
 
     Only the first state of a window is read and expanded over ``T``, because these modules read the state at the first
     step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the

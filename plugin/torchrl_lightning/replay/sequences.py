@@ -41,7 +41,7 @@ OVER = ("steps", "trajectories")
 
 
 class SequenceSampler(OwnGenerator, Sampler):
-    """Draws windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
+    """Draw windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
 
     ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the
     steps that count in a loss. Windows never mix environments, nor join the newest to the oldest steps.
@@ -118,14 +118,14 @@ class SequenceSampler(OwnGenerator, Sampler):
         self._flat_state: Mapping[str, Any] | None = None
 
     def add(self, index: int | Tensor) -> None:
-        """Hear which cell was written."""
+        """Record which cell was written."""
         if self._flat is not None:
             self._flat.note(index)
         elif not self._on_rings:
             self._order.note(index)
 
     def extend(self, index: Tensor) -> None:
-        """Hear which cells were written."""
+        """Record which cells were written."""
         self.add(index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class SequenceSampler(OwnGenerator, Sampler):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the storage, and the generator: tensors and scalars."""
+        """Return what is known of the storage, and the generator: tensors and scalars."""
         flat = self._flat.state_dict() if self._flat is not None else self._flat_state
         return {
             "schema_version": STATE_VERSION,

@@ -1,4 +1,4 @@
-"""Memory and a lock that processes share, and the question whose buffer this is."""
+"""Memory and a lock that processes share, and checks of which process a buffer belongs to."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_unshared(shared: bool) -> None:
 
 
 class SharedLock:
-    """A lock between processes; whoever enters first takes note of what the others wrote.
+    """A lock between processes; on entering, a process takes note of what the others wrote.
 
     Args:
         follow: called on entering, with the lock held.

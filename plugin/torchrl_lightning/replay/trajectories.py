@@ -66,7 +66,7 @@ class TrajectoryList:
             self._limit = max(1024, 2 * len(self.env))
 
     def _starts(self, rings: IndexedRings, env: Ints, begin: Ints) -> tuple[Ints, Ints, Flags]:
-        """First and last stored position of trajectories, and whether anything of them is stored."""
+        """Return first and last stored position of trajectories, and whether anything of them is stored."""
         first = np.maximum(begin, rings.oldest.numpy()[env])
         stored = first < rings.positions.numpy()[env]
         first = np.where(stored, first, rings.oldest.numpy()[env])

@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 
 
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every leaf with its path, in order."""
+    """Yield every leaf with its path, in order."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves_of(value, (*path, key))
@@ -46,7 +46,7 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
 
 
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
-    """Nested dict of the leaves of ``data``.
+    """Build the nested dict of the leaves of ``data``.
 
     Raises:
         TypeError: a leaf is not a dense tensor, or only some rows have it.
@@ -75,7 +75,7 @@ def name_of(path: Path) -> str:
 
 
 def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
-    """Whether a value is a TensorDict; the abstract class, which takes long to answer, is asked about no plain one."""
+    """Return whether a value is a TensorDict, without the slow check of the abstract class for plain ones."""
     return type(value) is TensorDict or isinstance(value, TensorDictBase)
 
 
@@ -94,7 +94,7 @@ def check_tensordict(data: Any) -> None:
 
 
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """An entry, or None; without the checks of ``get``."""
+    """Look an entry up without the checks of ``get``; None if there is none."""
     node: Any = data
     for part in (key,) if isinstance(key, str) else key:
         node = entries_of(node).get(part) if is_tensordict(node) else None
@@ -102,7 +102,7 @@ def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def moved(value: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device; asking where it is costs a tenth of a move that moves nothing."""
+    """Move a tensor to a device; asking where it is costs a tenth of a move that moves nothing."""
     return value if value.device == device else value.to(device)
 
 
@@ -111,7 +111,7 @@ Plan = list[tuple[str, Any, Any, Any]]
 
 
 def plan_of(tree: Tree, rows: int) -> Plan:
-    """What ``rows`` rows that fit a tree look like, prepared for :func:`match`."""
+    """Describe ``rows`` rows that fit a tree, prepared for :func:`match`."""
     return [
         (key, plan_of(leaf, rows), None, None)
         if isinstance(leaf, dict)
@@ -121,7 +121,7 @@ def plan_of(tree: Tree, rows: int) -> Plan:
 
 
 def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
-    """Whether entries have the planned keys, shapes, dtypes and devices; appends the leaves in order."""
+    """Return whether entries have the planned keys, shapes, dtypes and devices; appends the leaves in order."""
     if len(entries) != len(plan):
         return False
     for key, dtype, device, shape in plan:
@@ -143,7 +143,7 @@ def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
 
 
 def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
-    """Say in words how the leaves of ``data`` differ from those that are stored."""
+    """Describe in words how the leaves of ``data`` differ from those that are stored."""
     stored, given = dict(leaves_of(tree)), dict(leaves_of(tree_of(data)))
     parts = [f"{name_of(path)} is missing" for path in stored.keys() - given.keys()]
     parts += [f"{name_of(path)} is new" for path in given.keys() - stored.keys()]
@@ -159,5 +159,5 @@ def _describe(leaf: Tensor, devices: bool) -> str:
 
 
 def row_bytes(tree: Tree) -> int:
-    """Bytes that one row of all leaves takes."""
+    """Count the bytes that one row of all leaves takes."""
     return sum(leaf[:1].numel() * leaf.element_size() for _, leaf in leaves_of(tree))

@@ -21,7 +21,7 @@ STATE_VERSION = 1
 
 
 class UniformSampler(OwnGenerator, Sampler):
-    """Draws stored cells uniformly.
+    """Draw stored cells uniformly.
 
     ``stratified`` gives every environment of a :class:`RingWriter` the same number of draws (one more for some, by
     chance, where they do not divide), however many steps it holds, and spreads them evenly over its steps: from each of
@@ -126,7 +126,7 @@ class UniformSampler(OwnGenerator, Sampler):
         return draws
 
     def _spread(self, filled: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Owner and rank of each draw: one from each of ``draws[e]`` stretches of the ``filled[e]`` steps."""
+        """Return owner and rank of each draw: one from each of ``draws[e]`` stretches of the ``filled[e]`` steps."""
         rng = self.generator
         env = torch.repeat_interleave(torch.arange(len(filled)), draws)
         number = torch.arange(len(env)) - (draws.cumsum(0) - draws)[env]
@@ -144,7 +144,7 @@ class UniformSampler(OwnGenerator, Sampler):
         return torch.randint(high, (count,), generator=rng, device=rng.device).cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """Options and generator: tensors and scalars."""
+        """Return options and generator: tensors and scalars."""
         return {
             "schema_version": STATE_VERSION,
             "with_replacement": self.with_replacement,

@@ -72,7 +72,7 @@ def _documented(data: TensorDictBase) -> dict[str, Any]:
 
 
 class _AgentPolicy(nn.Module):
-    """Lets a collector act with ``agent.predict``; the collector carries and resets the recurrent state."""
+    """Let a collector act with ``agent.predict``; the collector carries and resets the recurrent state."""
 
     def __init__(self, agent: Any, hidden_dim: int, action_shape: tuple[int, ...]) -> None:
         super().__init__()

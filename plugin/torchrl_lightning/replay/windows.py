@@ -1,4 +1,4 @@
-"""Where windows of successive steps may begin, and drawing such beginnings."""
+"""The steps at which windows may begin, and draws of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WindowRule:
 
 
 def bounds(rings: IndexedRings, env: Ints, position: Ints) -> tuple[Ints, Ints]:
-    """First and last position of the episodes of stored steps; a first one may be overwritten."""
+    """Return first and last position of the episodes of stored steps; a first one may be overwritten."""
     if rings.index is None:
         raise RuntimeError("There is no episode index.")
     begin, end = rings.index.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
@@ -165,7 +165,7 @@ def all_starts(rings: IndexedRings, rule: WindowRule) -> Starts:
 
 
 def longest_run(rings: IndexedRings, rule: WindowRule) -> int:
-    """Steps of the longest stored episode, or of the fullest ring if windows go across: O(stored steps)."""
+    """Count the steps of the longest stored episode, or of the fullest ring across episodes: O(stored steps)."""
     if not rule.by_episode:
         return int((rings.positions - rings.oldest).max())
     runs = (bounds(rings, env, start)[1] - start + 1 for env, start in steps_since(rings, rings.oldest.numpy()))
@@ -173,7 +173,7 @@ def longest_run(rings: IndexedRings, rule: WindowRule) -> int:
 
 
 def steps_since(rings: IndexedRings, first: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Environments and positions of the steps from ``first`` (``[num_envs]``) to the newest, in handy pieces."""
+    """Yield environments and positions of the steps from ``first`` (``[num_envs]``) to the newest, in pieces."""
     count = np.maximum(rings.positions.numpy() - first, 0)
     until = count.cumsum()
     total = int(until[-1])
@@ -184,7 +184,7 @@ def steps_since(rings: IndexedRings, first: Ints) -> Iterator[tuple[Ints, Ints]]
 
 
 def lay_out(rings: IndexedRings, rule: WindowRule, starts: Starts, steps: Ints) -> tuple[Ints, Flags | None]:
-    """Cells ``[B, T]`` of windows, and which steps count (None: all).
+    """Compute the cells ``[B, T]`` of windows, and which steps count (None: all).
 
     Padding repeats the last cell of the episode.
 

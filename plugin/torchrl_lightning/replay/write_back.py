@@ -1,4 +1,4 @@
-"""Entries of a sampled batch, rewritten, on their way back into the cells that they came from."""
+"""Writing of changed entries of a sampled batch back into the cells that they came from."""
 
 from __future__ import annotations
 
