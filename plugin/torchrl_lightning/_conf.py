@@ -1,4 +1,4 @@
-"""Where the Hydra tree lies, in a checkout and in an installed wheel. Imports nothing heavy."""
+"""Find the Hydra tree, in a checkout and in an installed wheel. Imports nothing heavy."""
 
 from __future__ import annotations
 

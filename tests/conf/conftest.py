@@ -17,7 +17,7 @@ from torchrl_lightning._schemas import register_schemas
 
 @pytest.fixture(autouse=True)
 def only_our_schemas() -> Iterator[None]:
-    """Takes TorchRL's groups out of Hydra's store, as in a run of ours, where nothing ever imports them."""
+    """Take TorchRL's groups out of Hydra's store, as in a run of ours, where nothing ever imports them."""
     store = ConfigStore.instance()
     before = store.repo
     # Neither Hydra's groups nor ours clash; TorchRL stores its nodes without the name of a provider.

@@ -1,4 +1,4 @@
-"""TorchRL's Hydra groups with ours among them, out of the sight of all other tests."""
+"""TorchRL's Hydra groups with ours among them, hidden from all other tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def registered_groups() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def torchrl_groups(registered_groups: dict[str, Any]) -> Iterator[None]:
-    """A run of ours whose YAML says ``logger: csv`` could not be composed any more if these groups stayed."""
+    """Take the groups away after each test: a run whose YAML says ``logger: csv`` cannot be composed beside them."""
     store = ConfigStore.instance()
     before, store.repo = store.repo, copy.copy(registered_groups)
     yield
@@ -66,7 +66,7 @@ def built(composed: Callable[..., DictConfig]) -> Callable[..., Any]:
 
 
 def make_rollout(num_envs: int = 2, steps: int = 3, **entries: Tensor) -> TensorDict:
-    """A rollout as collectors yield it, ``[N, T]``; rewards count up in order of time, then of environment."""
+    """Make a rollout as collectors yield it, ``[N, T]``; rewards count up by time, then by environment."""
     shape = (num_envs, steps)
     reward = torch.arange(num_envs * steps, dtype=torch.float32).reshape(steps, num_envs).t().unsqueeze(-1).contiguous()
     flag = torch.zeros(*shape, 1, dtype=torch.bool)

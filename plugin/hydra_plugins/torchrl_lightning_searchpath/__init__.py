@@ -1,4 +1,4 @@
-"""Lets every Hydra application compose ``data=gae`` and the other DataModules over documented buffers.
+"""Let every Hydra application compose ``data=gae`` and the other DataModules over documented buffers.
 
 Hydra imports this module in every application of the environment, so it must stay light: no torch, no TorchRL.
 """
@@ -15,9 +15,9 @@ PROVIDER = "torchrl-lightning"
 
 
 class TorchrlLightningSearchPath(SearchPathPlugin):
-    """Appends ``conf/export``: the user's own ``data`` group always wins over ours."""
+    """Append ``conf/export`` to the search path, so that the user's own ``data`` group always wins over ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Adds the exported configs and stores the schemas that they are checked against."""
+        """Add the exported configs and store the schemas that they are checked against."""
         register_schemas()
         search_path.append(provider=PROVIDER, path=f"file://{EXPORT_DIR}")

@@ -1,4 +1,4 @@
-"""Importing this package puts our components into TorchRL's Hydra groups, beside TorchRL's own.
+"""Put our components into TorchRL's Hydra groups, beside TorchRL's own: importing this package does it.
 
 TorchRL's groups are those of ``torchrl.trainers.algorithms.configs``, which is imported here: a config then selects,
 say, ``sampler@replay_buffer.sampler: torchrl_lightning_minibatch``. Runs of ``torchrl-lightning-train`` do not need it

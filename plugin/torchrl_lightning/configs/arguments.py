@@ -1,4 +1,4 @@
-"""Arguments that YAML cannot write as a constructor wants them: dtypes."""
+"""Convert arguments that YAML cannot write as a constructor wants them: dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Makes a dtype of its name.
+    """Return the dtype of that name.
 
     Raises:
         ValueError: torch has no dtype of that name.
@@ -28,7 +28,7 @@ def dtype_of(name: Any) -> torch.dtype:
 
 
 def with_dtype(component: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a constructor so that its ``dtype`` may be a name.
+    """Wrap a constructor so that its ``dtype`` may be a name.
 
     Example:
         >>> with_dtype(lambda **kwargs: kwargs)(dtype="float32")

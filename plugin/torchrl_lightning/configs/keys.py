@@ -1,4 +1,4 @@
-"""Nested keys out of YAML, which has lists but no tuples."""
+"""Convert nested keys from YAML, which has lists but no tuples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Makes a TensorDict key of what a config holds: a list of strings becomes a tuple, one string stays a string.
+    """Convert a key of a config to a TensorDict key: a list of strings becomes a tuple, a string stays a string.
 
     Raises:
-        TypeError: if the key is neither a string nor a non-empty sequence of strings.
+        TypeError: the key is neither a string nor a non-empty sequence of strings.
 
     Example:
         >>> nested_key(["next", "reward"]), nested_key(["action"]), nested_key("action")
@@ -29,10 +29,10 @@ def nested_key(key: Any) -> NestedKey:
 
 
 def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
-    """Makes a tuple of TensorDict keys of a list of keys; each element is a key of its own.
+    """Convert a list of keys to a tuple of TensorDict keys; each element is a key of its own.
 
     Raises:
-        TypeError: if ``keys`` is no list, or one of its elements is no key.
+        TypeError: ``keys`` is not a list, or one of its elements is not a key.
 
     Example:
         >>> nested_keys(["recurrent_state", ["agent", "recurrent_state"]])
@@ -44,7 +44,7 @@ def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
 
 
 def with_keys(component: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a constructor so that its ``*_key`` and ``*_keys`` arguments may come from YAML.
+    """Wrap a constructor so that its ``*_key`` and ``*_keys`` arguments may come from YAML.
 
     Example:
         >>> make = with_keys(lambda **kwargs: kwargs)

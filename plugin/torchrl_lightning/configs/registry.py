@@ -1,10 +1,10 @@
-"""Which config is stored under which name in which of TorchRL's Hydra groups."""
+"""Store each config under its name in one of TorchRL's Hydra groups."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Imported for what it does: TorchRL's own options of the groups below are stored with it.
+# Imported for its side effect: it stores TorchRL's own options of the groups below.
 import torchrl.trainers.algorithms.configs  # noqa: F401
 from hydra.core.config_store import ConfigStore
 
@@ -13,7 +13,7 @@ from torchrl_lightning.configs import components
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
 
-# Each is a transform of its own, and the module of TorchRL's ModuleTransform, which is what the group `value` is for.
+# Each is a transform, and also the module of TorchRL's ModuleTransform, which the group ``value`` is for.
 _ESTIMATORS: dict[str, type[Any]] = {
     "discounted_returns": components.DiscountedReturnsConfig,
     "generalized_advantages": components.GeneralizedAdvantagesConfig,
@@ -45,7 +45,7 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
 
 
 def register_configs() -> None:
-    """Stores every component under ``torchrl_lightning_NAME`` in its group; storing twice changes nothing.
+    """Store every component under ``torchrl_lightning_NAME`` in its group; storing twice changes nothing.
 
     Example:
         >>> from hydra.core.config_store import ConfigStore

@@ -1,4 +1,4 @@
-"""What the ``_target_`` of a config names where the component takes keys: its constructor, fed from YAML.
+"""Constructors that take keys and dtypes from YAML; the ``_target_`` of a config names them.
 
 Each has the name, the signature and the documentation of the component that it makes.
 """
