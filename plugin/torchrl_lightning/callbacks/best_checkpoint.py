@@ -1,4 +1,4 @@
-"""The best checkpoint of a run whose score has a ceiling."""
+"""The best checkpoint of a run whose score has an upper bound."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, but of equally good policies it keeps the latest.
+    """Keep the best checkpoint like Lightning's ``ModelCheckpoint``, but of equally good ones keep the latest.
 
-    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the surest one.
-
-    It takes the arguments of ``ModelCheckpoint``.
+    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one.
+    The arguments are those of ``ModelCheckpoint``.
 
     Example:
         >>> BestCheckpoint(monitor="eval/return", mode="max").monitor
@@ -20,7 +19,7 @@ class BestCheckpoint(ModelCheckpoint):
     """
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Says whether the current policy is at least as good as the worst one that is kept."""
+        """Return whether the current policy is at least as good as the worst one that is kept."""
         kept = self.best_k_models.get(self.kth_best_model_path)
         tie = kept is not None and current is not None and bool(current == kept)
         return tie or super().check_monitor_top_k(trainer, current)

@@ -1,4 +1,4 @@
-"""Writes the figures of each rollout to the loggers, over environment frames."""
+"""Metrics of each rollout in the loggers, over environment frames."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class ExperienceLog(Callback):
-    """Logs what the DataModule's ``metrics()`` says: returns, lengths, timings, and the buffer's own figures.
+    """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
 
     It writes to the loggers directly, because ``self.log`` costs about 0.4 ms for each key, which is a tenth of the
-    learning time of a small agent. With a DataModule that counts no ``frames`` it does nothing.
+    learning time of a small agent. It does nothing with a DataModule that does not count ``frames``.
 
     Args:
-        every_n_epochs: epochs between two rows.
+        every_n_epochs: Log a row every so many epochs.
 
     Raises:
-        ValueError: if ``every_n_epochs`` is below 1.
+        ValueError: ``every_n_epochs`` is below 1.
 
     Example:
         >>> ExperienceLog(every_n_epochs=0)
@@ -34,12 +34,12 @@ class ExperienceLog(Callback):
         self._frames = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to count frames per second."""
+        """Start counting frames per second."""
         self._began = time.perf_counter()
         self._frames = int(getattr(getattr(trainer, "datamodule", None), "frames", 0))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes one row."""
+        """Write one row."""
         data = getattr(trainer, "datamodule", None)
         if data is None or not hasattr(data, "frames") or (trainer.current_epoch + 1) % self.every_n_epochs:
             return

@@ -11,19 +11,19 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# Each refresh is a line of its own where a terminal does not overwrite it.
+# In a file, every refresh is a new line.
 SECONDS_BETWEEN_LINES = 10.0
 
 
 class FramesProgressBar(ProgressBar):
-    """Shows frames, frames per second, time left, and the latest training and evaluation returns.
+    """Show frames, frames per second, time left, and the latest training and evaluation returns.
 
-    Lightning's own bar counts mini-batches of an epoch, which says nothing about how far a run has come. With a
-    DataModule that counts no ``frames`` and knows no ``total_frames`` it shows nothing.
+    Lightning's own bar counts the mini-batches of an epoch, which does not tell how far a run has come. This one shows
+    nothing with a DataModule that does not have ``frames`` and ``total_frames``.
 
     Args:
-        refresh_every: seconds between two refreshes; a refresh at each batch would cost a tenth of a small update.
-            Where stderr is no terminal, but a file, it is at least ten seconds.
+        refresh_every: Seconds between two refreshes; refreshing at each batch would take a tenth of a small update.
+            Where stderr is a file and not a terminal, it is at least ten seconds.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -42,20 +42,20 @@ class FramesProgressBar(ProgressBar):
         self._warm = False
 
     def enable(self) -> None:
-        """Shows the bar."""
+        """Show the bar."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Hides the bar, as Lightning asks of all ranks but the first."""
+        """Hide the bar; Lightning asks this of all ranks but the first."""
         self._enabled = False
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Writes a line above the bar."""
+        """Write a line above the bar."""
         if self._bar is not None:
             self._bar.write(sep.join(map(str, args)), **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Opens the bar where a resumed run stands."""
+        """Open the bar, at the frames that a resumed run has already collected."""
         data = self._data(trainer)
         if data is None or not self._enabled:
             return
@@ -72,7 +72,7 @@ class FramesProgressBar(ProgressBar):
             unit_scale=True,
             dynamic_ncols=True,
             smoothing=0.1,
-            # Each update redraws: it is this class that decides when.
+            # Redraw on every update; this class decides when to update.
             mininterval=0,
             miniters=0,
             file=sys.stderr,
@@ -83,7 +83,7 @@ class FramesProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Refreshes the bar, but not more often than asked for."""
+        """Refresh the bar, at most every ``refresh_every`` seconds."""
         now = time.monotonic()
         if self._bar is not None and now - self._refreshed >= self._interval:
             self._refreshed = now
@@ -96,7 +96,7 @@ class FramesProgressBar(ProgressBar):
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the terminal in order."""
+        """Close the bar, so that the terminal is left in order."""
         self._close()
 
     def _refresh(self, trainer: Trainer) -> None:
@@ -110,11 +110,11 @@ class FramesProgressBar(ProgressBar):
         if "eval/return" in trainer.callback_metrics:
             postfix["eval"] = f"{float(trainer.callback_metrics['eval/return']):.1f}"
         bar.set_postfix(postfix, refresh=False)
-        # A rollout more than was asked for is collected where total_frames is no multiple of it.
+        # The last rollout may exceed total_frames.
         if bar.total is not None:
             bar.total = max(bar.total, data.frames)
         if not self._warm and data.frames > bar.n:
-            # Starting workers and compiling kernels says nothing about the time that is left.
+            # Exclude the start of workers and the compilation of kernels from the estimate of the time left.
             self._warm = True
             bar.n = bar.last_print_n = data.frames
             bar.last_print_t = time.time()

@@ -1,4 +1,4 @@
-"""The checkpoint to go on from."""
+"""The checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LastCheckpoint(Checkpoint):
     """Keep the end of a run, however it ends, in one file that each new state replaces.
 
     The state is written after each evaluation, at the end of training, and when Ctrl-C or an exception ends it. A run
-    that goes on from there makes the updates that were left of its last rollout before it collects anew. Lightning's
+    that resumes from it makes the updates that were left of its last rollout before it collects anew. Lightning's
     own ``save_last`` writes only where a best checkpoint is written in the same step.
 
     An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated first. Put
@@ -45,7 +45,7 @@ class LastCheckpoint(Checkpoint):
         self._began = self._evaluated = -1  # batches of the whole run, when it began and when it was evaluated last
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch: what fails before has learned nothing."""
+        """Start watching; nothing has been learned by a run that fails earlier."""
         self._training = True
         self._began = self._evaluated = trainer.fit_loop.total_batch_idx
 
@@ -56,18 +56,18 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the end, where that has not been done, and write it."""
+        """Evaluate the final state, unless that has been done, and write it."""
         batches = trainer.fit_loop.total_batch_idx
         if batches != self._began:
             if batches != self._evaluated and trainer.enable_validation:
                 self._evaluated = batches
                 evaluate(trainer)
-            # Also after an evaluation: only now is the last epoch complete.
+            # Also after an evaluation: the last epoch is complete only now.
             self._save(trainer)
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the state while collector and buffer are still alive, and say where."""
+        """Write the state while collector and buffer are still alive, and log where."""
         training, self._training = self._training, False
         if not training or getattr(trainer, "fast_dev_run", False):
             return

@@ -1,4 +1,4 @@
-"""What a user may hand over in several forms: environments and factories of collectors."""
+"""Arguments that come in several forms: environments and factories of collectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv
 
 
 def environment_name(env: Any) -> str:
-    """Names an environment given as an id, a factory or a ready vector environment.
+    """Return the name of an environment given as an id, a factory or a ready vector environment.
 
     Example:
         >>> environment_name("CartPole-v1")
@@ -39,7 +39,7 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
 def collector_options(
     make_collector: Callable[..., Any], seed: int, reset_at_each_batch: bool, world_size: int
 ) -> dict[str, Any]:
-    """Choose what a collector factory is called with beside the policy.
+    """Choose the arguments of a collector factory besides the policy.
 
     A seed that the user has bound to a partial stays, on a single rank.
 

@@ -1,4 +1,4 @@
-"""The base of all streams: environment, collector, frame counter, evaluation, state and an orderly end."""
+"""The base of all streams: environment, collector, frame counter, evaluation, state and shutdown."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STATE_VERSION = 1
 
 
 class ExperienceDataModule(L.LightningDataModule):
-    """Owns the environment, the collector and the count of environment frames of a run.
+    """Own the environment, the collector and the count of environment frames of a run.
 
-    The LightningModule beside it owns policy, losses and optimizers. It offers ``policy`` (a TensorDict module that
-    writes the action), ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``, and it
-    builds its networks in ``configure_model`` from ``trainer.datamodule.specs``.
+    The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
+    action), a ``critic`` where the buffer estimates values, and optionally ``annotate(rollout)``. It builds its
+    networks in ``configure_model`` from ``trainer.datamodule.specs``.
 
     Args:
         env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
@@ -57,7 +57,7 @@ class ExperienceDataModule(L.LightningDataModule):
             others; drawn from torch's global generator if None.
 
     Raises:
-        ValueError: if a size is not positive or ``frames_per_batch`` is no multiple of ``num_envs``.
+        ValueError: A size is not positive, or ``frames_per_batch`` is no multiple of ``num_envs``.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class ExperienceDataModule(L.LightningDataModule):
         return self.trainer.world_size if self.trainer is not None else 1
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last rollout, for loggers and progress bars."""
+        """Metrics of the last rollout, for loggers and progress bars."""
         return {"frames": float(self.frames)}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Builds the environment, once, and derives this rank's seeds; called again it changes nothing."""
+        """Build the environment and draw the seed where there is none, once; later calls change nothing."""
         trainer = self.trainer
         if trainer is not None and str(trainer.precision).endswith("-true") and str(trainer.precision) != "32-true":
             raise ValueError(
@@ -160,43 +160,43 @@ class ExperienceDataModule(L.LightningDataModule):
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
-        """Gives one batch of finished evaluation episodes, from environments of its own."""
+        """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
         return Batches(1, self._evaluation)
 
     def test_dataloader(self) -> Batches:
-        """Gives the same as :meth:`val_dataloader`."""
+        """Return the same as :meth:`val_dataloader`."""
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Moves a batch only if it is elsewhere: Lightning's own way costs 2 % of a small agent's training."""
+        """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
         leaf = next(batch.values(True, True), None) if isinstance(batch, TensorDictBase) else None
         if leaf is not None and leaf.device == device:
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def teardown(self, stage: str) -> None:
-        """Ends collector and environment after a fit; a validation between two fits leaves them alone."""
+        """Close collector and environment after a fit; a validation between two fits leaves them open."""
         if stage == "fit":
             self.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ends collector and environment, for Lightning does not call :meth:`teardown` then."""
+        """Close collector and environment: after an exception Lightning does not call :meth:`teardown`."""
         self.close()
 
     def close(self) -> None:
-        """Ends collector, worker processes and environment; safe to call at any time, any number of times."""
+        """Close collector, worker processes and environment; may be called at any time and repeatedly."""
         collector, self.collector, self._stream = self.collector, None, None
         if collector is not None:
             collector.shutdown()
         vector_env, self._vector_env = self._vector_env, None
-        # A ready environment belongs to whoever made it.
+        # A ready environment is closed by whoever made it.
         if vector_env is not None and vector_env is not self.env:
             vector_env.close()
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, from all ranks, as tensors and scalars."""
+        """Return all that a resumed run needs, from all ranks, as tensors and scalars."""
         return {
             "version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
@@ -205,10 +205,10 @@ class ExperienceDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state of :meth:`state_dict`; for an evaluation only the count of frames, on any number of ranks.
+        """Restore the state of :meth:`state_dict`; for an evaluation only the count of frames, on any number of ranks.
 
         Raises:
-            ValueError: if it comes from another environment, capacity, number of ranks or state version.
+            ValueError: It comes from another environment, capacity, number of ranks or state version.
         """
         self.check_state(state)
         if self._only_evaluates:
@@ -220,10 +220,10 @@ class ExperienceDataModule(L.LightningDataModule):
         self._restored = own
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuses a state that was written by a DataModule of another make.
+        """Refuse a state that was written with other settings.
 
         Raises:
-            ValueError: naming the first difference.
+            ValueError: The message names the first difference.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
@@ -240,11 +240,11 @@ class ExperienceDataModule(L.LightningDataModule):
 
     @staticmethod
     def state_frames(state: dict[str, Any]) -> int:
-        """Environment frames after which a state was written."""
+        """Return the number of environment frames after which a state was written."""
         return int(state["ranks"][0]["frames"])
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must agree between a checkpoint and the run that resumes from it."""
+        """Return what must agree between a checkpoint and the run that resumes from it."""
         specs = self.specs
         observation = {str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}
         return {
@@ -272,24 +272,24 @@ class ExperienceDataModule(L.LightningDataModule):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Length of one training epoch, the same on every rank."""
+        """Number of batches in one training epoch, the same on every rank."""
         raise NotImplementedError
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         raise NotImplementedError
 
     def _batches_served(self) -> int:
-        """Batches of this epoch before a checkpoint that was written in its midst; Lightning asks only for the rest."""
+        """Return how many batches of this epoch were served before a checkpoint that was written within it."""
         loop = getattr(self.trainer, "fit_loop", None)
         return loop.epoch_loop.batch_progress.current.ready if loop is not None else 0
 
     def _epoch_length(self) -> int:
-        """Batches that Lightning asks for in one epoch: fewer than there are under ``limit_train_batches``."""
+        """Return how many batches Lightning asks for in an epoch: fewer under ``limit_train_batches``."""
         asked = self.trainer.num_training_batches if self.trainer is not None else self.batches_per_epoch
         return int(min(self.batches_per_epoch, asked))
 
     def _is_spent(self) -> bool:
-        """Whether as many frames are collected as were asked for."""
+        """Return whether as many frames are collected as were asked for."""
         return 0 <= self.total_frames <= self.frames
 
     @property
@@ -310,11 +310,11 @@ class ExperienceDataModule(L.LightningDataModule):
         return self._vector_env
 
     def _collector_options(self) -> dict[str, Any]:
-        """What the stream asks of the collector that is built here."""
+        """Return the stream's arguments for the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
     def _own_collector_options(self) -> dict[str, Any]:
-        """What the user's collector is asked for."""
+        """Return the arguments for the user's collector."""
         if self._make_collector is None:
             return {}
         return collector_options(
@@ -322,18 +322,18 @@ class ExperienceDataModule(L.LightningDataModule):
         )
 
     def _wrap_env(self, env: VectorEnv) -> Any:
-        """Lets the buffer have its say on the environment that is collected from."""
+        """Let the buffer wrap the environment that is collected from."""
         return env
 
     def _wrap_policy(self, policy: Any) -> Any:
-        """Lets the buffer have its say on the policy that collects."""
+        """Let the buffer wrap the policy that collects."""
         return policy
 
     def _start(self, policy: Any) -> Iterator[TensorDictBase]:
-        """Builds the collector at the first iteration, when weights are restored and on their device."""
+        """Build the collector at the first iteration, when weights are restored and on their device."""
         if self._stream is None:
             if self._restored is not None and "rng" not in self._restored:
-                # The run goes on already; building a collector must not take numbers from it.
+                # The run continues already; building a collector must not draw from its generator.
                 self._restored["rng"] = torch.get_rng_state()
             policy = self._wrap_policy(policy)
             if self._make_collector is None:
@@ -357,7 +357,7 @@ class ExperienceDataModule(L.LightningDataModule):
             return
         if "collector" in restored and hasattr(self.collector, "load_state_dict"):
             self.collector.load_state_dict(restored["collector"])
-        # Last of all, so that nothing that was built for this run draws from the restored generator.
+        # Last, so that nothing that is built for this run draws from the restored generator.
         torch.set_rng_state(restored["rng"])
 
     def _restore_rng(self) -> None:
@@ -371,7 +371,7 @@ class ExperienceDataModule(L.LightningDataModule):
         update_weights = getattr(self.collector, "update_policy_weights_", None)
         if update_weights is not None and self._make_collector is not None:
             update_weights()
-        # Our own collectors do this themselves. Copies of the policy in other processes are out of reach.
+        # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
         with EvaluationMode(policy if self._make_collector is not None else None):
             rollout = next(stream, None)
         if rollout is None:
@@ -389,17 +389,17 @@ class ExperienceDataModule(L.LightningDataModule):
         self.frames += rollout.numel() * self.world_size
 
     def _stop_if_spent(self) -> bool:
-        """End the training where all frames are collected; return whether it was not to end yet."""
+        """Stop training if all frames are collected; return whether this call stopped it."""
         if self.trainer is None or self.trainer.should_stop or not self._is_spent():
             return False
         self.trainer.should_stop = True
         return True
 
     def evaluate(self, policy: Any, episodes: int | None = None, *, deterministic: bool = True) -> TensorDict:
-        """Plays finished episodes in environments of their own, with seeds that training never sees.
+        """Play finished episodes in separate environments, with seeds that training never sees.
 
         Args:
-            policy: the policy to judge.
+            policy: the policy to evaluate.
             episodes: how many; ``eval_episodes`` if None.
             deterministic: take the mode of the policy's distribution instead of a sample.
 

@@ -1,4 +1,4 @@
-"""The loader that Lightning iterates: sized, so that no batch is fetched before its predecessor was learned from."""
+"""The loader that Lightning iterates: sized, so that no batch is fetched before the previous one was learned from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from tensordict import TensorDictBase
 
 
 class Batches:
-    """A sized, re-iterable stream of batches without any work before iteration.
+    """A sized, re-iterable stream of batches that does nothing before it is iterated.
 
-    Lightning fetches one batch ahead of the training step when a loader has no length; every batch would then be one
-    update stale. A plain object with a length is stepped in lockstep. It is deliberately no
-    :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
+    When a loader has no length, Lightning fetches one batch ahead of the training step, so that every batch would be
+    one update stale. It is not a :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
 
     Args:
-        length: number of batches of one pass.
-        make_iterator: called once a pass.
+        length: Number of batches in one pass.
+        make_iterator: Called once for each pass.
 
     Example:
         >>> batches = Batches(2, lambda: iter(["first", "second"]))

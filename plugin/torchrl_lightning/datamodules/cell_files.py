@@ -8,16 +8,16 @@ from torchrl_lightning.replay import RingStorage
 
 
 def check_files_apart(storage: Any, world_size: int) -> None:
-    """Refuse a storage whose files all of several ranks would write into.
+    """Refuse a storage whose files several ranks would write into.
 
     The files of a :class:`RingStorage` have no name, so that ranks never share them.
 
     Args:
-        storage: of a rank's buffer.
-        world_size: how many ranks there are.
+        storage: The storage of a rank's buffer.
+        world_size: Number of ranks.
 
     Raises:
-        ValueError: the storage keeps its cells in files with a name.
+        ValueError: The storage keeps its cells in named files.
 
     Example:
         >>> check_files_apart(RingStorage(10, scratch_dir="cells"), 2)

@@ -12,7 +12,7 @@ from torchrl_lightning.state import LARGEST, check_state, tensor
 
 
 class EpisodeTracker:
-    r"""Sums rewards over episodes that stretch over several rollouts.
+    r"""Sum rewards over episodes that stretch over several rollouts.
 
     With ``C[t]`` the cumulated reward of one environment's rollout, an episode that ended at ``t`` after one that ended
     at ``s`` returned ``C[t] - C[s]``; the first one adds what was carried over from the rollouts before.
@@ -56,7 +56,7 @@ class EpisodeTracker:
         first[1:] = env[1:] != env[:-1]
         returns = at_end - torch.where(first, -before[env], at_end.roll(1))
         lengths = after - torch.where(first, -steps_before[env], after.roll(1))
-        # What an environment carries on is what it gathered since its last episode end.
+        # Each environment carries over what it collected since the end of its last episode.
         before, steps_before = before + total[-1], steps_before + len(total)
         last = torch.ones_like(env, dtype=torch.bool)
         last[:-1] = env[1:] != env[:-1]
@@ -67,16 +67,16 @@ class EpisodeTracker:
         return returns, lengths
 
     def reset(self) -> None:
-        """Forgets unfinished episodes, as when every environment has been reset."""
+        """Forget unfinished episodes, as when every environment has been reset."""
         self._returns.zero_()
         self._lengths.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the sums carried over."""
+        """Return copies of the sums carried over."""
         return {"returns": self._returns.clone(), "lengths": self._lengths.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the sums of :meth:`state_dict`.
+        """Restore the sums of :meth:`state_dict`.
 
         Raises:
             ValueError: they are none; nothing is changed.
@@ -131,7 +131,7 @@ class FinishedEpisodes:
         if env_ids is not self._env_ids:
             self._flush()
             self._env_ids = env_ids
-        # Copies: a collector may use its memory again.
+        # Copies: a collector may reuse its memory.
         self._noted.append((reward.clone(), done.clone()))
         if cut or len(self._noted) >= 1024:
             self._flush()
@@ -151,7 +151,7 @@ class FinishedEpisodes:
         self._lengths.append(lengths)
 
     def summary(self) -> dict[str, float]:
-        """Mean return and length and the number of the episodes, which are then forgotten; empty if there are none."""
+        """Return mean return, mean length and number of the episodes, and forget them; empty if there are none."""
         self._flush()
         if not self._returns:
             return {}
@@ -171,12 +171,12 @@ class FinishedEpisodes:
         self._tracker.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the sums carried over."""
+        """Return copies of the sums carried over."""
         self._flush()
         return self._tracker.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the sums of :meth:`state_dict`.
+        """Restore the sums of :meth:`state_dict`.
 
         Raises:
             ValueError: they are none; nothing is changed.

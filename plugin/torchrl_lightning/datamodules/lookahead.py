@@ -27,8 +27,8 @@ class Lookahead:
 
     def __init__(self, n_steps: int, gamma: float) -> None:
         self.n_steps = n_steps
-        # As it comes it leaves every flag at the first step. A loss needs `terminated` of the last one: otherwise it
-        # expects something behind the end. `done` stays, for it tells the buffer where episodes end.
+        # By default the flags stay those of the first step. A loss needs ``terminated`` of the last one, or it would
+        # bootstrap beyond the end. ``done`` stays: it tells the buffer where episodes end.
         self.transform = MultiStepTransform(n_steps=n_steps, gamma=gamma, done_keys=["done", "truncated"])
         self._rollouts: deque[TensorDictBase] = deque()
 
@@ -40,14 +40,14 @@ class Lookahead:
             steps -= self._rollouts.popleft().shape[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the steps that wait, ``[N, n_steps]``; empty before the first rollout."""
+        """Return copies of the steps that wait, ``[N, n_steps]``; empty before the first rollout."""
         if not self._rollouts:
             return {}
         waiting = torch.cat(list(self._rollouts), 1)[:, -self.n_steps :].clone()
         return tree_of(waiting)
 
     def load_state_dict(self, state: dict[str, Any], *, cut: bool) -> None:
-        """Go on from these steps.
+        """Continue from these steps.
 
         Args:
             state: what :meth:`state_dict` gave.
@@ -62,7 +62,7 @@ class Lookahead:
         if cut:
             cut_off(waiting)
         self._rollouts.append(waiting)
-        # Too few to give anything out: the transform only remembers them.
+        # Too few for a return: the transform only remembers them.
         self.transform.inv(waiting.copy())
 
 

@@ -24,7 +24,7 @@ class RolloutBufferFactory(Protocol):
 
 
 class OnPolicyDataModule(ExperienceDataModule):
-    """Collects a rollout, estimates its advantages and serves it in mini-batches, once each Lightning epoch.
+    """Collect a rollout, estimate its advantages and serve it in mini-batches, once each Lightning epoch.
 
     An epoch has ``num_epochs * num_mini_batch`` batches. The next rollout is collected when the next epoch begins, with
     the weights that the last update left: no batch is ever older than its policy.
@@ -117,7 +117,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return self.frames_per_batch // self.num_envs
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last rollout.
+        """Metrics of the last rollout.
 
         ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
         ``time/collect`` and ``time/estimate`` are seconds; the buffer adds its own.
@@ -125,14 +125,14 @@ class OnPolicyDataModule(ExperienceDataModule):
         return {**super().metrics(), **self._metrics}
 
     def setup(self, stage: str) -> None:
-        """Builds environment and buffer, once."""
+        """Build environment and buffer, once."""
         super().setup(stage)
         if stage == "fit" and self.buffer is None:
             self.buffer = self._make_buffer(size=self.rollout_length)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Adds the kind of buffer and its capacity."""
+        """Add the kind of buffer and its capacity."""
         buffer = self.buffer
         if buffer is None:
             buffer = self._make_buffer(size=self.rollout_length)
@@ -155,7 +155,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         if own is None or self.buffer is None or "buffer" not in own:
             return
         if not self.reset_at_each_batch:
-            # The environments start anew, and what their unfinished episodes had gathered is gone with them.
+            # The environments start anew, so that their unfinished episodes are lost.
             own["episodes"] = EpisodeTracker(self.num_envs).state_dict()
         self.buffer.load_state_dict(own["buffer"])
         self._tracker.load_state_dict(own["episodes"])
@@ -175,12 +175,12 @@ class OnPolicyDataModule(ExperienceDataModule):
             self._restore_rng()
         else:
             resumed = None
-            # Lightning restarts behind the last batch where a run by steps ended, and a module may cut epochs short.
+            # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
             if served >= length or self._stop_if_spent() or not self._fill(module, buffer):
                 return
         for number, batch in self._passes(buffer, resumed, served):
             if number + 1 == length:
-                # Lightning counts the batches and never asks for one more: nothing runs behind the last yield.
+                # Lightning counts the batches and never asks for one more: nothing runs after the last yield.
                 buffer.after_gradients(None, {})
                 self._stop_if_spent()
             if served <= number < length:
@@ -202,7 +202,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer.before_gradients()
         estimated = time.perf_counter()
         self._measure(buffer.rollout, collected - began, estimated - collected)
-        # Behind all that may be interrupted: a resumed run has either this rollout or another one in its place.
+        # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
         self._count(rollout)
         self._note_pass(buffer, -1)
         return True
@@ -210,7 +210,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _passes(
         self, buffer: VanillaOnPolicyBuffer, resumed: dict[str, Any] | None, served: int
     ) -> Iterator[tuple[int, TensorDictBase]]:
-        """Yield the numbered batches of all passes over the rollout, from the pass on that was interrupted.
+        """Yield the numbered batches of all passes over the rollout, starting with the pass that was interrupted.
 
         Args:
             buffer: holds the rollout.
@@ -219,7 +219,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         """
         for number in range(served // self.num_mini_batch, self.num_epochs):
             if resumed is not None and number == resumed["pass"]:
-                # Draws the order of the pass again.
+                # Draw the order of the pass again.
                 buffer.generator.set_state(resumed["generator"].cpu())
             elif number > 0:
                 buffer.before_epoch()
@@ -232,11 +232,11 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._place = {"epoch": trainer.current_epoch, "pass": number, "generator": buffer.generator.get_state()}
 
     def _is_spent(self) -> bool:
-        """Whether as many frames are collected as were asked for, and learned from."""
+        """Return whether as many frames are collected as were asked for, and learned from."""
         return super()._is_spent() and not self._goes_on()
 
     def _goes_on(self) -> bool:
-        """Whether the first thing that a resumed run does is to learn from what is left of its rollout."""
+        """Return whether a resumed run first learns from the rest of its rollout."""
         trainer: Any = self.trainer
         if self._resumed is None or not trainer.fit_loop.restarting:
             return False
@@ -254,7 +254,7 @@ class OnPolicyDataModule(ExperienceDataModule):
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:
             number = 4 if size is None else -(-frames // size)
-            # Batches of a size alone come as even as possible, so that none is left with a handful of samples.
+            # With a size alone, batches are as even as possible, so that none is left with a handful of samples.
             size = None
         if number * (size or 1) > frames:
             raise ValueError(

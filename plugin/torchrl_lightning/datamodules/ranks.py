@@ -1,4 +1,4 @@
-"""What differs between the processes of a distributed run: seeds and states."""
+"""States of the processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def of_first_rank(value: Value) -> Value:
-    """Gives all ranks the value of rank 0; the value itself without a process group.
+    """Return the value of rank 0 on all ranks; the value itself without a process group.
 
     Example:
         >>> of_first_rank("a name")
@@ -24,7 +24,7 @@ def of_first_rank(value: Value) -> Value:
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gives the states of all ranks, in order of rank; a list of one without a process group."""
+    """Return the states of all ranks, ordered by rank; a list of one without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [state]
     states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
@@ -33,10 +33,10 @@ def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Picks the state of ``rank``.
+    """Return the state of ``rank``.
 
     Raises:
-        ValueError: if the run had another number of ranks.
+        ValueError: The run had another number of ranks.
     """
     if len(states) != world_size:
         raise ValueError(

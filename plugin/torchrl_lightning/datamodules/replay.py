@@ -27,7 +27,7 @@ from torchrl_lightning.replay import ExperienceBuffer
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = ("inside", "beside", "none")
-# What repeats the step before, or only serves bookkeeping, is not worth its memory.
+# Entries that repeat the previous step or serve bookkeeping alone are not stored.
 LEFT_OUT = ("collector", "done", "terminated", "truncated")
 
 
@@ -40,7 +40,7 @@ class ReplayBufferFactory(Protocol):
 
 
 class ReplayDataModule(ExperienceDataModule):
-    """Serves ``updates_per_epoch`` batches a Lightning epoch from a replay buffer that grows in step with them.
+    """Serve ``updates_per_epoch`` batches each Lightning epoch from a replay buffer that grows in step with them.
 
     Before update ``u`` (counted from 0 over the whole run) each rank's environments have been stepped for
     ``warmup_frames + u * frames_per_update`` frames, rounded up to the next multiple of ``frames_per_batch``; the ratio
@@ -146,7 +146,7 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
-        # As a fraction: 30 * 0.1 is more than 3 as a floating-point number, and would ask for a fourth frame.
+        # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
         self._served: TensorDictBase | None = None  # the batch that is being learned from
@@ -163,7 +163,7 @@ class ReplayDataModule(ExperienceDataModule):
         return self.updates_per_epoch
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last epoch.
+        """Metrics of the last epoch.
 
         ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
         ``time/collect`` and ``time/sample`` are seconds; ``replay/size`` is what the buffer holds.
@@ -172,12 +172,12 @@ class ReplayDataModule(ExperienceDataModule):
         return {**super().metrics(), "updates": float(self.updates), **size, **self._metrics}
 
     def setup(self, stage: str) -> None:
-        """Builds environment and buffer, once."""
+        """Build environment and buffer, once."""
         super().setup(stage)
         if stage == "fit":
             if self.buffer is None:
                 self.buffer = self._build_buffer()
-            # Not where the buffer is built: that may be to look at a checkpoint, before a trainer knows the ranks.
+            # Not where the buffer is built: it may be built to check a checkpoint, before a trainer knows the ranks.
             check_files_apart(self.buffer.storage, self.world_size)
             if self.trainer is not None:
                 self._hooks.attach(self.trainer)
@@ -193,7 +193,7 @@ class ReplayDataModule(ExperienceDataModule):
     # ------------------------------------------------------------------ the stream
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keeps the batch that the module learns from: its loss writes the new priorities into it."""
+        """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         trainer = self.trainer
         if trainer is not None and trainer.training:
             self._served = batch
@@ -201,7 +201,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         module, buffer = self._module(), self._require_buffer()
-        # A buffer whose documented `sample` gives something else says here how to sample TensorDicts.
+        # For buffers whose documented ``sample`` returns something other than TensorDicts.
         sample = getattr(buffer, "sample_tensordict", buffer.sample)
         left_out = self._left_out(buffer)
         collected = sampled = 0.0
@@ -224,17 +224,17 @@ class ReplayDataModule(ExperienceDataModule):
             yield batch
 
     def _frames_missing(self) -> float:
-        """How many more frames the next update waits for."""
+        """Return how many more frames the next update waits for."""
         ratio, frames = self._ratio, self.frames // self.world_size
         wanted = (self.warmup_frames + self._refilled - frames) * ratio.denominator + self.updates * ratio.numerator
         return wanted / ratio.denominator
 
     def _is_spent(self) -> bool:
-        """Whether all frames are collected and all updates that they allow are served."""
+        """Return whether all frames are collected and all updates that they allow are served."""
         return super()._is_spent() and self._frames_missing() > 0
 
     def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
-        """Steps the environments once more; False when the collector has ended."""
+        """Step the environments once more; return False when the collector has ended."""
         rollout = self._collect(module.policy)
         if rollout is None:
             return False
@@ -357,13 +357,13 @@ class ReplayDataModule(ExperienceDataModule):
         return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores counters, generators and, if it was kept, the buffer; the collector follows at the first update.
+        """Restore counters, generators and, if it was kept, the buffer; the collector follows at the first update.
 
-        An evaluation takes the count of frames alone.
+        For an evaluation, restore the count of frames alone.
 
         Raises:
-            ValueError: if it comes from another environment, buffer, ratio, number of ranks or state version.
-            FileNotFoundError: if the buffer beside the checkpoint is gone.
+            ValueError: It comes from another environment, buffer, ratio, number of ranks or state version.
+            FileNotFoundError: The buffer beside the checkpoint is gone.
         """
         if self._only_evaluates:
             super().load_state_dict(state)
@@ -388,7 +388,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._served = self._snapshot = None
         self._episodes.load_state_dict(own["episodes"])
         if not self.reset_at_each_batch:
-            # The environments start anew, and what their unfinished episodes had gathered is gone with them.
+            # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
         if self._lookahead is not None and "lookahead" in own:
             self._lookahead.load_state_dict(own["lookahead"], cut=not self.reset_at_each_batch)

@@ -1,4 +1,4 @@
-"""What Lightning tells callbacks alone, and a replay DataModule has to know."""
+"""Hooks that a replay DataModule needs and that Lightning calls on callbacks alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class ReplayHooks(Callback):
-    """Take priorities back when an update was made, and write the buffer when a checkpoint is.
+    """Take priorities back after each update, and write the buffer with each checkpoint.
 
     Lightning calls no hook of a DataModule at these two moments. The DataModule puts this callback before all others,
-    so that a checkpoint that another callback writes behind an update holds the priorities of that update.
+    so that a checkpoint that another callback writes after an update holds the priorities of that update.
 
     Args:
-        data: The DataModule that is told.
+        data: The DataModule whose methods are called.
     """
 
     def __init__(self, data: ReplayDataModule) -> None:
