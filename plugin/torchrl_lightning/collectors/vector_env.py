@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -92,7 +94,7 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
         raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}.")
     if isinstance(env, str):
         try:
-            gymnasium.spec(env)
+            registered_spec(env)
         except (gymnasium.error.Error, ImportError) as error:
             raise ValueError(
                 f"Gymnasium does not know the environment {env!r}: {error} "
@@ -109,6 +111,19 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
         raise TypeError(
             f"env must be an id, a factory of one environment or a gymnasium VectorEnv, got {type(env).__name__}."
         )
+
+
+def registered_spec(env: str) -> EnvSpec:
+    """Look an id up as :func:`gymnasium.make` does: ``module:Name-v0`` imports the module that registers it.
+
+    Raises:
+        ImportError: The module cannot be imported.
+        gymnasium.error.Error: Nothing is registered under the id.
+    """
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gymnasium.spec(name)
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
@@ -167,7 +182,7 @@ def _from_entry_point(
         raise TypeError("vectorization='vector_entry_point' needs a registered id, got a factory.")
     if wrappers:
         raise ValueError("wrappers wrap single environments; vectorization='vector_entry_point' has none.")
-    if gymnasium.spec(env).vector_entry_point is None:
+    if registered_spec(env).vector_entry_point is None:
         raise ValueError(f"{env} registers no vector implementation; use vectorization='sync' or 'async'.")
     vector_env = gymnasium.make_vec(env, num_envs, vectorization_mode="vector_entry_point", **kwargs)
     try:
