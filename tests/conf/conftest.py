@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
+from configs.store import only_our_schemas
 from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning._schemas import register_schemas
 
 
 @pytest.fixture(autouse=True)
-def only_our_schemas() -> Iterator[None]:
-    """Take TorchRL's groups out of Hydra's store, as in a run of ours, where nothing ever imports them."""
-    store = ConfigStore.instance()
-    before = store.repo
-    # Neither Hydra's groups nor ours clash; TorchRL stores its nodes without the name of a provider.
-    store.repo = {group: nodes for group, nodes in before.items() if group in ("hydra", "_dummy_empty_config_.yaml")}
-    register_schemas()
-    yield
-    store.repo = before
+def without_torchrls_groups() -> Iterator[None]:
+    with only_our_schemas():
+        yield
+
+
+@cache
+def composed(folder: Path, name: str, overrides: tuple[str, ...], return_hydra_config: bool) -> DictConfig:
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(overrides), return_hydra_config=return_hydra_config)
 
 
 @pytest.fixture
-def compose_in() -> Callable[..., DictConfig]:
-    def compose_config(folder: Path, name: str, *overrides: str, **kwargs: Any) -> DictConfig:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            return compose(name, list(overrides), **kwargs)
+def compose_in(tmp_path: Path) -> Callable[..., DictConfig]:
+    def compose_config(folder: Path, name: str, *overrides: str, return_hydra_config: bool = False) -> DictConfig:
+        # A folder of ours is composed once; what a test has written itself is its own.
+        compose_once = composed if tmp_path not in (folder, *folder.parents) else composed.__wrapped__
+        return copy.deepcopy(compose_once(folder, name, overrides, return_hydra_config))
 
     return compose_config
 
@@ -39,6 +40,8 @@ def compose_in() -> Callable[..., DictConfig]:
 @pytest.fixture
 def compose_train(compose_in: Callable[..., DictConfig], tmp_path: Path) -> Callable[..., DictConfig]:
     def compose_config(*overrides: str) -> DictConfig:
-        return compose_in(CONF_DIR, "train", f"paths.output_dir={tmp_path}", *overrides)
+        cfg = compose_in(CONF_DIR, "train", "paths.output_dir=here", *overrides)
+        cfg.paths.output_dir = str(tmp_path)
+        return cfg
 
     return compose_config
