@@ -1,9 +1,24 @@
-"""Command lines with few frames, and how to read what they say."""
+"""Command lines with few frames, how to run them, and how to read what they say."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import logging
+import os
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from configs.store import only_our_schemas
 
 # 4 environments x 32 steps, two passes of two mini-batches; an evaluation after each second rollout
 TINY = [
@@ -20,13 +35,76 @@ TINY = [
 LAST_LINE = r"mean evaluation return: (-?\d+\.\d) \+- (\d+\.\d) over (\d+) episodes, (\d+) frames, (\d+) s"
 
 
+@dataclass(frozen=True)
+class Done:
+    """What a command said, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def call(name: str, *arguments: str, cwd: Path) -> Done:
+    """Run an entry point in this process as its console script does, and leave the process as it was."""
+    main = importlib.import_module(f"torchrl_lightning.cli.{name}").main
+    said, complained = io.StringIO(), io.StringIO()
+    status: object = None
+    with (
+        only_our_schemas(),
+        unchanged_process(),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(complained),
+        mock.patch.object(sys, "argv", [f"torchrl-lightning-{name}", *arguments]),
+    ):
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+    if isinstance(status, str):  # sys.exit prints it
+        complained.write(status + "\n")
+    returncode = 1 if isinstance(status, str) else int(status or 0)  # type: ignore[call-overload]
+    return Done(returncode, said.getvalue(), complained.getvalue())
+
+
+@contextlib.contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Restore Hydra's and logging's globals, the environment variables, the import path and torch's threads."""
+    known = [logging.getLogger(), *(log for log in logging.Logger.manager.loggerDict.values() if hasattr(log, "level"))]
+    before = [(log, log.level, log.handlers[:], log.disabled) for log in known]
+    threads, path = torch.get_num_threads(), sys.path[:]
+    modules = set(sys.modules)
+    GlobalHydra.instance().clear()
+    try:
+        with mock.patch.dict(os.environ, HYDRA_FULL_ERROR="0"):
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+        for log, level, handlers, disabled in before:
+            for handler in set(log.handlers) - set(handlers):
+                handler.close()
+            log.setLevel(level)
+            log.handlers[:], log.disabled = handlers, disabled
+        torch.set_num_threads(threads)
+        own = set(sys.path) - set(path)
+        for module in set(sys.modules) - modules:
+            # What was imported from the working directory is not there for the next command.
+            if str(Path(getattr(sys.modules[module], "__file__", None) or ".").parent) in own:
+                del sys.modules[module]
+        sys.path[:] = path
+
+
 def command_line(name: str, *arguments: str) -> list[str]:
-    """The command of an entry point, installed or not."""
-    return [sys.executable, "-m", f"torchrl_lightning.cli.{name}", *arguments]
+    """Write the command of an entry point in a process of its own, installed or not.
+
+    As in a console script, the working directory is not on the import path.
+    """
+    return [sys.executable, "-P", "-c", f"from torchrl_lightning.cli.{name} import main; main()", *arguments]
 
 
 def last_line(stdout: str) -> re.Match[str]:
-    """Mean, std, episodes, frames and seconds."""
+    """Find mean, std, episodes, frames and seconds."""
     match = re.fullmatch(LAST_LINE, stdout.strip().splitlines()[-1])
     assert match is not None, stdout
     return match

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from cli.commands import TINY
+from cli.commands import TINY, command_line
+from configs.processes import environment
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,11 @@ from cli.commands import TINY
         (["model.clip_epsilon=high"], "Value 'high' of type 'str' could not be converted to Float"),
         (["data.buffer.gamma=1.5"], "error: data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         (["data.env=Nope-v0"], "error: Gymnasium does not know the environment 'Nope-v0'"),
+        (["data.env=nowhere:Nope-v0"], "does not know the environment 'nowhere:Nope-v0': No module named 'nowhere'"),
+        (
+            ["data.env=gymnasium:Nope-v0"],
+            "does not know the environment 'gymnasium:Nope-v0': Environment `Nope` doesn't",
+        ),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
     ],
 )
@@ -32,6 +40,14 @@ def test_a_mistake_is_named(arguments, message, run, tmp_path):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "run").glob("**/*.ckpt"))
+
+
+def test_a_mistake_ends_a_process_with_status_one_and_one_line(tmp_path):
+    # All others run in this process.
+    command = command_line("train", "data.env=Nope-v0", "hydra.run.dir=run")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert [line[:5] for line in done.stderr.splitlines()] == ["error"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +82,12 @@ def test_groups_run_without_the_experiment_and_with_it_are_told_of_it(run):
     [
         (["env=pendulum"], "environment='CartPole-v1', but this run has environment='Pendulum-v1'"),
         (["data.frames_per_batch=256"], "frames_per_batch=128, but this run has frames_per_batch=256"),
-        (["model.network.hidden_sizes=[32]"], "size mismatch"),
+        (
+            ["model.network.hidden_sizes=[64,32]"],
+            "weight is [64, 64] in the checkpoint and [32, 64] in this run (and ",
+        ),
+        (["model.network.hidden_sizes=[32]"], "model.network.hidden_sizes was [64, 64] and is [32] now."),
+        (["model=a2c"], "model._target_ was torchrl_lightning.PPOModule and is torchrl_lightning.A2CModule now."),
         (
             ["trainer.devices=2", "trainer.strategy=ddp", "trainer.accelerator=cpu"],
             "the experience state of 1 rank(s), but this run has 2",
@@ -80,3 +101,10 @@ def test_a_checkpoint_of_another_run_is_refused(arguments, message, run, trained
     assert message in done.stderr
     assert "The run of that checkpoint was given: data.num_envs=4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_another_stream_is_refused(run, trained):
+    checkpoint = trained[0] / "checkpoints" / "last.ckpt"
+    groups = ["~experiment", "data=uniform", "model=dqn", "data.total_frames=512"]
+    done = run("train", *groups, f"ckpt_path={checkpoint}", expect=1)
+    assert "it holds OnPolicyDataModule, but this run has data=ReplayDataModule" in done.stderr

@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 
@@ -17,10 +18,17 @@ from datamodules.test_close import members
 SETTINGS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000"]
 
 
+OWN_MODULE = """
+import gymnasium
+gymnasium.register("Own-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=500)
+"""
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
-    # The experiment with worker processes.
-    settings = ["experiment=vtrace_cartpole", *SETTINGS, "eval_checkpoint=last"]
+    # The experiment with worker processes, which find the module in the working directory as well.
+    (tmp_path / "own_cartpole.py").write_text(OWN_MODULE)
+    settings = ["experiment=vtrace_cartpole", "data.env=own_cartpole:Own-v0", *SETTINGS, "eval_checkpoint=last"]
     process = subprocess.Popen(
         command_line("train", *settings, "hydra.run.dir=first"),
         cwd=tmp_path,
@@ -52,5 +60,8 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
     frames = torch.load(checkpoint, weights_only=True)["OnPolicyDataModule"]["ranks"][0]["frames"]
     assert frames > 0
     total = f"data.total_frames={frames + 256}"
-    done = run("train", *settings, total, f"ckpt_path={checkpoint}", "hydra.run.dir=second")
+    try:
+        done = run("train", *settings, total, f"ckpt_path={checkpoint}", "hydra.run.dir=second")
+    finally:
+        gymnasium.registry.pop("Own-v0", None)
     assert last_line(done.stdout)[4] == str(frames + 256)

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from torchrl_lightning.cli.plot import default_label, main, plot_runs, read_source
+from torchrl_lightning.cli.curves import default_label, latest_of_each_seed, read_source
+from torchrl_lightning.cli.plot import main, plot_runs
 
 
 def write_run(folder: Path, *, seed: int = 0, points: int = 20, scale: float = 500.0) -> Path:
@@ -154,6 +155,63 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
-def test_help_needs_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, torchrl_lightning.cli.plot; assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+def keep(run: Path, *overrides: str, seed: int = 0, ckpt_path: str | None = None, **choices: str) -> Path:
+    """Keep beside a run what Hydra keeps."""
+    folder = run / ".hydra"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "ckpt_path": ckpt_path}))
+    chosen = {"experiment": "ppo_cartpole", **choices}
+    runtime = {"choices": chosen, "cwd": str(run.parent)}
+    hydra = {"hydra": {"runtime": runtime, "overrides": {"task": [f"seed={seed}", *overrides]}}}
+    (folder / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    return run
+
+
+def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path: Path, figures: list[Figure]) -> None:
+    for i, (seed, *overrides) in enumerate(
+        [(0,), (1,), (0, "env=acrobot"), (0, "data.num_epochs=4", "model.clip_epsilon=0.1", "logger=many")]
+    ):
+        keep(write_run(tmp_path / "ppo_cartpole" / f"{i}", seed=i), *overrides, seed=seed)
+    alone = {"experiment": "", "model": "a2c", "env": "cartpole"}
+    keep(write_run(tmp_path / "ppo_cartpole" / "9"), "~experiment", "model=a2c", **alone)
+    plot_runs([tmp_path], tmp_path / "curve.png")
+    assert set(lines(figures[0])) == {
+        "ppo_cartpole (2 runs)",
+        "ppo_cartpole env=acrobot",
+        "ppo_cartpole data.num_epochs=4 model.clip_epsilon=0.1",
+        "a2c_cartpole",
+    }
+
+
+def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs = [keep(write_run(tmp_path / name, seed=i), seed=3) for i, name in enumerate(("b", "a"))]
+    os.utime(runs[0] / "csv" / "metrics.csv", (1, 1))
+    curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]
+    curves = latest_of_each_seed(curves)
+    assert [curve.path.parts[-3] for curve in curves] == ["a"]
+    assert "has its settings and its seed" in caplog.text
+    labelled = latest_of_each_seed(read_source(tmp_path, "eval/return", "step", "mine"))
+    assert [curve.label for curve in labelled] == ["mine", "mine"]
+
+
+def test_a_resumed_run_continues_its_curve(tmp_path: Path, figures: list[Figure]) -> None:
+    first = keep(write_run(tmp_path / "first"), "data.total_frames=20480", "model.gamma=0.9", seed=3)
+    for name, origin, frames in (("second", "first", range(11, 31)), ("third", "second", range(21, 41))):
+        run = tmp_path / name
+        (run / "csv").mkdir(parents=True)
+        rows = ["step,eval/return", f"{frames[0] * 1024 - 512},", *(f"{i * 1024},{i}" for i in frames)]
+        (run / "csv" / "metrics.csv").write_text("\n".join(rows))
+        # The seed was not given again; the checkpoint was named from the folder that the command ran in.
+        checkpoint, end = f"{origin}/checkpoints/last.ckpt", f"data.total_frames={frames[-1] * 1024}"
+        keep(run, "model.gamma=0.9", f"ckpt_path={checkpoint}", end, ckpt_path=checkpoint)
+    plot_runs([tmp_path], tmp_path / "curve.png")
+    ((label, curve),) = lines(figures[0]).items()
+    assert label == "ppo_cartpole data.total_frames=20480 model.gamma=0.9"
+    assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 41)]
+    before = read_source(first, "eval/return", "step")[0]
+    assert curve[:10, 1].tolist() == before.y[:10].tolist()
+    assert curve[10:, 1].tolist() == list(range(11, 41))
+    # A run that goes on in its own folder has lost what came before.
+    keep_again = tmp_path / "third" / ".hydra" / "config.yaml"
+    keep_again.write_text(yaml.safe_dump({"seed": 0, "ckpt_path": "third/checkpoints/last.ckpt"}))
+    assert len(read_source(tmp_path / "third", "eval/return", "step")[0].x) == 20

@@ -3,8 +3,10 @@ from __future__ import annotations
 import csv
 import re
 
+import gymnasium
 import pytest
 import torch
+import yaml
 
 from cli.commands import LAST_LINE, TINY, last_line
 
@@ -61,21 +63,80 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, run, tmp_path):
 
 
 def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):
-    settings = ["data.total_frames=256", "eval_episodes=1", "hydra.sweep.dir=sweep"]
-    done = run("train", "--multirun", "seed=0,1", *TINY, *settings)
+    done = run("train", "--multirun", "seed=0,1", *TINY, "data.total_frames=256", "eval_episodes=1")
     assert len(re.findall(LAST_LINE, done.stdout)) == 2
-    runs = sorted((tmp_path / "sweep").glob("seed_*/*/checkpoints/last.ckpt"))
-    assert [path.parts[-4] for path in runs] == ["seed_0", "seed_1"]
+    runs = sorted((tmp_path / "logs" / "train").glob("sweep_*/ppo_cartpole*/seed_*/*/checkpoints/last.ckpt"))
+    assert [path.parts[-4:-2] for path in runs] == [("seed_0", "0"), ("seed_1", "1")]
     first, second = (weights(path) for path in runs)
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_search_sweeps_over_its_grid(run, tmp_path):
-    settings = ["data.total_frames=128", "eval_episodes=1", "hydra.sweep.dir=sweep", "seed=0"]
+    settings = ["data.total_frames=128", "eval_episodes=1", "seed=0"]
     overrides = ["model.learning_rate=0.001", "data.num_epochs=1,2"]
     tiny = [item for item in TINY if not item.startswith("data.num_epochs")]
     done = run("train", "hparams_search=ppo_cartpole", *tiny, *settings, *overrides)
     assert len(re.findall(LAST_LINE, done.stdout)) == 2
+    assert len(list((tmp_path / "logs" / "train").glob("sweep_*/ppo_cartpole-*num_epochs_[12]-*/seed_0/[01]"))) == 2
+
+
+def test_a_folder_is_named_by_what_ran(run, tmp_path):
+    few = [*TINY, "data.total_frames=128", "eval_episodes=1", "callbacks=none", "logger=none"]
+    run("train", "env=acrobot", "seed=2", *few)
+    run("train", "~experiment", "data=vanilla", "model=a2c", *few)
+    first, second = sorted(path.parts[-2:] for path in (tmp_path / "logs" / "train").glob("*/seed_*"))
+    assert first[0].startswith("a2c_cartpole_vanilla-callbacks_none-data.")
+    assert second[0].startswith("ppo_cartpole-callbacks_none-env_acrobot-data.")
+    assert (first[1], second[1]) == ("seed_0", "seed_2")
+
+
+def test_every_logger_gets_the_resolved_settings(trained):
+    folder, _ = trained
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for name in ("csv", "tensorboard"):
+        # Lightning's loader for untrusted files reads plain values alone.
+        kept = yaml.safe_load((folder / name / "hparams.yaml").read_text())
+        assert kept["seed"] == kept["data"]["seed"] == 3
+        assert kept["data"]["buffer"]["gae_lambda"] == 0.95
+        assert kept["model"]["network"]["hidden_sizes"] == [64, 64]
+        assert kept["paths"]["output_dir"] == str(folder)
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    shown = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"data/buffer/gae_lambda" in shown
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert "hyper_parameters" not in stored
+
+
+MODULE = """
+import gymnasium
+
+class Reach(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.observation_space.sample(), 1.0, self.steps == 5, False, {}
+
+gymnasium.register("Reach-v0", Reach)
+"""
+
+
+@pytest.mark.parametrize("env", ["reach_{}:Reach-v0", "{{_target_:hydra.utils.get_class,path:reach_{}.Reach}}"])
+def test_a_module_in_the_working_directory_brings_an_environment(env, run, tmp_path):
+    name = "id" if "hydra" not in env else "class"
+    (tmp_path / f"reach_{name}.py").write_text(MODULE)
+    try:
+        done = run("train", f"data.env={env.format(name)}", *TINY, "data.total_frames=128", "eval_episodes=1")
+    finally:
+        gymnasium.registry.pop("Reach-v0", None)
+    assert last_line(done.stdout)[1] == "5.0"
 
 
 def test_debug_runs_and_keeps_nothing(run, tmp_path):

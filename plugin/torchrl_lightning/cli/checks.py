@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.names import run_folder
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 
@@ -170,7 +171,14 @@ def check_data(data: Any) -> None:
         data.close()
 
 
-def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any, world_size: int | None = None) -> None:
+def check_checkpoint(
+    path: Path,
+    stored: dict[str, Any],
+    data: Any,
+    model: Any,
+    world_size: int | None = None,
+    config: DictConfig | None = None,
+) -> None:
     """Refuses a checkpoint of another environment, capacity, network or number of ranks.
 
     Args:
@@ -179,6 +187,7 @@ def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any, 
         data: the DataModule of this run.
         model: the LightningModule of this run; only a copy of it is built.
         world_size: on how many ranks the run goes on; any number if None.
+        config: of this run, to name the settings of the model that differ.
 
     Raises:
         UsageError: naming the first difference, and the overrides of the run that wrote it.
@@ -190,18 +199,67 @@ def check_checkpoint(path: Path, stored: dict[str, Any], data: Any, model: Any, 
     state = stored.get(type(data).__qualname__)
     try:
         if state is None:
-            raise ValueError(f"it holds no state of a {type(data).__qualname__}.")
+            streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
+            raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
         if hasattr(data, "check_state"):
             data.check_state(state)
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if hasattr(model, "build"):
             with torch.random.fork_rng(devices=[]):
-                copy.deepcopy(model).build(data.specs).load_state_dict(stored["state_dict"])
+                networks = copy.deepcopy(model).build(data.specs)
+            check_weights(networks, stored["state_dict"], _other_settings(path, config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path)}") from error
     finally:
         data.close()
+
+
+def check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str] = ()) -> None:
+    """Refuse the weights of other networks, by loading them.
+
+    Args:
+        networks: a module to load them into.
+        stored: weights by name.
+        settings: what was set otherwise when they were trained, for the message.
+
+    Raises:
+        ValueError: naming the settings and the first weight of another shape or that one side lacks.
+    """
+    try:
+        networks.load_state_dict(stored)
+    except RuntimeError as error:
+        own = networks.state_dict()
+        shapes = {name: (_shape(stored.get(name)), _shape(own.get(name))) for name in (*stored, *own)}
+        differ = [
+            f"{name} is {there} in the checkpoint and {here} in this run"
+            for name, (there, here) in shapes.items()
+            if there != here
+        ]
+        more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
+        found = f"the networks differ: {differ[0]}{more}." if differ else str(error)
+        raise ValueError(" ".join([found, *settings])) from error
+
+
+def _other_settings(checkpoint: Path, config: DictConfig | None) -> list[str]:
+    """Say which fields of the model were set otherwise in the run that wrote a checkpoint."""
+    folder = run_folder(checkpoint)
+    if config is None or folder is None:
+        return []
+    stored = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    there, here = (_fields(OmegaConf.select(cfg, "model")) for cfg in (stored, config))
+    differ = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+    return [f"{key} was {there.get(key, 'absent')} and is {here.get(key, 'absent')} now." for key in differ]
+
+
+def _fields(node: Any, prefix: str = "model") -> dict[str, Any]:
+    if not isinstance(node, DictConfig):
+        return {prefix: node}
+    return {key: value for name in node for key, value in _fields(node[name], f"{prefix}.{name!s}").items()}
+
+
+def _shape(weight: Any) -> str:
+    return "absent" if weight is None else str(list(getattr(weight, "shape", [])))
 
 
 def _overrides_of(checkpoint: Path) -> str:
@@ -211,9 +269,3 @@ def _overrides_of(checkpoint: Path) -> str:
         return ""
     given = " ".join(OmegaConf.load(overrides))
     return f"\nThe run of that checkpoint was given: {given or 'no overrides'}"
-
-
-def run_folder(checkpoint: Path) -> Path | None:
-    """Finds the folder of the run that wrote a checkpoint: the next one above that holds Hydra's config."""
-    parents = checkpoint.resolve().parents
-    return next((folder for folder in parents if (folder / ".hydra" / "config.yaml").is_file()), None)

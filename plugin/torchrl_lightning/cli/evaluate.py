@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-
-from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.command import run_command
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import Tensor
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="evaluate")
-def main(cfg: DictConfig) -> float:
-    """Evaluates; gives the mean return."""
+def main() -> None:
+    """Run the command; a sweeper gets the mean return of each checkpoint."""
+    run_command("evaluate", checked_evaluate)
+
+
+def checked_evaluate(cfg: DictConfig) -> float:
+    """Evaluate; a mistake ends the program with one line."""
     from torchrl_lightning.cli.checks import plain_errors
 
     with plain_errors():
@@ -34,6 +36,7 @@ def evaluate(cfg: DictConfig) -> float:
 
     import torch
     from hydra.utils import instantiate
+    from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data, check_is_file
     from torchrl_lightning.cli.quiet import quiet
@@ -82,7 +85,10 @@ def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
     Raises:
         UsageError: There is none, or the checkpoint's own one names classes of other packages.
     """
-    from torchrl_lightning.cli.checks import UsageError, run_folder
+    from omegaconf import OmegaConf
+
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.names import run_folder
     from torchrl_lightning.learn.loading import config_in
 
     folder = run_folder(checkpoint)

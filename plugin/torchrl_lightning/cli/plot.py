@@ -1,18 +1,17 @@
-"""``torchrl-lightning-plot``: draws the learning curves of one or many runs, mean and spread over seeds."""
+"""``torchrl-lightning-plot``: draw the learning curves of one or many runs, mean and spread over seeds."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import logging
 import math
-import re
+import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+
+from torchrl_lightning.cli.curves import Curve, latest_of_each_seed, read_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,22 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["main", "plot_runs"]
 
 Band: TypeAlias = Literal["range", "std", "none"]
-
-_log = logging.getLogger(__name__)
-
-_SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)
-_SERIAL = re.compile(r"(version_)?\d[\d_\-:.T]*$")  # version_3, 2026-11-20_10-30-00, the job numbers of a sweep
-_LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric of one run."""
-
-    label: str
-    path: Path
-    x: NDArray[np.float64]
-    y: NDArray[np.float64]
 
 
 def plot_runs(
@@ -52,14 +35,17 @@ def plot_runs(
 ) -> Path:
     """Draw a metric over environment frames, one line for each label, with its spread over the runs of that label.
 
-    Runs of one label are interpolated to their common points; where some have ended, the rest goes on.
+    Runs that differ in their seed alone share a label; of several with one seed the latest is drawn. A resumed run
+    continues the curve of the run whose checkpoint it began with. Runs of one label are interpolated to their common
+    points; where some have ended, the rest goes on.
 
     Args:
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
         output: the picture; its suffix says which format.
         metric: column to draw.
         x: column to draw it over; Lightning's ``step`` holds environment frames here.
-        labels: one for each source; by default the folder above ``seed_...``, so that seeds share a line.
+        labels: one for each source; by default what Hydra kept about a run, its experiment and its
+            overrides without the seed, or the folder above ``seed_...``.
         smooth: length of the centred moving average, in points of a run.
         band: spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``.
         panels: a panel of its own for each label, where returns have different scales.
@@ -81,80 +67,13 @@ def plot_runs(
         raise ValueError("no run given; name a run's folder or a metrics.csv.")
     if labels is not None and len(labels) != len(sources):
         raise ValueError(f"{len(labels)} labels for {len(sources)} sources; give one for each, or none.")
-    groups: dict[str, list[Curve]] = {}
-    for i, source in enumerate(sources):
-        for curve in read_source(Path(source), metric, x, None if labels is None else labels[i]):
-            groups.setdefault(curve.label, []).append(_smoothed(curve, smooth))
-    return _draw(groups, Path(output), metric, x, band, panels, title)
-
-
-def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
-    """Read the curves of a file, or of every ``metrics.csv`` below a folder."""
-    if not source.exists():
-        raise FileNotFoundError(f"no such file or folder: {source}")
-    paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
-    if not paths:
-        raise FileNotFoundError(f"no metrics.csv below {source}; was the run started with logger=csv?")
     curves: list[Curve] = []
-    columns: set[str] = set()
-    for path in paths:
-        points, header = _read_points(path, metric, x)
-        columns |= header
-        if points:
-            xs, ys = np.array(sorted(points.items())).T
-            curves.append(Curve(label or default_label(path), path, xs, ys))
-    if not curves:
-        missing = [name for name in (metric, x) if name not in columns]
-        if missing:
-            raise KeyError(f"no column {' and '.join(missing)} in {source}; there are: {', '.join(sorted(columns))}")
-        raise ValueError(f"{source} has no value of {metric} yet.")
-    if len(curves) < len(paths):
-        _log.warning(
-            "%d of %d runs below %s have no %s and are left out", len(paths) - len(curves), len(paths), source, metric
-        )
-    return curves
-
-
-def default_label(path: Path) -> str:
-    """Name the experiment that a metrics file is from: what its seeds have in common.
-
-    >>> default_label(Path("logs/train/ppo_cartpole/seed_3/2026-11-20_10-30-00/csv/metrics.csv"))
-    'ppo_cartpole'
-    >>> default_label(Path("results/a2c_seed=1/version_0/metrics.csv"))
-    'a2c'
-    >>> default_label(Path("results/vtrace.csv"))
-    'vtrace'
-    """
-    parts = [*path.absolute().parent.parts[1:]]
-    if path.stem != "metrics":
-        parts.append(path.stem)
-    for part in reversed(parts):
-        name = _SEED.sub("", part)
-        if name and not _SERIAL.match(name) and name not in _LOGGER_FOLDERS:
-            return name
-    return parts[-1] if parts else path.stem
-
-
-def _read_points(path: Path, metric: str, x: str) -> tuple[dict[float, float], set[str]]:
-    """Read the rows where both columns are filled; the last row of an x counts. Lightning leaves most cells empty."""
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        header = set(rows.fieldnames or ())
-        if metric not in header or x not in header:
-            return {}, header
-        points: dict[float, float] = {}
-        for number, row in enumerate(rows, start=2):
-            if not row[x] or not row[metric]:
-                continue
-            try:
-                at, value = float(row[x]), float(row[metric])
-            except ValueError:
-                raise ValueError(
-                    f"{path}, line {number}: {x}={row[x]!r}, {metric}={row[metric]!r}; both must be numbers."
-                ) from None
-            if math.isfinite(at) and math.isfinite(value):
-                points[at] = value
-    return points, header
+    for i, source in enumerate(sources):
+        curves += read_source(Path(source), metric, x, None if labels is None else labels[i])
+    groups: dict[str, list[Curve]] = {}
+    for curve in latest_of_each_seed(curves):
+        groups.setdefault(curve.label, []).append(_smoothed(curve, smooth))
+    return _draw(groups, Path(output), metric, x, band, panels, title)
 
 
 def _smoothed(curve: Curve, length: int) -> Curve:
@@ -192,9 +111,10 @@ def _draw(
     for i, (label, curves) in enumerate(groups.items()):
         axes = grid[i if panels else 0]
         runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
-        _draw_group(axes, label + runs, curves, band, f"C{i % 10}")
+        name = textwrap.fill(label + runs, 60)
+        _draw_group(axes, name, curves, band, f"C{i % 10}")
         if panels:
-            axes.set_title(label + runs)
+            axes.set_title(name)
     for axes in grid[:count]:
         axes.set(xlabel="environment frames" if x == "step" else x, ylabel=metric)
         if x == "step":

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import hydra
-from omegaconf import DictConfig
-
-from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.cli.checks import (
-    check_checkpoint,
-    check_command,
-    check_config,
-    explain_experiment,
-    plain_errors,
-)
+from torchrl_lightning.cli.command import run_command
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from tensordict import TensorDict
 
 
-@explain_experiment()
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="train")
-def main(cfg: DictConfig) -> float:
-    """Trains; gives the mean evaluation return, for sweepers that maximise it."""
+def main() -> None:
+    """Run the command; a sweeper gets the mean evaluation return of each of its runs, to maximise it."""
+    run_command("train", checked_train)
+
+
+def checked_train(cfg: DictConfig) -> float:
+    """Check what was composed, then train."""
+    from torchrl_lightning.cli.checks import check_command, check_config, plain_errors
+
     with plain_errors():
         check_command(cfg)
         check_config(cfg)
@@ -41,7 +37,9 @@ def train(cfg: DictConfig) -> float:
 
     import lightning as L
     import torch
+    from omegaconf import OmegaConf
 
+    from torchrl_lightning.cli.checks import check_checkpoint
     from torchrl_lightning.cli.kept_config import KeptConfig
     from torchrl_lightning.cli.parts import build_part, check_parts
     from torchrl_lightning.cli.quiet import quiet
@@ -59,8 +57,10 @@ def train(cfg: DictConfig) -> float:
     if cfg.ckpt_path is not None:
         # Lightning loads weights before it looks at the data's state; another environment would speak in tensor shapes.
         stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
-        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size)
+        check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
 
+    for logger in trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
     began = time.perf_counter()
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     seconds = time.perf_counter() - began

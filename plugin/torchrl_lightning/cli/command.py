@@ -1,0 +1,40 @@
+"""What the commands over Hydra have in common. Imports nothing heavy, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_lightning._conf import CONF_DIR
+
+
+def run_command(name: str, task: Callable[[Any], float]) -> None:
+    """Print the help of a command, or let Hydra compose its config and run the task, once or for each run of a sweep.
+
+    Args:
+        name: the command, which is also the name of its config.
+        task: takes the composed config; what it returns goes to the sweeper.
+    """
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        from torchrl_lightning.cli.help import help_text
+
+        print(help_text(name))
+        return
+    import_from_working_directory()
+    import hydra
+
+    from torchrl_lightning.cli.checks import explain_experiment
+    from torchrl_lightning.cli.names import register_run_name
+
+    register_run_name()
+    with explain_experiment():
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
+
+
+def import_from_working_directory() -> None:
+    """Make the modules of the working directory importable, as ``python -m`` does; worker processes inherit it."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -1,0 +1,172 @@
+"""Curves of runs, read from their ``metrics.csv``, and which of them are seeds of one setting."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, run_folder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Curve", "latest_of_each_seed", "read_source"]
+
+_log = logging.getLogger(__name__)
+
+_SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)
+_SERIAL = re.compile(r"(version_)?\d[\d_\-:.T]*$")  # version_3, 2026-11-20_10-30-00, the job numbers of a sweep
+_LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run, from its first row on, or from that of the run that it continues."""
+
+    label: str
+    path: Path
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+    seed: Any = None  # None where it is not known, or does not matter
+
+
+@dataclass(frozen=True)
+class Run:
+    """What Hydra kept about a run: its name, the settings that were changed, and the run that it continues."""
+
+    folder: Path
+    name: str
+    settings: dict[str, str]
+    seed: Any
+    origin: Run | None
+
+    @property
+    def label(self) -> str:
+        """Name and changed settings; runs of one label differ in their seed alone."""
+        return " ".join((self.name, *self.settings.values()))
+
+
+def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
+    """Read the curves of a file, or of every ``metrics.csv`` below a folder; their settings name them by default."""
+    if not source.exists():
+        raise FileNotFoundError(f"no such file or folder: {source}")
+    paths = sorted(source.rglob("metrics.csv")) if source.is_dir() else [source]
+    if not paths:
+        raise FileNotFoundError(f"no metrics.csv below {source}; was the run started with logger=csv?")
+    curves: list[Curve] = []
+    columns: set[str] = set()
+    for path in paths:
+        run = _run_of(path)
+        points, header = _continued_points(path, run, metric, x)
+        columns |= header
+        if points:
+            xs, ys = np.array(sorted(points.items())).T
+            name = label or (default_label(path) if run is None else run.label)
+            curves.append(Curve(name, path, xs, ys, None if run is None or label else run.seed))
+    if not curves:
+        missing = [name for name in (metric, x) if name not in columns]
+        if missing:
+            raise KeyError(f"no column {' and '.join(missing)} in {source}; there are: {', '.join(sorted(columns))}")
+        raise ValueError(f"{source} has no value of {metric} yet.")
+    if len(curves) < len(paths):
+        _log.warning(
+            "%d of %d runs below %s have no %s and are left out", len(paths) - len(curves), len(paths), source, metric
+        )
+    return curves
+
+
+def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
+    """Leave out a run that was run again, or gone on with, under the same label and seed."""
+    chosen: dict[object, Curve] = {}
+    for curve in sorted(curves, key=lambda curve: curve.path.stat().st_mtime):
+        same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
+        if same in chosen and chosen[same].path.resolve() != curve.path.resolve():
+            _log.warning("%s is left out: %s has its settings and its seed", chosen[same].path, curve.path)
+        chosen[same] = curve
+    return sorted(chosen.values(), key=lambda curve: curve.path)
+
+
+def default_label(path: Path) -> str:
+    """Name the experiment that a metrics file is from, without Hydra's word on it: what its seeds have in common.
+
+    >>> default_label(Path("logs/train/ppo_cartpole/seed_3/2026-11-20_10-30-00/csv/metrics.csv"))
+    'ppo_cartpole'
+    >>> default_label(Path("results/a2c_seed=1/version_0/metrics.csv"))
+    'a2c'
+    >>> default_label(Path("results/vtrace.csv"))
+    'vtrace'
+    """
+    parts = [*path.absolute().parent.parts[1:]]
+    if path.stem != "metrics":
+        parts.append(path.stem)
+    for part in reversed(parts):
+        name = _SEED.sub("", part)
+        if name and not _SERIAL.match(name) and name not in _LOGGER_FOLDERS:
+            return name
+    return parts[-1] if parts else path.stem
+
+
+def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
+    """Read what Hydra kept about the run of a file; ``None`` without it, or if the run continues itself."""
+    from omegaconf import OmegaConf
+
+    folder = run_folder(path)
+    if folder is None or folder in continued_by or not (folder / ".hydra" / "hydra.yaml").is_file():
+        return None
+    config = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+    choices = dict(hydra.runtime.choices)
+    settings = changed_settings(hydra.overrides.task, choices)
+    seed, checkpoint = OmegaConf.select(config, "seed"), OmegaConf.select(config, "ckpt_path")
+    origin = None
+    if checkpoint is not None:
+        origin = _run_of(Path(hydra.runtime.cwd) / checkpoint, continued_by | {folder})
+    if origin is not None:
+        seed = origin.seed
+        ends = {key: value for key, value in origin.settings.items() if key in ENDS}
+        settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
+    return Run(folder, base_name(choices) or default_label(path), settings, seed, origin)
+
+
+def _continued_points(path: Path, run: Run | None, metric: str, x: str) -> tuple[dict[float, float], set[str]]:
+    """Read the points of a file behind those of the run that it continues, up to where it began."""
+    points, header, began = _read_points(path, metric, x)
+    if run is not None and run.origin is not None:
+        before = run.origin.folder / path.resolve().relative_to(run.folder)
+        if before.is_file():
+            earlier, columns = _continued_points(before, run.origin, metric, x)
+            points = {at: value for at, value in earlier.items() if at < began} | points
+            header |= columns
+    return points, header
+
+
+def _read_points(path: Path, metric: str, x: str) -> tuple[dict[float, float], set[str], float]:
+    """Read the rows where both columns are filled, the header, and the first x of any row.
+
+    The last row of an x counts. Lightning leaves most cells empty.
+    """
+    points: dict[float, float] = {}
+    began = math.inf
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        for number, row in enumerate(rows, start=2):
+            if not row.get(x) or not (row.get(metric) or math.isinf(began)):
+                continue
+            try:
+                at, value = float(row[x]), float(row.get(metric) or math.nan)
+            except ValueError:
+                raise ValueError(
+                    f"{path}, line {number}: {x}={row[x]!r}, {metric}={row.get(metric)!r}; both must be numbers."
+                ) from None
+            began = min(began, at)
+            if math.isfinite(at) and math.isfinite(value):
+                points[at] = value
+        return points, set(rows.fieldnames or ()), began

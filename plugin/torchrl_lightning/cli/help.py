@@ -1,0 +1,123 @@
+"""The text behind ``--help``, read from the comments in ``conf/``. Imports nothing heavy: composing takes seconds."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+
+__all__ = ["help_text"]
+
+_ABOUT = {
+    "train": """\
+torchrl-lightning-train trains what its config describes, evaluates it and draws its learning curve.
+
+  torchrl-lightning-train experiment=ppo_pendulum                       a whole run, as it was tuned
+  torchrl-lightning-train data.total_frames=50000 model/network=gru     the default run, changed
+  torchrl-lightning-train --multirun seed=0,1,2                         several runs""",
+    "evaluate": """\
+torchrl-lightning-evaluate plays the policy of a checkpoint and shows how its returns are spread.
+
+  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/best.ckpt                        mean, std, a histogram
+  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/last.ckpt deterministic=false    with sampled actions
+  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/best.ckpt video=films            film one episode
+
+The environment and the networks come from RUN's config.""",
+}
+_SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
+_CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
+_SHOWN = ("data", "model", "trainer")  # besides what is at the top of the config
+
+
+def help_text(name: str) -> str:
+    """Write the help of a command: examples, the groups with their options, the main settings with their meaning."""
+    path = CONF_DIR / f"{name}.yaml"
+    chosen = _choices(path)
+    parts = [_ABOUT[name]]
+    if name == "train":
+        parts.append("GROUP=NAME selects a config:\n\n" + "\n".join(_groups(path)))
+    settings = _settings(path, chosen)
+    width = min(36, max(len(f"{key}={value}") for key, (value, _) in settings.items()))
+    lines = [f"  {f'{key}={value}':{width}}  {meaning}" for key, (value, meaning) in settings.items()]
+    parts.append("FIELD=VALUE sets a value; these are the main ones, as they are by default:\n\n" + "\n".join(lines))
+    parts.append("--cfg job prints the config of a run, --hydra-help what Hydra offers besides.")
+    return "\n\n".join(parts)
+
+
+def _choices(path: Path) -> dict[str, str]:
+    """Map the groups of a defaults list to the options that it chooses, those of its experiment included."""
+    found = {match["group"]: match["option"] for match in map(_CHOICE.match, _lines(path)) if match is not None}
+    experiment = CONF_DIR / "experiment" / f"{found.get('experiment')}.yaml"
+    return {**found, **_choices(experiment)} if experiment.is_file() else found
+
+
+def _groups(path: Path) -> Iterator[str]:
+    """Write each group that has a meaning in a defaults list, and its options with a star behind the chosen one."""
+    for match in map(_CHOICE.match, _lines(path)):
+        if match is None or not match["meaning"]:
+            continue
+        # A defaults list outside of the top names its groups relative to its own.
+        group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
+        files = sorted(_folder(group).glob("*.yaml"))
+        bases = {file.stem for file in files if file.stem == "default" and any(_includes(other) for other in files)}
+        names = [file.stem for file in files if file.stem == match["option"] or file.stem not in bases]
+        starred = " ".join(f"{name}*" if name == match["option"] else name for name in names)
+        yield f"  {group:15} {match['meaning']}"
+        yield textwrap.fill(starred, 110, initial_indent=" " * 20, subsequent_indent=" " * 20)
+        if (base := _folder(group) / "default.yaml") in files:
+            yield from _groups(base)
+
+
+def _includes(path: Path, name: str = "default") -> bool:
+    return f"  - {name}" in _lines(path)
+
+
+def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Map the settings that have a meaning to their values and meanings, composed in the order of Hydra."""
+    found: dict[str, tuple[str, str]] = {}
+    files = [(_folder(group) / f"{chosen[group]}.yaml", group) for group in (*_SHOWN, "env") if group in chosen]
+    files += [(path, "")]
+    if "experiment" in chosen:
+        files.append((CONF_DIR / "experiment" / f"{chosen['experiment']}.yaml", ""))
+    for file, package in files:
+        for key, value, meaning in _fields(file, package):
+            if key.partition(".")[0] in _SHOWN or "." not in key:
+                known = found.get(key, ("", ""))
+                found[key] = (value, meaning or known[1])
+    told = {key: (value, meaning) for key, (value, meaning) in found.items() if meaning and value}
+    rooms = ("", *_SHOWN)
+    return dict(sorted(told.items(), key=lambda item: rooms.index(item[0].rpartition(".")[0].partition(".")[0])))
+
+
+def _fields(path: Path, package: str) -> Iterator[tuple[str, str, str]]:
+    """Read key, value and comment of each scalar; after the files that this one includes from its own group."""
+    header = re.match(r"# @package (\S+)\n", path.read_text())
+    if header is not None:
+        package = header[1].replace("_global_", "")
+    stack: list[tuple[int, str]] = [(-1, package)]
+    for line in _lines(path):
+        base = re.match(r"  - (\w+)$", line)
+        if base is not None and base[1] != "_self_":
+            yield from _fields(path.with_name(f"{base[1]}.yaml"), package)
+        match = _SETTING.match(line)
+        if match is None or match["key"] == "defaults":
+            continue
+        while stack[-1][0] >= len(match["indent"]):
+            stack.pop()
+        key = f"{stack[-1][1]}.{match['key']}".lstrip(".")
+        value = (match["value"] or "").strip()
+        if value:
+            yield key, value, match["meaning"] or ""
+        else:
+            stack.append((len(match["indent"]), key))
+
+
+def _folder(group: str) -> Path:
+    return (EXPORT_DIR if group == "data" else CONF_DIR) / group
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()

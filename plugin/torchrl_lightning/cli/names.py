@@ -1,0 +1,90 @@
+"""Names of runs: the folder below ``paths.log_dir`` and the line in a picture. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["ENDS", "base_name", "changed_settings", "folder_name", "in_order", "register_run_name", "run_folder"]
+
+# What ends a run: a resumed run is given a later end than the run that it continues.
+ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
+# Groups that say what runs where no experiment does.
+_PARTS = ("model", "env", "data")
+# What is chosen beside the learning: it tells no two runs apart.
+_ASIDE = {
+    *("seed", "experiment", "ckpt_path", "task_name", "eval_episodes", "eval_checkpoint"),
+    *("hparams_search", "hydra", "logger", "paths"),
+}
+
+
+def base_name(choices: Mapping[str, str | None]) -> str:
+    """Name the experiment among Hydra's choices or, without one, the model, the environment and the data.
+
+    Example:
+        >>> base_name({"experiment": "ppo_cartpole", "model": "ppo", "env": "cartpole", "data": "gae"})
+        'ppo_cartpole'
+        >>> base_name({"model": "dqn", "env": "cartpole", "data": "uniform"})
+        'dqn_cartpole_uniform'
+    """
+    parts = [choices.get("experiment")] if _experiment(choices) else [choices.get(group) for group in _PARTS]
+    return "_".join(part for part in parts if part)
+
+
+def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
+    """Map what a command line sets to its overrides, groups first, without the seed and what is not about learning.
+
+    Example:
+        >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
+        {'env': 'env=acrobot', 'model.gamma': 'model.gamma=0.9'}
+        >>> changed_settings(["~experiment", "env=acrobot", "logger=none"], {"env": "acrobot"})
+        {}
+    """
+    named = set() if _experiment(choices) else set(_PARTS)
+    found: dict[str, str] = {}
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if re.split("[./@]", key)[0] not in _ASIDE and key not in named:
+            found[key] = override.lstrip("+")
+    return in_order(found)
+
+
+def in_order(settings: Mapping[str, str]) -> dict[str, str]:
+    """Sort settings by their keys, groups first."""
+    return dict(sorted(settings.items(), key=lambda item: ("." in item[0], item)))
+
+
+def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
+    """Join the name and the changed settings of a run but its end, in characters that need no quotes in a command.
+
+    Example:
+        >>> folder_name({"experiment": "ppo_cartpole"}, ["env=acrobot", "model.network.hidden_sizes=[32,32]"])
+        'ppo_cartpole-env_acrobot-model.network.hidden_sizes_32_32'
+    """
+    settings = changed_settings(overrides, choices)
+    parts = [base_name(choices), *(settings[key] for key in settings if key not in ENDS)]
+    words = (re.sub(r"[^a-zA-Z0-9.-]+", "_", part).strip("_.") for part in parts)
+    return "-".join(word for word in words if word)[:120].rstrip("-_.") or "run"
+
+
+def run_folder(path: Path) -> Path | None:
+    """Find the folder of the run that wrote a file: the next one above that holds Hydra's config."""
+    parents = path.resolve().parents
+    return next((folder for folder in parents if (folder / ".hydra" / "config.yaml").is_file()), None)
+
+
+def register_run_name() -> None:
+    """Let Hydra's folders interpolate ``${run_name:}``, the folder name of the run that is being composed."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    def run_name() -> str:
+        hydra = HydraConfig.get()
+        return folder_name(hydra.runtime.choices, hydra.overrides.task)
+
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+
+
+def _experiment(choices: Mapping[str, str | None]) -> bool:
+    return choices.get("experiment") not in (None, "", "null")
