@@ -1,0 +1,116 @@
+"""Every command that the README shows runs as it is written there; long trainings get fewer frames at the end."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from joblib.externals.loky import get_reusable_executor
+
+from cli.commands import Done, call, last_line
+from configs.processes import PROJECT
+
+README = (PROJECT / "README.md").read_text()
+SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+LINES = [line for language, block in FENCES if language == "bash" for line in block.splitlines()]
+# .ci/run installs, and this is the test command.
+COMMANDS = [line for line in LINES if not re.match(r"python3 -m venv |pip install |pytest$", line)]
+FIRST, *OTHERS = COMMANDS
+
+
+def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> Done:
+    """Run a line as a shell would, with a trailing override of the frames if it trains."""
+    script, *arguments = shlex.split(line if run is None else line.replace("RUN", str(run)), comments=True)
+    module, _, function = SCRIPTS[script].partition(":")
+    assert function == "main"
+    trains = module.endswith(".train") and "--help" not in arguments
+    done = call(module.rpartition(".")[2], *arguments, *([f"data.total_frames={frames}"] if trains else []), cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def runs_below(folder: Path) -> set[Path]:
+    return {path.parents[1] for path in folder.glob("logs/train/**/csv/metrics.csv")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_workers_left() -> Iterator[None]:
+    yield
+    get_reusable_executor().shutdown(wait=True, kill_workers=True)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
+    """The working directory, the folder of the first command's run, and what it said."""
+    folder = tmp_path_factory.mktemp("readme")
+    done = run_line(FIRST, folder, 10 * 1024)  # up to an evaluation
+    (run,) = runs_below(folder)
+    return folder, run.relative_to(folder), done
+
+
+def test_nothing_that_is_fenced_is_left_out():
+    assert {language for language, _ in FENCES} <= {"bash", "python", "yaml", "text"}
+    assert FIRST == "torchrl-lightning-train"
+    assert {shlex.split(line, comments=True)[0] for line in COMMANDS} == set(SCRIPTS)
+    assert sum("--multirun" in line or "hparams_search" in line for line in OTHERS) == 3
+
+
+def test_the_first_command_leaves_what_the_readme_says(first):
+    folder, run, done = first
+    assert last_line(done.stdout)[4] == "10240"
+    assert run.parts[:-1] == ("logs", "train", "ppo_cartpole", "seed_0")
+    assert run.parts[-1][:3] == "202"
+    for left in (
+        ".hydra/config.yaml",
+        "csv/metrics.csv",
+        "curve.png",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+    ):
+        assert (folder / run / left).is_file(), left
+
+
+# Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
+@pytest.mark.filterwarnings("ignore:Deprecated API features detected")
+@pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
+def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
+    folder, run, _ = first
+    before = runs_below(folder)
+    resumed = "last.ckpt" in line
+    done = run_line(line, folder, 11 * 1024 if resumed else 1024, run)
+    new = runs_below(folder) - before
+    if "torchrl-lightning-train" not in line or "--help" in line:
+        assert not new
+        left = {"evaluate": "logs/evaluate/*/returns.png", "plot": "curves.png"}
+        for name, pattern in left.items():
+            if f"torchrl-lightning-{name}" in line:
+                assert len(list(folder.glob(pattern))) == 1
+        return
+    jobs = 3 if "seed=0,1,2" in line else int(re.search(r"n_trials=(\d+)|$", line)[1] or 1)
+    assert len(new) == jobs
+    for made in new:
+        settings = yaml.safe_load((made / ".hydra" / "config.yaml").read_text())
+        name, seed = made.parts[-3:-1]
+        assert seed == f"seed_{settings['seed']}"
+        assert name.startswith(
+            {"'~ex": "a2c_cartpole_vanilla", "expe": "ppo_pendulum"}.get(line[24:28], "ppo_cartpole")
+        )
+    if jobs == 3:
+        assert {made.parts[-2] for made in new} == {"seed_0", "seed_1", "seed_2"}
+    if "joblib" not in line:  # its workers speak for themselves
+        assert done.stdout.count("mean evaluation return") == jobs
+    if "optuna" in line:
+        (found,) = folder.glob("logs/train/sweep_*/optimization_results.yaml")
+        assert set(yaml.safe_load(found.read_text())["best_params"]) == {
+            "model.learning_rate",
+            "model.clip_epsilon",
+            "data.num_epochs",
+        }
+    if resumed:
+        assert last_line(done.stdout)[4] == "11264"
