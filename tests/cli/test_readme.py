@@ -42,7 +42,7 @@ def runs_below(folder: Path) -> set[Path]:
 @pytest.fixture(scope="module", autouse=True)
 def no_workers_left() -> Iterator[None]:
     yield
-    get_reusable_executor().shutdown(wait=True, kill_workers=True)
+    get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
 
 
 @pytest.fixture(scope="module")
