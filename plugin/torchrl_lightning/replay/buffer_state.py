@@ -126,9 +126,10 @@ def _check_like(state: Any, own: Any, cells: int | None, owner: str) -> None:
     elif cells is None and isinstance(own, Tensor):
         tensor(own.dtype, *own.shape, anywhere=True)(state, owner)
     elif isinstance(own, Tensor | None) and (isinstance(state, Tensor) or (state is None and cells is not None)):
-        if state is not None:  # indices, of which there may be any number
-            tensor(torch.int64 if own is None else own.dtype, None, anywhere=True)(state, owner)
-            if state.dtype == torch.int64 and cells is not None:
+        if state is not None:  # indices, of which there may be any number, or flags or counts of cells
+            unset = torch.bool if state.dtype == torch.bool else torch.int64
+            tensor(unset if own is None else own.dtype, None, anywhere=True)(state, owner)
+            if state.dtype == torch.int64 and cells is not None and not owner.endswith("count"):
                 tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
     elif isinstance(own, int) and not isinstance(own, bool):
         whole(min(own, 0))(state, owner)
