@@ -77,22 +77,28 @@ class Twin:
         """Refuse a batch with a window that there is not."""
         starts = self.starts(batch_length, burn_in, episode_ends)
         assert batch["mask"].shape == batch.shape
-        for window in batch:
-            env, position = window["env"].tolist(), window["position"].tolist()
+        columns = [batch[key].tolist() for key in ("env", "position", "mask")]
+        for env, position, mask in zip(*columns, strict=True):
             count = starts[env[0], position[0]]
             assert set(env) == {env[0]}
             assert all(b - a == 1 for a, b in pairwise(position[:count]))
             assert set(position[count:]) <= {position[count - 1]}
-            assert window["mask"].tolist() == [burn_in <= t < count for t in range(batch_length)]
-            check_states(window, across=episode_ends == "across")
+            assert mask == [burn_in <= t < count for t in range(batch_length)]
+        check_states(batch, across=episode_ends == "across")
 
 
-def check_states(window: TensorDict, *, across: bool) -> None:
-    """Refuse recurrent states from which a module could not unroll the window, and its successor."""
-    state, successor = window["recurrent_state"].flatten(), window["next", "recurrent_state"].flatten()
-    own = (window["env"] * 1000 + window["position"]).float()
-    begins = window["is_init"].flatten()
+def check_states(batch: TensorDict, *, across: bool) -> None:
+    """Refuse recurrent states from which a module could not unroll the windows, and their successors."""
+    own = (batch["env"] * 1000 + batch["position"]).float()
+    entries = batch["recurrent_state"], batch["next", "recurrent_state"], own, batch["is_init"]
+    for state, successor, own, begins in zip(*(entry.flatten(1).tolist() for entry in entries), strict=True):
+        _check_window(state, successor, own, begins, across=across)
+
+
+def _check_window(
+    state: list[float], successor: list[float], own: list[float], begins: list[bool], *, across: bool
+) -> None:
     expected, expected_next = (0.0 if begins[0] else own[0]), own[0] + 1
-    for t in range(len(window)):
+    for t in range(len(own)):
         assert state[t] == (0.0 if begins[t] and across else expected)
         assert successor[t] == (own[t] + 1 if begins[t] and across else expected_next)

@@ -95,15 +95,17 @@ def test_like_brute_force(plan: tuple) -> None:
         for row in block:
             for env, flag in zip(env_ids or range(num_envs), row, strict=True):
                 twin.steps[env].append(flag)
-        for env, stored in enumerate(twin.steps):
-            oldest = max(0, len(stored) - length)
-            for position in range(oldest, len(stored)):
-                at = torch.tensor([env]), torch.tensor([position])
-                begin, end = twin.begin(env, position), twin.end(env, position)
-                assert int(writer.index.begin(*at, clip=False)) == begin
-                assert int(writer.index.begin(*at)) == max(begin, oldest)
-                assert int(writer.index.end(*at)) == end
-                assert bool(writer.index.finished(*at)) == stored[end][0]
+        oldest = [max(0, len(stored) - length) for stored in twin.steps]
+        where = [(env, p) for env, stored in enumerate(twin.steps) for p in range(oldest[env], len(stored))]
+        at = torch.tensor([env for env, _ in where]), torch.tensor([position for _, position in where])
+        begin, end = [twin.begin(*step) for step in where], [twin.end(*step) for step in where]
+        assert writer.index.begin(*at, clip=False).tolist() == begin
+        assert writer.index.begin(*at).tolist() == [
+            max(b, oldest[env]) for b, (env, _) in zip(begin, where, strict=True)
+        ]
+        assert writer.index.end(*at).tolist() == end
+        finished = [twin.steps[env][e][0] for e, (env, _) in zip(end, where, strict=True)]
+        assert writer.index.finished(*at).tolist() == finished
 
 
 def test_steps_that_are_not_stored_are_refused() -> None:
