@@ -20,7 +20,8 @@ def gae(seed: int) -> GAEBuffer:
 
 
 def test_a_rollout_takes_a_state_wholly_or_not_at_all() -> None:
-    check_mutants(gae(0), gae(1).state_dict(), lambda buffer: list(buffer.generate_batches(2)))
+    parts = ("storage", "sampler", "writer", "transforms", "consumed", "schema_version")
+    check_mutants(gae(0), gae(1).state_dict(), lambda buffer: list(buffer.generate_batches(2)), parts)
 
 
 def ppo(steps: int) -> PPOBuffer:

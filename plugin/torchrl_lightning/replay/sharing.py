@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-SHARE_FIRST = "call buffer.share() before the first process starts, or give each process a buffer of its own"
+SHARE_FIRST = (
+    "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
+    "or give each process a buffer of its own"
+)
 
 
 def is_spawning() -> bool:
