@@ -105,7 +105,7 @@ class OwnFiles:
     Example:
         >>> OwnFiles().register_save_hook(print)
         Traceback (most recent call last):
-        TypeError: OwnFiles writes its own files, in which TorchRL's checkpointers and hooks have no part; ...
+        TypeError: OwnFiles writes its own files, which TorchRL's checkpointers and hooks do not reach; ...
     """
 
     def register_save_hook(self, hook: Any) -> None:
@@ -115,7 +115,7 @@ class OwnFiles:
             TypeError: always.
         """
         raise TypeError(
-            f"{type(self).__name__} writes its own files, in which TorchRL's checkpointers and hooks have no part; "
+            f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
             "change what state_dict() gives, or use TorchRL's buffer and storage."
         )
 

@@ -210,10 +210,10 @@ class ExperienceBuffer(BufferBase):
             update_priority: whether priorities in the data are used; yes by default.
 
         Returns:
-            The cells, ``[n]``; time-major for a rollout; none for data of no rows.
+            The cells, ``[n]``; time-major for a rollout; none if the data has no rows.
 
         Raises:
-            TypeError: not a TensorDict, an entry that is no tensor, or ``env_ids`` that are no integers.
+            TypeError: the data is not a TensorDict, an entry is not a tensor, or ``env_ids`` are not integers.
             ValueError: a batch size, schema or priority that does not fit; nothing is written.
         """
         check_tensordict(data)

@@ -169,7 +169,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
         Raises:
             RuntimeError: nothing is stored, or all priorities are zero.
-            ValueError: the storage is larger than ``max_capacity``, or the number is none.
+            ValueError: the storage is larger than ``max_capacity``, or ``batch_size`` is not a size.
         """
         batch_size = check_size(batch_size)
         self._adopt(storage)
@@ -208,7 +208,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
         Raises:
             IndexError: a cell out of range.
-            TypeError: the cells are no integers.
+            TypeError: the cells are not integers.
             ValueError: a priority is negative, NaN or infinite, or shapes do not fit.
         """
         if storage is not None:

@@ -71,7 +71,7 @@ class RecurrentReplayBuffer(BufferBase):
             **kwargs: as in TorchRL.
 
         Raises:
-            ValueError: fewer are stored (names both numbers), or the number is none.
+            ValueError: fewer are stored (names both numbers), or ``batch_size`` is not a size.
         """
         wanted = self.batch_size if batch_size is None else check_size(batch_size)
         if wanted is not None and len(self) < wanted:

@@ -22,7 +22,7 @@ def check_size(number: Any, least: int = 0, name: str = "batch_size") -> int:
         name: what the error calls it.
 
     Raises:
-        ValueError: it is no integer, or too small.
+        ValueError: it is not an integer, or too small.
 
     Example:
         >>> check_size(3)

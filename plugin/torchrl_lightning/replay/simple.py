@@ -143,7 +143,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
 
         Raises:
             KeyError: an entry is missing.
-            TypeError: it is no mapping, or an entry holds no numbers.
+            TypeError: it is not a mapping, or an entry does not hold numbers.
             ValueError: a size differs from what was declared, or a number is not finite; nothing is stored.
         """
         if isinstance(buffer_dict, SimpleReplayBuffer):
@@ -180,7 +180,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
-            TypeError: it is no TensorDict.
+            TypeError: it is not a TensorDict.
             ValueError: an observation or action has another size than declared.
         """
         check_tensordict(data)

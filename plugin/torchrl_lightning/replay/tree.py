@@ -80,7 +80,7 @@ def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
 
 
 def check_tensordict(data: Any) -> None:
-    """Refuse data that is no TensorDict.
+    """Refuse anything but a TensorDict.
 
     Raises:
         TypeError: says what it is, and how it becomes one.

@@ -66,7 +66,7 @@ class UniformSampler(OwnGenerator, Sampler):
 
         Raises:
             RuntimeError: nothing is stored.
-            ValueError: there are fewer cells than asked for without replacement, or the number is none.
+            ValueError: there are fewer cells than asked for without replacement, or ``batch_size`` is not a size.
         """
         batch_size, stored = check_size(batch_size), len(storage)
         if not stored:

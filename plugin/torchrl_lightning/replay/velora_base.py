@@ -206,7 +206,7 @@ class BufferBase(ExperienceBuffer):
         """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
 
         Raises:
-            TypeError: it is no TensorDict.
+            TypeError: it is not a TensorDict.
             ValueError: an observation, action or recurrent state has another size than declared.
         """
         check_tensordict(data)

@@ -33,7 +33,7 @@ def write_back(buffer: ExperienceBuffer, batch: TensorDictBase, keys: Sequence[N
 
     Raises:
         KeyError: an entry is neither stored nor in the batch, or nothing says what was overwritten since.
-        TypeError: the batch is no TensorDict, or the cells do not lie in a :class:`RingStorage`.
+        TypeError: the batch is not a TensorDict, or the cells do not lie in a :class:`RingStorage`.
         ValueError: a shape or dtype differs from what is stored.
     """
     check_tensordict(batch)

@@ -63,7 +63,7 @@ def from_documented(
 
     Raises:
         KeyError: a name is unknown, or ``Reward`` or ``Done`` is missing.
-        TypeError: it is no dict.
+        TypeError: it is not a dict.
     """
     if not isinstance(sample, Mapping):
         raise TypeError(f"Expected a TensorDict, or a dict with the documented names, got a {type(sample).__name__}.")

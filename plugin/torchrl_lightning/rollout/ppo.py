@@ -241,7 +241,7 @@ class PPOBuffer(Configurable, GAEBuffer):
 
         Raises:
             KeyError: ``obs``, ``act`` or ``rew`` is missing.
-            TypeError: it is no mapping, or an entry holds no numbers.
+            TypeError: it is not a mapping, or an entry does not hold numbers.
             ValueError: a size differs from what was declared, or a number is not finite.
             RuntimeError: the open path has ended or fills the whole buffer, so that ``finish_path`` is missing.
         """
