@@ -18,7 +18,7 @@ from torchrl_lightning import ExperienceLog, FramesProgressBar, OnPolicyDataModu
 
 
 class MyPPO(L.LightningModule):
-    """A LightningModule needs two attributes to be fed: `policy`, and `critic` where values are estimated."""
+    """The DataModule asks for two attributes: ``policy``, and ``critic`` where values are estimated."""
 
     def configure_model(self) -> None:
         if hasattr(self, "policy"):

@@ -28,7 +28,7 @@ def mlp(out_features: int) -> MLP:
 
 
 def train(frames: int, seed: int) -> float:
-    """Trains; gives the mean return of the last 20 episodes."""
+    """Train; return the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     game = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
     env = TransformedEnv(SerialEnv(NUM_ENVS, game), RewardSum())

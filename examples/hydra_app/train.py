@@ -1,4 +1,4 @@
-"""Your own Hydra and Lightning project, which writes `data: gae` and gets on-policy experience.
+"""Your own Hydra and Lightning project, which selects ``data: gae`` for on-policy experience.
 
 python examples/hydra_app/train.py
 python examples/hydra_app/train.py data.num_epochs=10 data.buffer.gae_lambda=0.9
@@ -21,7 +21,7 @@ from torchrl.objectives import ClipPPOLoss
 
 
 class MyPPO(L.LightningModule):
-    """All that the DataModule asks for is `policy`, which writes actions, and `critic`, which writes values."""
+    """The DataModule asks for ``policy``, which writes actions, and ``critic``, which writes values."""
 
     def __init__(self, hidden: int, learning_rate: float) -> None:
         super().__init__()

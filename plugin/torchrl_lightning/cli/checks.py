@@ -1,4 +1,4 @@
-"""What is refused before anything is trained or played, with a message that says how to mend it."""
+"""Refuse mistakes before anything is trained or played, with a message that says how to mend them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UsageError(ValueError):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends the program on a mistake of its user or on Ctrl-C with one line on stderr instead of a traceback."""
+    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
     try:
         yield
     except UsageError as error:
@@ -40,7 +40,7 @@ def plain_errors() -> Iterator[None]:
 
 @contextmanager
 def explain_experiment() -> Iterator[None]:
-    """Adds to Hydra's error how to mend it, where the experiment that nobody asked for does not fit the groups chosen.
+    """Add to Hydra's error how to mend it where the default experiment does not fit the chosen groups.
 
     Hydra prints an error of composition and exits, so that only the exit can be caught.
     """
@@ -60,7 +60,7 @@ def explain_experiment() -> Iterator[None]:
 
 
 def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
-    """Finds which options of ``data``, ``model`` and ``experiment`` a command line asks for.
+    """Find which options of ``data``, ``model`` and ``experiment`` a command line asks for.
 
     Example:
         >>> chosen_groups(["data=uniform", "data.batch_size=8", "~experiment"])
@@ -78,10 +78,10 @@ def _fitting_experiments(chosen: Mapping[str, str]) -> str:
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Refuses what no run could be made of.
+    """Refuse a config that cannot be run.
 
     Raises:
-        UsageError: for groups that are no configs or name no class, missing or ill-typed values, a run without an end,
+        UsageError: For groups that are no configs or name no class, missing or ill-typed values, a run without an end,
             no checkpoint at ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
     """
     for group in ("data", "model", "trainer"):
@@ -117,20 +117,20 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_is_file(checkpoint: str | Path) -> None:
-    """Refuses a checkpoint that is not there.
+    """Refuse a checkpoint that does not exist.
 
     Raises:
-        UsageError: saying where checkpoints lie.
+        UsageError: Saying where checkpoints are kept.
     """
     if not Path(checkpoint).is_file():
         raise UsageError(f"ckpt_path={checkpoint} is not a file; checkpoints lie in RUN/checkpoints/.")
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Refuses what the command line asks of Hydra that would not give what was meant; says what it may not mean.
+    """Refuse overrides that would not do what was meant; print a note about one that may not.
 
     Raises:
-        UsageError: for a group selected with a plus sign, or a sweep over a strategy that starts processes by running
+        UsageError: For a group selected with a plus sign, or a sweep over a strategy that starts processes by running
             the command again.
     """
     from hydra.core.hydra_config import HydraConfig
@@ -156,10 +156,10 @@ def check_command(cfg: DictConfig) -> None:
 
 
 def check_data(data: Any) -> None:
-    """Builds the environment once and lets go of it, so that a mistake in it is found before anything is written.
+    """Build the environment once and close it, so that a mistake in it is found before anything is written.
 
     Raises:
-        UsageError: with the environment's own message.
+        UsageError: With the environment's own message.
     """
     if not hasattr(type(data), "specs"):
         return
@@ -179,18 +179,18 @@ def check_checkpoint(
     world_size: int | None = None,
     config: DictConfig | None = None,
 ) -> None:
-    """Refuses a checkpoint of another environment, capacity, network or number of ranks.
+    """Refuse a checkpoint of another environment, capacity, network or number of ranks.
 
     Args:
-        path: where the checkpoint lies, for the message.
-        stored: its content.
-        data: the DataModule of this run.
-        model: the LightningModule of this run; only a copy of it is built.
-        world_size: on how many ranks the run goes on; any number if None.
-        config: of this run, to name the settings of the model that differ.
+        path: The path of the checkpoint, for the message.
+        stored: Its content.
+        data: The DataModule of this run.
+        model: The LightningModule of this run; only a copy of it is built.
+        world_size: The number of ranks on which the run continues; ``None`` accepts any.
+        config: The config of this run, to name the settings of the model that differ.
 
     Raises:
-        UsageError: naming the first difference, and the overrides of the run that wrote it.
+        UsageError: Naming the first difference, and the overrides of the run that wrote it.
     """
     import torch
 
@@ -219,12 +219,12 @@ def check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[s
     """Refuse the weights of other networks, by loading them.
 
     Args:
-        networks: a module to load them into.
-        stored: weights by name.
-        settings: what was set otherwise when they were trained, for the message.
+        networks: The module to load them into.
+        stored: Weights by name.
+        settings: Sentences about settings that differ from those of the training, for the message.
 
     Raises:
-        ValueError: naming the settings and the first weight of another shape or that one side lacks.
+        ValueError: Naming those settings and the first weight that has another shape or is missing on one side.
     """
     try:
         networks.load_state_dict(stored)
@@ -242,7 +242,7 @@ def check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[s
 
 
 def _other_settings(checkpoint: Path, config: DictConfig | None) -> list[str]:
-    """Say which fields of the model were set otherwise in the run that wrote a checkpoint."""
+    """List the fields of the model that had other values in the run that wrote a checkpoint."""
     folder = run_folder(checkpoint)
     if config is None or folder is None:
         return []

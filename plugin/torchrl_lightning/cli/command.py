@@ -1,4 +1,4 @@
-"""What the commands over Hydra have in common. Imports nothing heavy, so that ``--help`` answers at once."""
+"""Run a command over Hydra. Imports nothing heavy, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def run_command(name: str, task: Callable[[Any], float]) -> None:
     """Print the help of a command, or let Hydra compose its config and run the task, once or for each run of a sweep.
 
     Args:
-        name: the command, which is also the name of its config.
-        task: takes the composed config; what it returns goes to the sweeper.
+        name: The command, which is also the name of its config.
+        task: Takes the composed config; its return value goes to the sweeper.
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.help import help_text

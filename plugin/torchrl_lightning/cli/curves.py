@@ -1,4 +1,4 @@
-"""Curves of runs, read from their ``metrics.csv``, and which of them are seeds of one setting."""
+"""Read the curves of runs from their ``metrics.csv``, and group seeds of one setting."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Curve:
     path: Path
     x: NDArray[np.float64]
     y: NDArray[np.float64]
-    seed: Any = None  # None where it is not known, or does not matter
+    seed: Any = None  # None where it is unknown or does not matter
 
 
 @dataclass(frozen=True)
 class Run:
-    """What Hydra kept about a run: its name, the settings that were changed, and the run that it continues."""
+    """A run as Hydra recorded it: its name, its changed settings, its seed and the run that it continues."""
 
     folder: Path
     name: str
@@ -84,7 +84,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
 
 
 def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
-    """Leave out a run that was run again, or gone on with, under the same label and seed."""
+    """Keep the latest run of each label and seed; leave out those that were repeated or resumed."""
     chosen: dict[object, Curve] = {}
     for curve in sorted(curves, key=lambda curve: curve.path.stat().st_mtime):
         same = (curve.label, curve.path.resolve() if curve.seed is None else curve.seed)
@@ -95,7 +95,7 @@ def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
 
 
 def default_label(path: Path) -> str:
-    """Name the experiment that a metrics file is from, without Hydra's word on it: what its seeds have in common.
+    """Name the experiment of a metrics file that has no Hydra config: the part of its path that its seeds share.
 
     >>> default_label(Path("logs/train/ppo_cartpole/seed_3/2026-11-20_10-30-00/csv/metrics.csv"))
     'ppo_cartpole'
@@ -115,7 +115,7 @@ def default_label(path: Path) -> str:
 
 
 def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | None:
-    """Read what Hydra kept about the run of a file; ``None`` without it, or if the run continues itself."""
+    """Read Hydra's record of the run of a file; return ``None`` if there is none or the run continues itself."""
     from omegaconf import OmegaConf
 
     folder = run_folder(path)

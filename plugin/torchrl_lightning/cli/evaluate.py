@@ -1,4 +1,4 @@
-"""``torchrl-lightning-evaluate``: plays a checkpoint's policy and shows how its returns are spread."""
+"""``torchrl-lightning-evaluate``: play a checkpoint's policy and show how its returns are spread."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def checked_evaluate(cfg: DictConfig) -> float:
 
 
 def evaluate(cfg: DictConfig) -> float:
-    """Rebuilds the run of a checkpoint, plays its policy and reports.
+    """Rebuild the run of a checkpoint, play its policy and report its returns.
 
     Raises:
-        UsageError: without a checkpoint, for one that does not fit the config of its run, or if a video is asked for
+        UsageError: Without a checkpoint, for one that does not fit the config of its run, or if a video is asked for
             without the extra ``video``.
     """
     import time
@@ -107,7 +107,7 @@ def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
 
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
-    """Draws how often each return was reached, with the mean."""
+    """Draw a histogram of the returns, with their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,10 +131,10 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
 
 
 def check_video() -> None:
-    """Says what a video needs before anything is played.
+    """Check what a video needs before anything is played.
 
     Raises:
-        UsageError: without the extra ``video``.
+        UsageError: Without the extra ``video``.
     """
     from importlib.util import find_spec
 
@@ -145,7 +145,7 @@ def check_video() -> None:
 
 
 def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:
-    """Plays one episode of an environment, given as an id or a factory, and writes it as a film."""
+    """Record one episode of an environment, given as an id or a factory, as a video."""
     import gymnasium
 
     from torchrl_lightning.collectors import play_episodes

@@ -10,9 +10,9 @@ __all__ = ["ENDS", "base_name", "changed_settings", "folder_name", "in_order", "
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
-# Groups that say what runs where no experiment does.
+# Groups that name a run without an experiment.
 _PARTS = ("model", "env", "data")
-# What is chosen beside the learning: it tells no two runs apart.
+# Choices that do not affect learning, so that they tell no runs apart.
 _ASIDE = {
     *("seed", "experiment", "ckpt_path", "task_name", "eval_episodes", "eval_checkpoint"),
     *("hparams_search", "hydra", "logger", "paths"),
@@ -33,7 +33,7 @@ def base_name(choices: Mapping[str, str | None]) -> str:
 
 
 def changed_settings(overrides: Iterable[str], choices: Mapping[str, str | None]) -> dict[str, str]:
-    """Map what a command line sets to its overrides, groups first, without the seed and what is not about learning.
+    """Map what a command line sets to its overrides, groups first, without the seed and what does not affect learning.
 
     Example:
         >>> changed_settings(["seed=3", "model.gamma=0.9", "env=acrobot"], {"experiment": "ppo_cartpole"})
@@ -75,7 +75,7 @@ def run_folder(path: Path) -> Path | None:
 
 
 def register_run_name() -> None:
-    """Let Hydra's folders interpolate ``${run_name:}``, the folder name of the run that is being composed."""
+    """Register ``${run_name:}``, which Hydra's folders interpolate: the folder name of the current run."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 

@@ -20,12 +20,12 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     """Instantiate a node of a config.
 
     Args:
-        cfg: the whole config.
-        key: where the node lies, e.g. ``"model"`` or ``"callbacks.checkpoint"``.
-        **arguments: what the config does not hold.
+        cfg: The whole config.
+        key: The path of the node, e.g. ``"model"`` or ``"callbacks.checkpoint"``.
+        **arguments: Arguments that the config does not hold.
 
     Raises:
-        UsageError: naming the setting that the constructor refuses.
+        UsageError: Naming the setting that the constructor refuses.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -45,7 +45,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     """Build environment, buffer and networks once, before anything is written; only a replay buffer is kept.
 
     Raises:
-        UsageError: naming the setting that does not fit.
+        UsageError: Naming the setting that does not fit.
     """
     import torch
 
@@ -55,7 +55,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
         with _named(cfg, "data.buffer"):
             data.fingerprint()
     if getattr(data, "buffer", None) is not None:
-        before = torch.get_rng_state()  # what it drew, it will not draw again
+        before = torch.get_rng_state()  # a kept buffer has drawn from it for good
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
             copy.deepcopy(model).build(data.specs)

@@ -41,23 +41,23 @@ def plot_runs(
 
     Args:
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
-        output: the picture; its suffix says which format.
-        metric: column to draw.
-        x: column to draw it over; Lightning's ``step`` holds environment frames here.
-        labels: one for each source; by default what Hydra kept about a run, its experiment and its
-            overrides without the seed, or the folder above ``seed_...``.
-        smooth: length of the centred moving average, in points of a run.
-        band: spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``.
-        panels: a panel of its own for each label, where returns have different scales.
-        title: above the picture.
+        output: The picture; its suffix says which format.
+        metric: Column to draw.
+        x: Column to draw it over; Lightning's ``step`` holds environment frames here.
+        labels: One for each source; by default the experiment and the overrides of a run without its seed, as Hydra
+            recorded them, or else the folder above ``seed_...``.
+        smooth: Length of the centred moving average, in points of a run.
+        band: Spread around the mean: ``"range"`` from the lowest to the highest run, ``"std"``, or ``"none"``.
+        panels: A panel of its own for each label, where returns have different scales.
+        title: Above the picture.
 
     Returns:
         The path of the picture.
 
     Raises:
-        FileNotFoundError: a source does not exist or holds no ``metrics.csv``.
-        KeyError: no run of a source has the columns; the message names those there are.
-        ValueError: another argument is out of range or a file is no table of numbers.
+        FileNotFoundError: A source does not exist or holds no ``metrics.csv``.
+        KeyError: No run of a source has the columns; the message names those there are.
+        ValueError: Another argument is out of range or a file is no table of numbers.
     """
     if smooth < 1:
         raise ValueError(f"smooth={smooth} must be at least 1 point.")

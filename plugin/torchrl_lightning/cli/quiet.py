@@ -1,4 +1,4 @@
-"""Silences what says nothing to a person who watches a run."""
+"""Hide messages that do not help a person who watches a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def quiet() -> None:
-    """Hides TorchRL's storage chatter, Lightning's tips, and warnings about things that we do on purpose."""
+    """Hide TorchRL's messages about storages, Lightning's tips, and warnings about what is done on purpose."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         # Hydra's own handler writes each message to the terminal and to the log file already.
         logging.getLogger(name).handlers.clear()

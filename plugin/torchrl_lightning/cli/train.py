@@ -1,4 +1,4 @@
-"""``torchrl-lightning-train``: trains what its config describes, evaluates it and draws its learning curve."""
+"""``torchrl-lightning-train``: train what the config describes, evaluate it and draw its learning curve."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def checked_train(cfg: DictConfig) -> float:
 
 
 def train(cfg: DictConfig) -> float:
-    """Trains, evaluates and reports, in this order.
+    """Train, evaluate and report, in this order.
 
     Raises:
-        UsageError: if a part cannot be built, or the checkpoint comes from another run's settings.
+        UsageError: If a part cannot be built, or the checkpoint comes from another run's settings.
     """
     import time
     from pathlib import Path
@@ -55,7 +55,7 @@ def train(cfg: DictConfig) -> float:
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)
     if cfg.ckpt_path is not None:
-        # Lightning loads weights before it looks at the data's state; another environment would speak in tensor shapes.
+        # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
         stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
 
@@ -74,7 +74,7 @@ def train(cfg: DictConfig) -> float:
 
 
 def load_weights(model: Any, trainer: Any, which: str) -> str | None:
-    """Puts the best or the last weights into the model; gives the checkpoint's path, None for the weights at hand."""
+    """Load the best weights into the model and return their path, or keep the last ones and return ``None``."""
     import torch
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
@@ -86,7 +86,7 @@ def load_weights(model: Any, trainer: Any, which: str) -> str | None:
 
 
 def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames: int, seconds: float) -> None:
-    """Draws the learning curve and says where everything is; the last line is for people and for scripts."""
+    """Draw the learning curve and print where everything is; the last line suits people and scripts."""
     from pathlib import Path
 
     from torchrl_lightning.cli.plot import plot_runs
@@ -105,7 +105,7 @@ def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames
 
 
 def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
-    """Gives the last line of a run.
+    """Format the last line of a run.
 
     Example:
         >>> import torch
