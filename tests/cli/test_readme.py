@@ -20,7 +20,7 @@ SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["sc
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 LINES = [line for language, block in FENCES if language == "bash" for line in block.splitlines()]
 # .ci/run installs, and this is the test command.
-COMMANDS = [line for line in LINES if not re.match(r"python3 -m venv |pip install |pytest$", line)]
+COMMANDS = [line for line in LINES if not re.match(r"python3 -m venv |pip install |pytest ", line)]
 FIRST, *OTHERS = COMMANDS
 
 
