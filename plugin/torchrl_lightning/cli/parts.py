@@ -42,7 +42,7 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
-    """Build environment, buffer and networks once, before anything is written; only a replay buffer is kept.
+    """Build environment, buffer and networks once and let go of them, before anything is written.
 
     Raises:
         UsageError: Naming the setting that does not fit.
@@ -54,8 +54,6 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     if hasattr(data, "fingerprint"):
         with _named(cfg, "data.buffer"):
             data.fingerprint()
-    if getattr(data, "buffer", None) is not None:
-        before = torch.get_rng_state()  # a kept buffer has drawn from it for good
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
             copy.deepcopy(model).build(data.specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,7 +316,9 @@ class ReplayDataModule(ExperienceDataModule):
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
         # A buffer that is built to look at a checkpoint is not kept: the ranks may be forked later, each with its own.
-        buffer = self._make_buffer(num_envs=self.num_envs) if self.buffer is None else self.buffer
+        # It is built of copies, because the storage and sampler of a partial serve one buffer.
+        make = self._make_buffer
+        buffer = copy.deepcopy(make)(num_envs=self.num_envs) if self.buffer is None else self.buffer
         return {
             **super().fingerprint(),
             "buffer": type(buffer).__name__,
