@@ -38,7 +38,8 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
     Raises:
         TypeError: only some rows of a lazy stack have an entry.
     """
-    if isinstance(data, LazyStackedTensorDict):  # it shows only what all of its rows have
+    # A lazy stack shows only what all of its rows have.
+    if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
         lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
         if lost:
             raise TypeError(f"Only some rows have the entries {sorted(lost)}; give them to all or to none.")
