@@ -27,7 +27,10 @@ from configs.processes import environment
         (["model.clip_epsilon=high"], "Value 'high' of type 'str' could not be converted to Float"),
         (["data.buffer.gamma=1.5"], "error: data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         (["data.env=Nope-v0"], "error: Gymnasium does not know the environment 'Nope-v0'"),
-        (["data.env=nowhere:Nope-v0"], "does not know the environment 'nowhere:Nope-v0': No module named 'nowhere'"),
+        (
+            ["data.env=nowhere:Nope-v0"],
+            "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install it",
+        ),
         (
             ["data.env=gymnasium:Nope-v0"],
             "does not know the environment 'gymnasium:Nope-v0': Environment `Nope` doesn't",

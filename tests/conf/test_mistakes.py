@@ -129,3 +129,21 @@ def test_a_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
     with pytest.raises(Exception, match="nothing to do with a setting") as error:
         build_part(composed(), "callbacks.progress_bar")
     assert not isinstance(error.value, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (
+            ("model=dqn",),
+            "DQNModule does not learn from the OnPolicyDataModule; choose a stream for it, such as data=uniform",
+        ),
+        (
+            ("~experiment", "data=uniform", "data.total_frames=100"),
+            "PPOModule does not learn from the ReplayDataModule",
+        ),
+    ],
+    ids=["replay", "on-policy"],
+)
+def test_a_learner_over_the_other_stream_is_refused(composed, base, message):
+    assert refused(composed(*base)).startswith(message)

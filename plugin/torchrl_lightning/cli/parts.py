@@ -49,6 +49,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     """
     import torch
 
+    _check_stream(data, model)
     check_data(data)
     before = torch.get_rng_state()
     if hasattr(data, "fingerprint"):
@@ -60,6 +61,22 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     # What was built for a trial must not move the run's own generator.
     torch.set_rng_state(before)
     data.close()
+
+
+def _check_stream(data: Any, model: Any) -> None:
+    from torchrl_lightning.datamodules import OnPolicyDataModule, ReplayDataModule
+    from torchrl_lightning.learn import ActorCriticModule, OffPolicyModule
+
+    pairs = (
+        (ActorCriticModule, ReplayDataModule, "gae", "dqn"),
+        (OffPolicyModule, OnPolicyDataModule, "uniform", "ppo"),
+    )
+    for learner, other, stream, fitting in pairs:
+        if isinstance(model, learner) and isinstance(data, other):
+            raise UsageError(
+                f"{type(model).__name__} does not learn from the {type(data).__name__}; "
+                f"choose a stream for it, such as data={stream}, or a learner for this stream, such as model={fitting}."
+            )
 
 
 @contextmanager

@@ -95,10 +95,15 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
     if isinstance(env, str):
         try:
             registered_spec(env)
-        except (gymnasium.error.Error, ImportError) as error:
+        except ImportError as error:
+            raise ValueError(
+                f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
+                "put it where Python finds it, such as the working directory."
+            ) from error
+        except gymnasium.error.Error as error:
             raise ValueError(
                 f"Gymnasium does not know the environment {env!r}: {error} "
-                "Check the spelling, or import the package that registers it first ('package:Name-v0' does both)."
+                "Check the spelling, or name the module that registers it, as 'module:Name-v0'."
             ) from error
     elif isinstance(env, gymnasium.Env):
         raise TypeError(
