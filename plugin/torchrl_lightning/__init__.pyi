@@ -21,6 +21,8 @@ from torchrl_lightning.estimators import discounted_returns as discounted_return
 from torchrl_lightning.estimators import gae as gae
 from torchrl_lightning.estimators import standardize as standardize
 from torchrl_lightning.estimators import vtrace as vtrace
+from torchrl_lightning.l2r import PPOBuffer as PPOBuffer
+from torchrl_lightning.l2r import SimpleReplayBuffer as SimpleReplayBuffer
 from torchrl_lightning.learn import A2CModule as A2CModule
 from torchrl_lightning.learn import ActorCriticModule as ActorCriticModule
 from torchrl_lightning.learn import CNNNetwork as CNNNetwork
@@ -38,23 +40,18 @@ from torchrl_lightning.learn import VTraceModule as VTraceModule
 from torchrl_lightning.learn import build_actor as build_actor
 from torchrl_lightning.learn import build_critic as build_critic
 from torchrl_lightning.learn import load_policy as load_policy
-from torchrl_lightning.replay import BatchExperience as BatchExperience
-from torchrl_lightning.replay import BufferBase as BufferBase
 from torchrl_lightning.replay import EpisodeIndex as EpisodeIndex
 from torchrl_lightning.replay import ExperienceBuffer as ExperienceBuffer
 from torchrl_lightning.replay import PrioritizedSampler as PrioritizedSampler
-from torchrl_lightning.replay import RecurrentReplayBuffer as RecurrentReplayBuffer
 from torchrl_lightning.replay import RingStorage as RingStorage
 from torchrl_lightning.replay import RingWriter as RingWriter
 from torchrl_lightning.replay import SequenceSampler as SequenceSampler
-from torchrl_lightning.replay import SimpleReplayBuffer as SimpleReplayBuffer
 from torchrl_lightning.replay import UniformSampler as UniformSampler
 from torchrl_lightning.rollout import DiscountedReturns as DiscountedReturns
 from torchrl_lightning.rollout import GAEBuffer as GAEBuffer
 from torchrl_lightning.rollout import GeneralizedAdvantages as GeneralizedAdvantages
 from torchrl_lightning.rollout import IntrinsicReturns as IntrinsicReturns
 from torchrl_lightning.rollout import MinibatchSampler as MinibatchSampler
-from torchrl_lightning.rollout import PPOBuffer as PPOBuffer
 from torchrl_lightning.rollout import RolloutStorage as RolloutStorage
 from torchrl_lightning.rollout import RolloutWriter as RolloutWriter
 from torchrl_lightning.rollout import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
@@ -65,5 +62,8 @@ from torchrl_lightning.segment_tree import MaxSegmentTree as MaxSegmentTree
 from torchrl_lightning.segment_tree import MinSegmentTree as MinSegmentTree
 from torchrl_lightning.segment_tree import SegmentTree as SegmentTree
 from torchrl_lightning.segment_tree import SumSegmentTree as SumSegmentTree
+from torchrl_lightning.velora import BatchExperience as BatchExperience
+from torchrl_lightning.velora import BufferBase as BufferBase
+from torchrl_lightning.velora import RecurrentReplayBuffer as RecurrentReplayBuffer
 
 __version__: str

@@ -5,15 +5,13 @@ from __future__ import annotations
 import lightning as L
 import torch
 
-from torchrl_lightning import ReplayDataModule
+from torchrl_lightning import RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork
 from torchrl_lightning.replay import (
     ExperienceBuffer,
     PrioritizedSampler,
-    RecurrentReplayBuffer,
     RingStorage,
     SequenceSampler,
-    SimpleReplayBuffer,
     UniformSampler,
 )
 

@@ -5,7 +5,7 @@ Each has the name, the signature and the documentation of the component that it 
 
 from __future__ import annotations
 
-from torchrl_lightning import replay, rollout
+from torchrl_lightning import l2r, replay, rollout, velora
 from torchrl_lightning.configs.arguments import with_dtype
 from torchrl_lightning.configs.keys import with_keys
 
@@ -22,8 +22,8 @@ IntrinsicReturns = with_keys(rollout.IntrinsicReturns)
 VanillaOnPolicyBuffer = with_keys(rollout.VanillaOnPolicyBuffer)
 GAEBuffer = with_keys(rollout.GAEBuffer)
 VTraceBuffer = with_keys(rollout.VTraceBuffer)
-PPOBuffer = with_keys(rollout.PPOBuffer)
+PPOBuffer = with_keys(l2r.PPOBuffer)
 
 ExperienceBuffer = with_keys(replay.ExperienceBuffer)
-RecurrentReplayBuffer = with_keys(replay.RecurrentReplayBuffer)
-SimpleReplayBuffer = with_keys(replay.SimpleReplayBuffer)
+RecurrentReplayBuffer = with_keys(velora.RecurrentReplayBuffer)
+SimpleReplayBuffer = with_keys(l2r.SimpleReplayBuffer)

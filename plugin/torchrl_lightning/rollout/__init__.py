@@ -6,7 +6,6 @@ from torchrl_lightning.rollout.advantages import DiscountedReturns, GeneralizedA
 from torchrl_lightning.rollout.gae import GAEBuffer
 from torchrl_lightning.rollout.intrinsic import IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
-from torchrl_lightning.rollout.ppo import PPOBuffer
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.rollout.vtrace import VTraceBuffer
@@ -18,7 +17,6 @@ __all__ = [
     "GeneralizedAdvantages",
     "IntrinsicReturns",
     "MinibatchSampler",
-    "PPOBuffer",
     "RolloutStorage",
     "RolloutWriter",
     "VTraceAdvantages",

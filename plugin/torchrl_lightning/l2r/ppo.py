@@ -15,12 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import discounted_returns, gae
-from torchrl_lightning.replay.rows import check_step, vector
-from torchrl_lightning.replay.schema import Configurable
-from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.layout import leaves_of
-from torchrl_lightning.rollout.paths import (
+from torchrl_lightning.l2r.paths import (
     BATCH,
     FINISHED,
     SCALARS,
@@ -29,6 +24,11 @@ from torchrl_lightning.rollout.paths import (
     population_standardize,
     step_row,
 )
+from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.replay.rows import check_step, vector
+from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.gae import GAEBuffer
+from torchrl_lightning.rollout.layout import leaves_of
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED

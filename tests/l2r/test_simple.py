@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_lightning.replay.simple import SimpleReplayBuffer
+from torchrl_lightning.l2r.simple import SimpleReplayBuffer
 from torchrl_lightning.replay.uniform import UniformSampler
 
 

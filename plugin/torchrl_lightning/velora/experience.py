@@ -10,7 +10,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.replay.velora_files import NAMES
+from torchrl_lightning.velora.files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
 COLUMNS: dict[str, NestedKey] = dict(

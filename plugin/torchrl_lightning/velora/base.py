@@ -15,13 +15,13 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.tree import check_tensordict, to_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
-from torchrl_lightning.replay.velora_files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
 from torchrl_lightning.state import mapping
+from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
+from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
 
 WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
 

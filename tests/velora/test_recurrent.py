@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_lightning.replay.experience import BatchExperience
-from torchrl_lightning.replay.recurrent import RecurrentReplayBuffer
 from torchrl_lightning.replay.uniform import UniformSampler
-from torchrl_lightning.replay.velora_base import BufferBase
-from torchrl_lightning.replay.velora_files import NAMES
+from torchrl_lightning.velora.base import BufferBase
+from torchrl_lightning.velora.experience import BatchExperience
+from torchrl_lightning.velora.files import NAMES
+from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
 
 DATA = Path(__file__).parents[1] / "data"
 HIDDEN = ("next", "recurrent_state")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchrl_lightning.replay.experience import BatchExperience
 from torchrl_lightning.replay.sampling import check_size
-from torchrl_lightning.replay.velora_base import BufferBase
-from torchrl_lightning.replay.warm import collect
+from torchrl_lightning.velora.base import BufferBase
+from torchrl_lightning.velora.experience import BatchExperience
+from torchrl_lightning.velora.warm import collect
 
 
 @dataclass(frozen=True)

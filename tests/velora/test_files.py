@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from torchrl_lightning.replay import velora_files
-from torchrl_lightning.replay.recurrent import RecurrentReplayBuffer
-from torchrl_lightning.replay.velora_files import NAMES
+from torchrl_lightning.velora import files
+from torchrl_lightning.velora.files import NAMES
+from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
 
 DATA = Path(__file__).parents[1] / "data"
 VELORA = DATA / "velora"  # both written by Velora 0.2.0; "run" was saved with the prefix "run.1_"
@@ -85,7 +85,7 @@ def test_only_the_header_differs_from_velora_s_bytes(tmp_path: Path) -> None:
 
 
 def test_large_buffers_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(velora_files, "CHUNK", 2)
+    monkeypatch.setattr(files, "CHUNK", 2)
     load().save(tmp_path)
     expected = load_file(VELORA / "buffer_state.safetensors")
     assert all(value.equal(expected[name]) for name, value in load_file(tmp_path / "buffer_state.safetensors").items())
@@ -220,7 +220,7 @@ def test_a_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monke
     def full(*args: object, **kwargs: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(velora_files.json, "dumps", full)
+    monkeypatch.setattr(files.json, "dumps", full)
     with pytest.raises(OSError, match="No space"):
         buffer.save(tmp_path)
     monkeypatch.undo()

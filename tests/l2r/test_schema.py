@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchrl_lightning.replay.simple import SimpleReplayBuffer
+from torchrl_lightning.l2r.simple import SimpleReplayBuffer
 
 GOOD: dict[str, Any] = {"obs_dim": 32, "act_dim": 2, "size": 200, "batch_size": 16}
 YAML = "obs_dim: 32\nact_dim: 2\nsize: 200_000\nbatch_size: 16\n"

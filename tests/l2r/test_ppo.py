@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.helpers import golden, make_critic, make_rollout
-from torchrl_lightning.rollout.ppo import PPOBuffer
+from torchrl_lightning.l2r.ppo import PPOBuffer
 
 CASES = ("c0", "c1", "c2")
 
