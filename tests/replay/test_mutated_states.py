@@ -14,7 +14,6 @@ from mutations import check_mutants
 from torchrl_lightning import (
     MaxSegmentTree,
     PrioritizedSampler,
-    RecurrentReplayBuffer,
     SequenceSampler,
     SumSegmentTree,
     UniformSampler,
@@ -94,14 +93,6 @@ def test_a_tree_takes_a_state_wholly_or_not_at_all(tree: type) -> None:
     one[[1, 3]] = [2.0, 1.0]
     other[0] = 4.0
     check_mutants(other, one.state_dict(), lambda ours: ours.summary())
-
-
-def test_veloras_buffer_takes_a_state_wholly_or_not_at_all() -> None:
-    one, other = (RecurrentReplayBuffer(4, 2, 1, 3) for _ in range(2))
-    for ours, value in ((one, 1.0), (other, 2.0)):
-        for _ in range(3):
-            ours.add([value, value], [value], value, [value, value], False, [value] * 3)
-    check_mutants(other, one.state_dict(), lambda ours: ours.sample(2), ("storage",))
 
 
 def test_a_generator_of_a_missing_device_changes_nothing() -> None:
