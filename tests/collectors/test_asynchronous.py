@@ -129,7 +129,10 @@ def test_a_dead_worker_ends_all() -> None:
 
 SCRIPT = """
 import multiprocessing
+import signal
 from torchrl_lightning.collectors import AsynchronousCollector
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 
 def collect():
     collector = AsynchronousCollector("CartPole-v1", num_workers=1, frames_per_batch=8, seed=0)
