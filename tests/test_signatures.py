@@ -63,9 +63,10 @@ def test_a_subclass_shows_its_own_constructor():
 
 
 def test_help_shows_the_arguments():
-    first = pydoc.render_doc(GAEBuffer, renderer=pydoc.plaintext).split(" |  ")[1]
-    assert first.startswith("GAEBuffer(size: 'int', device:")
-    assert "gae_lambda: 'float' = 0.95" in first
+    text = pydoc.render_doc(GAEBuffer, renderer=pydoc.plaintext)
+    shown = " ".join(text.replace(" |", " ").split())  # Python 3.13 gives each argument a line of its own
+    assert "GAEBuffer( size: 'int', device:" in shown.replace("GAEBuffer(size", "GAEBuffer( size")
+    assert "gae_lambda: 'float' = 0.95" in shown
 
 
 def run_cli(model: type, data: type, *args: str) -> LightningCLI:
