@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import (
     ExperienceBuffer,
     PrioritizedSampler,
@@ -29,7 +30,6 @@ from torchrl_lightning.replay import (
     UniformSampler,
     files,
 )
-from torchrl_lightning.replay.files import read_state, write_state
 
 ENVS, SIZE = 3, 21
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import MultiStepTransform
 
-from torchrl_lightning.replay.tree import to_tensordict, tree_of
+from torchrl_lightning.entries import to_tensordict, tree_of
 
 
 class Lookahead:

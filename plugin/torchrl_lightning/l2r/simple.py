@@ -16,11 +16,11 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
+from torchrl_lightning.entries import check_tensordict
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
 
 BATCH: dict[str, NestedKey] = {

@@ -18,8 +18,9 @@ from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writ
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
+from torchrl_lightning.entries import check_tensordict, entry_of, moved
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.buffer_state import gather_state, restore_state
-from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import integers
@@ -27,7 +28,6 @@ from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, is_spawning
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict, entry_of, moved
 from torchrl_lightning.replay.write_back import write_back
 from torchrl_lightning.replay.writer import RingWriter
 

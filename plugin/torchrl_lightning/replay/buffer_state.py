@@ -11,12 +11,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import Tree, tree_of
 from torchrl_lightning.replay.checks import STATE_VERSION, check_transform, check_tree
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import Tree, tree_of
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.state import (
     check_state,

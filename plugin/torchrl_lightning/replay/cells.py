@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.replay.tree import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
+from torchrl_lightning.entries import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
 
 SMALL = 1024
 """Up to this many rows, numpy is faster because its overhead is smaller."""

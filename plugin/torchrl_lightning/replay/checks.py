@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.tree import Path, Tree, difference, name_of, to_tensordict
 from torchrl_lightning.state import LARGEST, check_state, described, flag, mapping, optional, same, tensor, whole
 
 STATE_VERSION = 2

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrl_lightning.entries import Tree, leaves_of, map_leaves
 from torchrl_lightning.replay.memory import free_bytes, readable
-from torchrl_lightning.replay.tree import Tree, leaves_of, map_leaves
 
 _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

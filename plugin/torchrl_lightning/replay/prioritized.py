@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _Prioriti
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sampling import check_size, stored_cells

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import Path, Tree, leaves_of, moved, tree_of
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import Path, Tree, leaves_of, moved, tree_of
 
 NAMES = (None, "time")
 

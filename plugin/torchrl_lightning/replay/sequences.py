@@ -15,8 +15,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import check_flat_state
-from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.replay.sampling import check_size

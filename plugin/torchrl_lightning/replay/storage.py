@@ -13,14 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.replay.cells import Cells, Names
-from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
-from torchrl_lightning.replay.files import Rows, read_state, write_state
-from torchrl_lightning.replay.memmap import map_cells
-from torchrl_lightning.replay.memory import check_room, reserve
-from torchrl_lightning.replay.rings import integers
-from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
-from torchrl_lightning.replay.tree import (
+from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
     leaves_of,
@@ -29,6 +22,13 @@ from torchrl_lightning.replay.tree import (
     to_tensordict,
     tree_of,
 )
+from torchrl_lightning.files import Rows, read_state, write_state
+from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
+from torchrl_lightning.replay.memmap import map_cells
+from torchrl_lightning.replay.memory import check_room, reserve
+from torchrl_lightning.replay.rings import integers
+from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.writer import RingWriter

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size, ring_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.state import check_state, flag, generator

@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
+from torchrl_lightning.entries import check_tensordict, leaves_of, name_of
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict, leaves_of, name_of
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.segment_kernels import last_of_each
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
+from torchrl_lightning.entries import check_tensordict, entry_of
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.rings import Ints, Rings, integers
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict, entry_of
 
 _WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
 

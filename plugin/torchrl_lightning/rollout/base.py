@@ -13,8 +13,8 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import OwnSignature, new_tensordict
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import check_transform
-from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.layout import leaves_of, nested_keys

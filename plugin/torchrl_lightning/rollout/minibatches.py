@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.replay.files import read_state, write_state
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
 

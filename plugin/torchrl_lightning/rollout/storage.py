@@ -13,8 +13,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import check_tree
-from torchrl_lightning.replay.files import read_state, write_state
 from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
 from torchrl_lightning.state import check_state, mapping, optional, same, whole

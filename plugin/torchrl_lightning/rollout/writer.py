@@ -12,8 +12,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.replay.files import read_state, write_state
-from torchrl_lightning.replay.tree import check_tensordict
+from torchrl_lightning.entries import check_tensordict
+from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import check_state, whole

@@ -14,10 +14,10 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
+from torchrl_lightning.entries import check_tensordict, to_tensordict
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.tree import check_tensordict, to_tensordict
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.state import mapping
 from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of

@@ -1,4 +1,4 @@
-"""Trees of leaves: nested dicts of tensors that start with one batch dimension."""
+"""Nested keys, trees of leaves, and how they differ: nested dicts of tensors that start with one batch dimension."""
 
 from __future__ import annotations
 
