@@ -25,6 +25,8 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import MultiStepTransform
 
+from torchrl_lightning.files import OwnFiles, StateFiles
+
 T = TypeVar("T")
 
 
@@ -97,31 +99,6 @@ class OwnSignature:
         super().__init_subclass__(**kwargs)
         shown = inspect.signature(cls.__init__)
         cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
-
-
-class OwnFiles:
-    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
-
-    Example:
-        >>> OwnFiles().register_save_hook(print)
-        Traceback (most recent call last):
-        TypeError: OwnFiles writes its own files, which TorchRL's checkpointers and hooks do not reach; ...
-    """
-
-    def register_save_hook(self, hook: Any) -> None:
-        """Refuse a hook.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
-            "change what state_dict() gives, or use TorchRL's buffer and storage."
-        )
-
-    def register_load_hook(self, hook: Any) -> None:
-        """Refuse a hook, as :meth:`register_save_hook`."""
-        self.register_save_hook(hook)
 
 
 class StorageBase(OwnFiles, LazyTensorStorage):
@@ -235,7 +212,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self.clear()
 
 
-class WriterBase(Writer):
+class WriterBase(StateFiles, Writer):
     """``Writer`` with its private hooks under public names."""
 
     def __init__(self) -> None:
@@ -287,7 +264,7 @@ def _unpacked(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
-class OwnGenerator(OwnSignature):
+class OwnGenerator(StateFiles, OwnSignature):
     """Give a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
 
     Example:

@@ -1,7 +1,8 @@
-"""States on disk: one JSON file that names one binary file, replaced atomically, streamed, without pickle."""
+"""Files that are replaced as a whole, and states in them: one JSON file that names one binary file, without pickle."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import math
@@ -32,7 +33,99 @@ _CHUNK = 1 << 24  # bytes
 _MANIFEST_LIMIT = 1 << 26
 _ALIGNMENT = 64
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
+_REPLACED = re.compile(r"\.?state-[0-9a-f]{16}\.bin(\.[0-9a-f]{16}\.tmp)?")
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
+
+
+@contextlib.contextmanager
+def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
+    """Open a temporary file beside each path; when the block ends without an error, flush all, then rename in order.
+
+    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
+    process left behind are removed.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "note"
+        >>> with replaced_files(path) as (file,):
+        ...     _ = file.write(b"whole")
+        >>> path.read_bytes()
+        b'whole'
+    """
+    for path in paths:
+        for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+            old.unlink(missing_ok=True)
+    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in paths]
+    try:
+        with contextlib.ExitStack() as stack:
+            files: list[BinaryIO] = [stack.enter_context(path.open("xb")) for path in temporary]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for path, target in zip(temporary, paths, strict=True):
+            os.replace(path, target)
+        for folder in {path.parent for path in paths}:
+            _sync_folder(folder)
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    # A rename lasts only once the folder itself is on the disk; not every platform can open a folder.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class StateFiles:
+    """Write a part's state to a folder, and read it again; the part has ``state_dict`` and ``load_state_dict``."""
+
+    def dumps(self: Any, path: str | Path) -> None:
+        """Write the state to a folder: streamed, atomic, without pickle.
+
+        Raises:
+            OSError: the disk is full or not writable; an earlier state stays whole.
+        """
+        write_state(Path(path), self.state_dict())
+
+    def loads(self: Any, path: str | Path) -> None:
+        """Read the state from a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
+        """
+        self.load_state_dict(read_state(Path(path)))
+
+
+class OwnFiles(StateFiles):
+    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
+
+    Example:
+        >>> OwnFiles().register_save_hook(print)
+        Traceback (most recent call last):
+        TypeError: OwnFiles writes its own files, which TorchRL's checkpointers and hooks do not reach; ...
+    """
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Refuse a hook.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
+            "change what state_dict() gives, or use TorchRL's buffer and storage."
+        )
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Refuse a hook, as :meth:`register_save_hook`."""
+        self.register_save_hook(hook)
 
 
 @dataclass(frozen=True)
@@ -82,47 +175,22 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    sync_folder(folder.parent)
+    _sync_folder(folder.parent)
 
 
 def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
     name = f"state-{secrets.token_hex(8)}.bin"
-    aside = folder / f".{name}.json"
-    try:
-        with (folder / name).open("xb") as file:
-            encoded = _encode(state, file, "state")
-            _sync(file)
-            content = {"file": name, "size": file.tell(), "state": encoded}
-        with aside.open("x") as text:
-            json.dump({"version": VERSION, "crc32": _checksum(content), "content": content}, text)
-            _sync(text)
-        aside.replace(folder / MANIFEST)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        (folder / name).unlink(missing_ok=True)
-        raise
-    sync_folder(folder)
+    with replaced_files(folder / name, folder / MANIFEST) as (file, manifest):
+        content = {"file": name, "state": _encode(state, file, "state"), "size": file.tell()}
+        written = {"version": VERSION, "crc32": _checksum(content), "content": content}
+        manifest.write(json.dumps(written).encode())
     for old in folder.iterdir():  # also what a killed process left behind
-        if old.name != name and _BINARY.fullmatch(old.name.removeprefix(".").removesuffix(".json")):
+        if old.name != name and _REPLACED.fullmatch(old.name):
             old.unlink(missing_ok=True)
 
 
 def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content).encode())
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _encode(value: Any, file: BinaryIO, path: str) -> Any:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 
+from torchrl_lightning import files
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import (
     ExperienceBuffer,
@@ -28,7 +29,6 @@ from torchrl_lightning.replay import (
     RingStorage,
     SequenceSampler,
     UniformSampler,
-    files,
 )
 
 ENVS, SIZE = 3, 21
@@ -178,7 +178,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     one = filled()
     one.dumps(tmp_path / "state")
     (tmp_path / "state" / "state-0123456789abcdef.bin").touch()
-    (tmp_path / "state" / ".state-0123456789abcdef.bin.json").touch()
+    (tmp_path / "state" / ".state-0123456789abcdef.bin.0123456789abcdef.tmp").touch()
     one.dumps(tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert len(list((tmp_path / "state").iterdir())) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _Prioriti
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sampling import check_size, stored_cells
@@ -347,19 +345,6 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         schema["generator"] = generator(self.generator.device)
         check_state(state_dict, schema, "prioritized sampler", STATE_VERSION)
         self.table.check_state(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder; an older one is replaced only by a whole one."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: the file is truncated, corrupted or foreign, or its state does not fit.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import check_flat_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
@@ -270,19 +268,6 @@ class SequenceSampler(OwnGenerator, Sampler):
         self._trajectories.check_state(state_dict["trajectories"])
         if state_dict["flat"] is not None:
             check_flat_state(state_dict["flat"])
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged or foreign.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return (

@@ -22,7 +22,7 @@ from torchrl_lightning.entries import (
     to_tensordict,
     tree_of,
 )
-from torchrl_lightning.files import Rows, read_state, write_state
+from torchrl_lightning.files import Rows, write_state
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memmap import map_cells
@@ -386,14 +386,6 @@ class RingStorage(StorageBase):
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder, atomically."""
         write_state(Path(path), self.state_dict(copy=False))
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            ValueError: the state is damaged, foreign, or does not fit.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning() and not self._shared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size, ring_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.state import check_state, flag, generator
@@ -170,19 +168,6 @@ class UniformSampler(OwnGenerator, Sampler):
         """
         schema = {"with_replacement": flag, "stratified": flag, "generator": generator(self.generator.device)}
         check_state(state_dict, schema, "uniform sampler", STATE_VERSION)
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: the file is truncated, corrupted or foreign.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(with_replacement={self.with_replacement}, stratified={self.stratified})"

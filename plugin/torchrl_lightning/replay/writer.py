@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.entries import check_tensordict, entry_of
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Ints, Rings, integers
@@ -393,14 +391,6 @@ class RingWriter(WriterBase, Rings):
         check_owner(self._process, self.is_shared)
         check_unshared(self.is_shared)
         check_rings_state(state_dict, self.num_envs, self.length)
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder."""
-        self.load_state_dict(read_state(Path(path)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**Rings.__getstate__(self), "_rng": None}

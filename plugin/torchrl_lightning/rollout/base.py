@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -13,7 +12,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import OwnSignature, new_tensordict
-from torchrl_lightning.files import read_state, write_state
+from torchrl_lightning.files import StateFiles
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
@@ -38,7 +37,7 @@ RESULTS: tuple[NestedKey, ...] = (
 )
 
 
-class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
+class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
     """One time-major rollout with TorchRL's verbs and the documented ones; see :class:`VanillaOnPolicyBuffer`."""
 
     storage: RolloutStorage
@@ -381,19 +380,6 @@ class OnPolicyBuffer(OwnSignature, TensorDictReplayBuffer):
         self.transform.load_state_dict(state_dict["transforms"])
         self.generator.set_state(state_dict["generator"].cpu())
         self._consumed = bool(state_dict["consumed"])
-
-    def dumps(self, path: Any) -> None:
-        """Write the state to a folder, atomically, without pickle."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: Any) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 

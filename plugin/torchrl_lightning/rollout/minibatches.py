@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
 
@@ -174,19 +172,6 @@ class MinibatchSampler(SamplerBase):
         self.drop_last, self.shuffle = bool(state_dict["drop_last"]), bool(state_dict["shuffle"])
         self.ran_out = bool(state_dict["ran_out"])
         self.generator.set_state(state_dict["generator"].cpu())
-
-    def dumps(self, path: Any) -> None:
-        """Write the state to a folder, atomically, without pickle."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: Any) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(by={self.by!r}, shuffle={self.shuffle}, drop_last={self.drop_last})"

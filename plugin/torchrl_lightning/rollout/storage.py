@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
@@ -259,19 +257,6 @@ class RolloutStorage(StorageBase):
                 if found.get(key, kind) != kind:
                     raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
         return filled, TensorDict(state_dict["added"], batch if envs is not None else []), rest
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder, atomically, without pickle."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
 
 def _empty_row(filled: TensorDict, envs: int) -> TensorDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.entries import check_tensordict
-from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import check_state, whole
@@ -175,19 +173,6 @@ class RolloutWriter(WriterBase):
         """Restore the write count."""
         self.check_state(state_dict)
         self.write_count = int(state_dict["write_count"])
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder, atomically, without pickle."""
-        write_state(Path(path), self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        """Read the state from a folder.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged, foreign, or does not fit; nothing is changed.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
 
 def check_flags(data: TensorDictBase) -> None:

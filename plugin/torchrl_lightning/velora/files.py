@@ -6,14 +6,10 @@ the header of the safetensors file, so that the pair stays readable when a proce
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import logging
-import os
-import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from torchrl_lightning.files import replaced_files
 from torchrl_lightning.replay.memory import check_room
 
 NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")
@@ -70,51 +67,6 @@ def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], 
     with replaced_files(state_path, metadata_path) as (state_file, metadata_file):
         _write_tensors(state_file, tensors, metadata)
         metadata_file.write(json.dumps(dict(metadata), indent=2).encode())
-
-
-@contextlib.contextmanager
-def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Open a temporary file beside each path; flush and rename them all when the block ends without an error.
-
-    The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
-    process left behind are removed.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "note"
-        >>> with replaced_files(path) as (file,):
-        ...     _ = file.write(b"whole")
-        >>> path.read_bytes()
-        b'whole'
-    """
-    for path in paths:
-        for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
-            old.unlink(missing_ok=True)
-    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in paths]
-    try:
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(path.open("xb")) for path in temporary]
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-        for path, target in zip(temporary, paths, strict=True):
-            os.replace(path, target)
-        for folder in {path.parent for path in paths}:
-            _sync_folder(folder)
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    # A rename lasts only once the folder itself is on the disk; not every platform can open a folder.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
