@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
@@ -16,6 +16,63 @@ Tree = dict[str, Any]
 """Nested dict whose leaves are tensors."""
 Path = tuple[str, ...]
 """Keys from the root of a tree to one leaf."""
+Schema = dict[NestedKey, tuple[Any, ...]]
+"""Feature shape and dtype of each leaf, and its device where that matters."""
+
+
+def nested_key(key: Any) -> NestedKey:
+    """Read a key from YAML or code: a string, or a list or tuple of strings.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> nested_key(["next", "reward"]), nested_key(["action"]), nested_key("action")
+        (('next', 'reward'), 'action', 'action')
+    """
+    if isinstance(key, str):
+        return key
+    if not isinstance(key, Sequence) or not key or not all(isinstance(part, str) for part in key):
+        raise TypeError(f"A key is a string or a list of strings, such as [next, reward]; got {key!r}.")
+    return cast(NestedKey, key[0] if len(key) == 1 else tuple(key))
+
+
+def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
+    """Read a list of keys; a string alone is a list of one.
+
+    Raises:
+        TypeError: it is something else, or one of them is no key.
+
+    Example:
+        >>> nested_keys(["h", ["state", "c"]]), nested_keys("h")
+        (('h', ('state', 'c')), ('h',))
+    """
+    if isinstance(keys, str):
+        return (keys,)
+    if not isinstance(keys, Collection):
+        raise TypeError(f"Expected a list of keys, such as [observation, [next, reward]]; got {keys!r}.")
+    return tuple(nested_key(key) for key in keys)
+
+
+def path_of(key: NestedKey) -> Path:
+    """Return a key as a tuple of strings."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def next_key(key: NestedKey) -> Path:
+    """Return the same key under ``next``."""
+    return ("next", *path_of(key))
+
+
+def under(key: NestedKey, root: NestedKey) -> bool:
+    """Return whether ``key`` is ``root`` or nested below it."""
+    return path_of(key)[: len(path_of(root))] == path_of(root)
+
+
+def join(root: NestedKey, suffix: Path) -> NestedKey:
+    """Return ``root`` extended by ``suffix``; a plain string if possible."""
+    joined = path_of(root) + suffix
+    return joined[0] if len(joined) == 1 else joined
 
 
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -25,6 +82,16 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from leaves_of(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def keyed_leaves(data: TensorDictBase | Tree) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Yield every leaf with its key, a plain string if possible.
+
+    Raises:
+        TypeError: a leaf is not a dense tensor, or only some rows have it.
+    """
+    for path, leaf in leaves_of(data if isinstance(data, dict) else tree_of(data)):
+        yield join((), path), leaf
 
 
 def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -60,7 +127,7 @@ def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
             tree[key] = value
         else:
             kind = "sparse or nested tensor" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"Entry {name_of((*path, key))} is a {kind}; a replay buffer stores dense tensors only.")
+            raise TypeError(f"Entry {name_of((*path, key))} is a {kind}; a buffer stores dense tensors only.")
     return tree
 
 
@@ -97,7 +164,7 @@ def check_tensordict(data: Any) -> None:
 def entry_of(data: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Look an entry up without the checks of ``get``; None if there is none."""
     node: Any = data
-    for part in (key,) if isinstance(key, str) else key:
+    for part in path_of(key):
         node = entries_of(node).get(part) if is_tensordict(node) else None
     return node
 
@@ -143,20 +210,33 @@ def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
     return True
 
 
-def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
-    """Describe in words how the leaves of ``data`` differ from those that are stored."""
-    stored, given = dict(leaves_of(tree)), dict(leaves_of(tree_of(data)))
-    parts = [f"{name_of(path)} is missing" for path in stored.keys() - given.keys()]
-    parts += [f"{name_of(path)} is new" for path in given.keys() - stored.keys()]
-    for path in stored.keys() & given.keys():
-        here, there = _describe(stored[path], devices), _describe(given[path], devices)
-        if here != there:
-            parts.append(f"{name_of(path)} is {there}, stored is {here}")
+def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
+    """Return shape (after the first ``batch_dims`` dimensions), dtype and, if asked for, device of every leaf."""
+    return {
+        key: (leaf.shape[batch_dims:], leaf.dtype, *((leaf.device,) if devices else ()))
+        for key, leaf in keyed_leaves(data)
+    }
+
+
+def schema_difference(stored: Schema, given: Schema) -> str:
+    """Describe in words how ``given`` differs from ``stored``."""
+
+    def described(shape: torch.Size, *rest: Any) -> str:
+        return f"{list(shape)} {' on '.join(map(str, rest))}"
+
+    parts = [f"{key!r} is missing" for key in stored.keys() - given.keys()]
+    parts += [f"{key!r} is new" for key in given.keys() - stored.keys()]
+    parts += [
+        f"{key!r} is {described(*given[key])}, stored is {described(*stored[key])}"
+        for key in stored.keys() & given.keys()
+        if stored[key] != given[key]
+    ]
     return "; ".join(sorted(parts))
 
 
-def _describe(leaf: Tensor, devices: bool) -> str:
-    return f"{list(leaf.shape[1:])} {leaf.dtype}" + (f" on {leaf.device}" if devices else "")
+def difference(tree: Tree, data: TensorDictBase, *, devices: bool = True) -> str:
+    """Describe in words how the leaves of ``data`` differ from those that are stored."""
+    return schema_difference(describe(tree, 1, devices=devices), describe(tree_of(data), 1, devices=devices))
 
 
 def row_bytes(tree: Tree) -> int:

@@ -110,7 +110,7 @@ def poison(data: TensorDict, what: str) -> TensorDict:
         ("shape", ValueError, r"'observation' is \[7\]"),
         ("missing", ValueError, "'action' is missing"),
         ("extra", ValueError, "'surprise' is new"),
-        ("text", TypeError, "'surprise' is a NonTensorStack; rollouts hold tensors only"),
+        ("text", TypeError, "'surprise' is a NonTensorStack; a buffer stores dense tensors only"),
         ("no environments", ValueError, "5 steps of 0 environments"),
         ("no steps", ValueError, "0 steps of 3 environments"),
         ("plain tensor", TypeError, "Expected a TensorDict, or a dict .* got a Tensor"),

@@ -11,9 +11,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors._memory import RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, as_tuple, next_key
+from torchrl_lightning.collectors._policy import Policy
 from torchrl_lightning.collectors._stepper import Array, VectorStepper
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.entries import next_key, path_of
 
 
 class RolloutLoop:
@@ -150,7 +151,7 @@ def policy_outputs(
     outputs: dict[NestedKey, Tensor] = {}
     for raw, value in written.items(include_nested=True, leaves_only=True):
         key = unravel_key(raw)
-        if before.get(key) is value or any(name.startswith("_") for name in as_tuple(key)):
+        if before.get(key) is value or any(name.startswith("_") for name in path_of(key)):
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")

@@ -12,9 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors._policy import as_tuple, next_key
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.entries import next_key, path_of
 
 Array = NDArray[Any]
 
@@ -103,12 +103,12 @@ class RolloutMemory:
             ("collector", "traj_ids"): torch.from_numpy(trajectories),
         }
         for key, value in self.observations.items():
-            entries[as_tuple(key)] = value[:-1]
+            entries[path_of(key)] = value[:-1]
             entries[next_key(key)] = self.next_observations[key]
         for key, value in self.states.items():
-            entries[as_tuple(key)] = value[:-1]
+            entries[path_of(key)] = value[:-1]
         for key, value in self.outputs.items():
-            path = as_tuple(key)
+            path = path_of(key)
             if path[0] != "next" or path not in entries:  # the environment decides what follows a step
                 entries[path] = value
         return _nested(entries, [self.num_envs, self.steps])

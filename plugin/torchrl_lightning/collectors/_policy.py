@@ -12,18 +12,9 @@ from torch import Tensor, nn
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
+from torchrl_lightning.entries import path_of
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-
-
-def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Return a key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def next_key(key: NestedKey) -> tuple[str, ...]:
-    """Return the same key under ``next``."""
-    return ("next", *as_tuple(key))
 
 
 def policy_device(policy: object) -> torch.device:
@@ -77,7 +68,7 @@ def load_weights(policy: object, weights: object) -> None:
     if isinstance(weights, nn.Module):
         state = weights.state_dict()
     elif isinstance(weights, TensorDictBase):
-        state = {".".join(as_tuple(key)): value for key, value in weights.items(include_nested=True, leaves_only=True)}
+        state = {".".join(path_of(key)): value for key, value in weights.items(include_nested=True, leaves_only=True)}
     elif isinstance(weights, Mapping):
         state = weights
     else:

@@ -11,10 +11,11 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import join, path_of
 from torchrl_lightning.estimators import discounted_returns
 from torchrl_lightning.replay.rows import flag, vector
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
-from torchrl_lightning.rollout.values import join, path, value_keys
+from torchrl_lightning.rollout.values import value_keys
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 
 TRUNCATED = ("next", "truncated")
@@ -105,7 +106,7 @@ class PathAdvantages(GeneralizedAdvantages):
         if self.eps is None:
             return
         for key in value_keys(rollout, None, self.value_key):
-            name = join(self.advantage_key, path(key)[len(path(self.value_key)) :])
+            name = join(self.advantage_key, path_of(key)[len(path_of(self.value_key)) :])
             rollout.set(name, population_standardize(rollout.get(name), self.eps))
 
 

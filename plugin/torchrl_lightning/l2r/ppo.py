@@ -14,6 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import keyed_leaves, path_of
 from torchrl_lightning.estimators import discounted_returns, gae
 from torchrl_lightning.l2r.paths import (
     BATCH,
@@ -28,7 +29,6 @@ from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.replay.rows import check_step, vector
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.layout import leaves_of
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
@@ -269,7 +269,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         self.writer.prepare(row.unsqueeze(0), 0, 0)
         data = self.storage.data
         assert data is not None
-        for key, value in leaves_of(row):
+        for key, value in keyed_leaves(row):
             data.get(key)[self.ptr] = value
         self.writer.write_count += 1
         self.storage._finish_write(self.size)
@@ -374,7 +374,7 @@ class PPOBuffer(Configurable, GAEBuffer):
 
     def _column(self, tree: dict[str, Any], key: Any, cells: Tensor) -> Tensor:
         node: Any = tree
-        for name in (key,) if isinstance(key, str) else key:
+        for name in path_of(key):
             node = node.get(name)
             if node is None:
                 raise RuntimeError(f"The rollout has no {key!r}: let the policy write it, or call before_gradients().")

@@ -12,6 +12,7 @@ from torch import distributions as D
 from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor
 
+from torchrl_lightning.entries import path_of
 from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
 from torchrl_lightning.learn.layers import mlp, orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
@@ -139,7 +140,7 @@ def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
     """
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
     skip = {"is_init", "recurrent_state", "step_count"}
-    keys = sorted((key for key in leaves if (key if isinstance(key, str) else key[0]) not in skip), key=str)
+    keys = sorted((key for key in leaves if path_of(key)[0] not in skip), key=str)
     if not keys:
         raise ValueError(f"the observation spec has no entries: {specs.observation}")
     return keys, [leaves[key] for key in keys]

@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
+from torchrl_lightning.entries import path_of
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.exploration import ExploringPolicy
@@ -207,7 +208,7 @@ class OffPolicyModule(AgentModule):
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
         for prefix, parts in zip(levels, zip(*states, strict=True), strict=False):
             for key, values in zip(self._state_keys, zip(*parts, strict=True), strict=True):
-                path = (*prefix, *((key,) if isinstance(key, str) else key))
+                path = (*prefix, *path_of(key))
                 stored = batch.get(path, None)
                 if stored is not None:
                     batch.set(path, torch.cat(values).to(stored.dtype))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrl.data import Categorical
 
 from torchrl_lightning._modules import EvaluationMode
+from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.layers import orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
@@ -96,7 +97,7 @@ class RandomNetworkDistillation(nn.Module):
     def _next_observations(self, batch: TensorDictBase) -> list[Tensor]:
         entries = []
         for key in self.keys:
-            entry = batch.get(("next", *key) if isinstance(key, tuple) else ("next", key), None)
+            entry = batch.get(next_key(key), None)
             if entry is None:
                 raise KeyError(f"random network distillation needs ('next', {key!r}), but the batch does not have it")
             entries.append(entry)

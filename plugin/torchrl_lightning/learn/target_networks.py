@@ -10,6 +10,8 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 from torchrl.objectives import HardUpdate, LossModule, SoftUpdate
 
+from torchrl_lightning.entries import path_of
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -32,7 +34,7 @@ def on_parameters(network: Module, parameters: TensorDictParams) -> Module:
     """
     copy = deepcopy(network)
     for key, tensor in parameters.items(True, True):
-        *path, name = (key,) if isinstance(key, str) else key
+        *path, name = path_of(key)
         owner: Any = copy.get_submodule(".".join(path))
         (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
     for module in copy.modules():

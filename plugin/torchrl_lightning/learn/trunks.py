@@ -11,6 +11,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import GRUModule, LSTMModule, recurrent_mode
 
+from torchrl_lightning.entries import next_key
+
 FEATURES = "features"
 
 
@@ -94,7 +96,7 @@ class RecurrentTrunk(TensorDictModuleBase):
             hidden_size=hidden_size,
             num_layers=num_layers,
             in_keys=["encoded", *self.state_keys, "is_init"],
-            out_keys=[FEATURES, *[_next(key) for key in self.state_keys]],
+            out_keys=[FEATURES, *[next_key(key) for key in self.state_keys]],
         )
         cells: nn.RNNBase = self.memory.gru if cell == "gru" else self.memory.lstm
         for name, parameter in cells.named_parameters():
@@ -105,7 +107,7 @@ class RecurrentTrunk(TensorDictModuleBase):
         self.cell, self.features = cell, hidden_size
         self.observation_keys = list(keys)
         self.in_keys = [*self.observation_keys, *self.state_keys, "is_init"]
-        self.out_keys = [FEATURES, *[_next(key) for key in self.state_keys]]
+        self.out_keys = [FEATURES, *[next_key(key) for key in self.state_keys]]
 
     @property
     def _cells(self) -> nn.RNNBase:
@@ -151,7 +153,7 @@ class RecurrentTrunk(TensorDictModuleBase):
         for key, state in zip(self.state_keys, states, strict=True):
             work.set(key, state)
         work = self.memory(work)
-        return work.get(FEATURES), tuple(work.get(_next(key)) for key in self.state_keys)
+        return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
 
     @torch.no_grad()
     def unroll(self, tensordict: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,12 +185,8 @@ class RecurrentTrunk(TensorDictModuleBase):
         features, states = self.step(tensordict)
         tensordict.set(FEATURES, features)
         for key, state in zip(self.state_keys, states, strict=True):
-            tensordict.set(_next(key), state)
+            tensordict.set(next_key(key), state)
         return tensordict
-
-
-def _next(key: NestedKey) -> NestedKey:
-    return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
 def initial_states(trunk: RecurrentTrunk, batch_size: Sequence[int]) -> TensorDict:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning.entries import nested_key
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sampling import check_size, stored_cells
@@ -106,7 +107,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             keep_highest=max_priority_within_buffer,
         )
         self.reduction = reduction
-        self.priority_key = unravel_key(priority_key if isinstance(priority_key, str) else tuple(priority_key))
+        self.priority_key = nested_key(priority_key)
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator

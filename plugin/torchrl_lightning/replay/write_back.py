@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
-from torchrl_lightning.entries import check_tensordict, leaves_of, name_of
+from torchrl_lightning.entries import check_tensordict, leaves_of, name_of, path_of
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
@@ -67,7 +67,7 @@ def _pairs(
     storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey
 ) -> list[tuple[Tensor, Tensor]]:
     unraveled = unravel_key(key)
-    path = (unraveled,) if isinstance(unraveled, str) else unraveled
+    path = path_of(unraveled)
     node: Any = storage.tree
     for part in path:
         node = node.get(part) if isinstance(node, dict) else None

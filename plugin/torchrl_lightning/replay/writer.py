@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.entries import check_tensordict, entry_of
+from torchrl_lightning.entries import check_tensordict, entry_of, nested_key, path_of
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Ints, Rings, integers
@@ -83,8 +83,8 @@ class RingWriter(WriterBase, Rings):
             raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
         Rings.__init__(self, num_envs)
         self.track_episodes = track_episodes
-        self.done_key = unravel_key(done_key if isinstance(done_key, str) else tuple(done_key))
-        self.init_key = unravel_key(init_key if isinstance(init_key, str) else tuple(init_key))
+        self.done_key = nested_key(done_key)
+        self.init_key = nested_key(init_key)
         self.index: EpisodeIndex | None = None
         self._seen: tuple[int, Ints] = 0, self._positions.copy()  # era and positions that this process knows of
 
@@ -308,7 +308,7 @@ class RingWriter(WriterBase, Rings):
             return found if isinstance(found, Tensor) else None
         # The matched leaves need not be looked up again.
         storage: Any = self.storage
-        place = storage.cells.places.get((key,) if isinstance(key, str) else key)
+        place = storage.cells.places.get(path_of(key))
         return None if place is None else leaves[place]
 
     def _make_index(self) -> None:

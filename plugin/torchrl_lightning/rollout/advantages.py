@@ -10,9 +10,9 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.parameters import check_unit
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 from torchrl_lightning.rollout.writer import REWARD, TERMINATED

@@ -12,17 +12,17 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning._compat import OwnSignature, new_tensordict
+from torchrl_lightning.entries import keyed_leaves, nested_keys, next_key, path_of, under
 from torchrl_lightning.files import StateFiles
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
-from torchrl_lightning.rollout.layout import leaves_of, nested_keys
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
 from torchrl_lightning.rollout.parameters import check_flag, or_none
 from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
-from torchrl_lightning.rollout.values import RECURRENT_KEYS, join, path, under
+from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.state import check_state, flag, generator, mapping
 
@@ -136,18 +136,18 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         """
         present, schema = set(data.keys(include_nested=True)), self.storage.schema
         drop = [key for key in self.result_keys if key in present]
-        computed = [key for key, _ in leaves_of(data) if self._is_value(key)]
+        computed = [key for key, _ in keyed_leaves(data) if self._is_value(key)]
         if schema:
             drop += [key for key in computed if key not in schema]
         elif drop:
-            roots = [key for key in computed if join("next", path(key)) in present]
-            drop += [*roots, *(join("next", path(key)) for key in roots)]
+            roots = [key for key in computed if next_key(key) in present]
+            drop += [*roots, *(next_key(key) for key in roots)]
         return data.exclude(*drop) if drop else data
 
     def _is_value(self, key: NestedKey) -> bool:
-        here = path(key)
+        here = path_of(key)
         inner = here[1:] if here[0] == "next" and len(here) > 1 else here
-        return any(inner[: len(path(value))] == path(value) for value in self.computed_keys)
+        return any(inner[: len(path_of(value))] == path_of(value) for value in self.computed_keys)
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -192,7 +192,7 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         following = data.get("next", None)
         if tail is not None and tail.shape == data.shape:
             present = set(data.keys(include_nested=True))
-            absent = {key: value for key, value in leaves_of(tail) if key in schema and key not in present}
+            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
             self._check_new_episodes(tail.get("is_init"), absent)
             for key, value in absent.items():
                 data.set(key, value)
@@ -259,8 +259,8 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
             documented_names: return a dict with the documented names instead, time-major.
         """
         schema = self.storage.schema
-        given = [key for key in schema if self._is_value(key) and path(key)[0] != "next"]
-        told = [key for key in (join("next", path(key)) for key in given) if key not in schema]
+        given = [key for key in schema if self._is_value(key) and path_of(key)[0] != "next"]
+        told = [key for key in (next_key(key) for key in given) if key not in schema]
         data = self.rollout.exclude(*told).clone()
         data = data.cpu() if data_to_cpu else data
         return to_documented(data, self.documented_keys) if documented_names else data
@@ -322,7 +322,7 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         units = rollout.shape[1] if whole else rollout.numel()
         check_size(num_epochs, 1, "num_epochs")
         number, size = split_epoch(units, num_mini_batch, mini_batch_size, drop_last, whole=whole)
-        hidden = [*HIDDEN, *(join("next", path(key)) for key in self.computed_keys)]
+        hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = _as_tensordict(tree, rollout.batch_size) if whole else None
 

@@ -8,10 +8,10 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import path_of
 from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.storage import Tree
-from torchrl_lightning.rollout.values import path
 
 
 def split_epoch(
@@ -100,7 +100,7 @@ def pruned(
             raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
         rollout = rollout.select(*keys)
         hidden = ()
-    skip = {path(key) for key in hidden}
+    skip = {path_of(key) for key in hidden}
 
     def walk(node: TensorDictBase, prefix: tuple[str, ...]) -> Tree:
         tree: Tree = {}

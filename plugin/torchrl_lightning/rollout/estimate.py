@@ -11,10 +11,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_lightning.entries import join, nested_key, next_key, path_of
 from torchrl_lightning.estimators import standardize
-from torchrl_lightning.rollout.layout import nested_key, time_axis, time_major
+from torchrl_lightning.rollout.layout import time_axis, time_major
 from torchrl_lightning.rollout.parameters import check_unit
-from torchrl_lightning.rollout.values import fill_values, join, path, value_keys
+from torchrl_lightning.rollout.values import fill_values, value_keys
 from torchrl_lightning.rollout.writer import REWARD, check_flags
 
 
@@ -130,10 +131,10 @@ class AdvantageTransform(Transform):
     def compute(self, rollout: TensorDictBase) -> None:
         """Write advantages and targets of every critic on a time-major rollout that holds all values."""
         for key in value_keys(rollout, None, self.value_key):
-            suffix = path(key)[len(path(self.value_key)) :]
+            suffix = path_of(key)[len(path_of(self.value_key)) :]
             value = rollout.get(key)
             reward = self.reward(rollout).to(value.dtype).expand_as(value)
-            advantage, target = self.advantages(rollout, reward, value, rollout.get(("next", *path(key))))
+            advantage, target = self.advantages(rollout, reward, value, rollout.get(next_key(key)))
             if self.standardize_advantages:
                 advantage = standardize(advantage)
             rollout.set(join(self.advantage_key, suffix), advantage)

@@ -12,10 +12,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors.origins import env_ids
+from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.parameters import check_unit
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")

@@ -10,6 +10,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import next_key, path_of
+
 DOCUMENTED: dict[str, NestedKey] = {
     "Observation": "observation",
     "RecurrentHiddenStates": "recurrent_state",
@@ -44,7 +46,7 @@ def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
     if name in keys:
         return keys[name]
     key = keys[name.removeprefix("Next")]
-    return ("next", key) if isinstance(key, str) else ("next", *key)
+    return next_key(key)
 
 
 def from_documented(
@@ -88,7 +90,7 @@ def from_documented(
             nested = name not in ("Observation", "NextObservation")
             for part, leaf in value.items():
                 leaf = column(leaf) if name in COLUMNS else torch.as_tensor(leaf)
-                prefix = key if isinstance(key, tuple) else (key,)
+                prefix = path_of(key)
                 out.set((*prefix, part) if nested else (*prefix[:-1], part), leaf)
         elif name in COLUMNS:
             out.set(key, column(value))
@@ -126,7 +128,7 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
     """
     names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in WITH_SUCCESSORS}, **REFINEMENTS}
     following = data.get("next", None)
-    taken = {key if isinstance(key, str) else key[0] for key in (*keys.values(), *REFINEMENTS.values())}
+    taken = {path_of(key)[0] for key in (*keys.values(), *REFINEMENTS.values())}
     rest = taken - {"observation"} | {"collector", "done", "terminated", "truncated"}
     observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
     out: dict[str, Any] = {}

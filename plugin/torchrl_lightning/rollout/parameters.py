@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_lightning.rollout.layout import nested_keys
+from torchrl_lightning.entries import nested_keys
 
 Check = Callable[[Any, str], Any]
 

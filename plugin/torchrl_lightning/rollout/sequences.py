@@ -11,6 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import next_key
 
 NAMES = (None, "time")
 
@@ -45,7 +46,7 @@ def sequences(
         return state.masked_fill(start.reshape(*batch, *[1] * (value.ndim - 2)), 0)
 
     present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
-    out = read(rollout.exclude(*present, *(("next", *_path(key)) for key in present)) if present else rollout)
+    out = read(rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout)
     start = out.get("is_init", None)
     for key in present:
         value = rollout.get(key)
@@ -55,10 +56,6 @@ def sequences(
         else:
             out.set(key, first(value, start))
     return out
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _device(rollout: TensorDictBase) -> torch.device | None:

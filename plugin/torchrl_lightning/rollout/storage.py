@@ -12,9 +12,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.entries import Schema, describe, keyed_leaves, path_of, schema_difference
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.replay.memory import check_room
-from torchrl_lightning.rollout.layout import Schema, describe, leaves_of, schema_difference
 from torchrl_lightning.state import check_state, mapping, optional, same, whole
 
 STATE_VERSION = 1
@@ -104,7 +104,7 @@ class RolloutStorage(StorageBase):
         self.num_envs = envs
         self.max_size = rows * envs
         out = TensorDict({}, [rows, envs], device=None)
-        for key, value in leaves_of(row):
+        for key, value in keyed_leaves(row):
             out.set(key, torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device))
         self.data = out
         self.schema = describe(row, 1)
@@ -135,7 +135,7 @@ class RolloutStorage(StorageBase):
             return
         assert self.data is not None
         rows = slice(cursor, cursor + 1) if isinstance(cursor, int) else cursor
-        for key, value in leaves_of(data):
+        for key, value in keyed_leaves(data):
             self.data.get(key)[rows].copy_(value if isinstance(cursor, slice) else value.unsqueeze(0))
         self._finish_write(rows.stop)
 
@@ -188,7 +188,7 @@ class RolloutStorage(StorageBase):
         stored = self.data
         return {
             key: value
-            for key, value in leaves_of(self.rollout)
+            for key, value in keyed_leaves(self.rollout)
             if key not in self.schema or value.data_ptr() != stored.get(key).data_ptr()
         }
 
@@ -218,7 +218,7 @@ class RolloutStorage(StorageBase):
             self.allocate(_empty_row(filled, envs))
         if filled is not None and steps:
             self.set(slice(0, steps), filled)
-            for key, value in leaves_of(added):
+            for key, value in keyed_leaves(added):
                 self.rollout.set(key, value.to(self.device, copy=True))
         else:
             self.clear()
@@ -261,7 +261,7 @@ class RolloutStorage(StorageBase):
 
 def _empty_row(filled: TensorDict, envs: int) -> TensorDict:
     row = TensorDict({}, [envs])
-    for key, value in leaves_of(filled):
+    for key, value in keyed_leaves(filled):
         row.set(key, value.new_empty((envs, *value.shape[2:])))
     return row
 
@@ -269,7 +269,7 @@ def _empty_row(filled: TensorDict, envs: int) -> TensorDict:
 def _nest(flat: dict[NestedKey, Tensor]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in flat.items():
-        *path, last = (key,) if isinstance(key, str) else key
+        *path, last = path_of(key)
         node = nested
         for part in path:
             node = node.setdefault(part, {})

@@ -14,7 +14,7 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning._modules import EvaluationMode, device_of
-from torchrl_lightning.rollout.layout import leaves_of
+from torchrl_lightning.entries import join, keyed_leaves, next_key, path_of, under
 from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.writer import DONE, TERMINATED
@@ -22,26 +22,10 @@ from torchrl_lightning.rollout.writer import DONE, TERMINATED
 RECURRENT_KEYS: tuple[NestedKey, ...] = ("recurrent_state",)
 
 
-def path(key: NestedKey) -> tuple[str, ...]:
-    """Return the key as a tuple of strings."""
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def under(key: NestedKey, root: NestedKey) -> bool:
-    """Return whether ``key`` is ``root`` or nested below it."""
-    return path(key)[: len(path(root))] == path(root)
-
-
-def join(root: NestedKey, suffix: tuple[str, ...]) -> NestedKey:
-    """Return ``root`` extended by ``suffix``; a plain string if possible."""
-    joined = path(root) + suffix
-    return joined[0] if len(joined) == 1 else joined
-
-
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:
     """Return all value entries at or below ``root``, one for each critic."""
     keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if under(key, root)]
-    return keys or [key for key, _ in leaves_of(data) if under(key, root)]
+    return keys or [key for key, _ in keyed_leaves(data) if under(key, root)]
 
 
 def boundaries(rollout: TensorDictBase) -> Tensor:
@@ -94,7 +78,7 @@ def fill_values(
             raise KeyError(f"The critic writes {list(critic.out_keys)}, not {root!r}.")  # type: ignore[union-attr]
     every = [key for found in keys.values() for key in found]
     stale = [key for key in every if not known(key)]
-    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if not known(("next", *path(k)))]
+    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if not known(("next", *path_of(k)))]
     cut = _cut_rows(rollout, wanted)
     successors = None
     if stale:
@@ -137,10 +121,10 @@ def _fill_next(
         value = rollout.get(key)
         following = torch.cat((value[1:], torch.zeros_like(value[-1:])))
         if successors is not None:
-            estimate = _checked(successors.get(key), ("next", *path(key)))
+            estimate = _checked(successors.get(key), next_key(key))
             pick = rows if episodic else rows[rows >= (steps - 1) * envs]
             following.flatten(0, 1)[pick] = (estimate if episodic else estimate[-envs:]).to(following)
-        rollout.set(("next", *path(key)), following.masked_fill(terminated, 0) if episodic else following)
+        rollout.set(next_key(key), following.masked_fill(terminated, 0) if episodic else following)
 
 
 def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:

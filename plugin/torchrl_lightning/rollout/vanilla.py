@@ -12,12 +12,12 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.rollout.advantages import DiscountedReturns
 from torchrl_lightning.rollout.base import OnPolicyBuffer
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
-from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
 from torchrl_lightning.rollout.parameters import (
     Check,

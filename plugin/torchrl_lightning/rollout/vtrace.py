@@ -10,9 +10,9 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.entries import nested_key
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.layout import nested_key
 from torchrl_lightning.rollout.parameters import Check, check_threshold, check_unit, or_none
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer

@@ -11,8 +11,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.entries import check_tensordict
-from torchrl_lightning.rollout.layout import describe, leaves_of, nested_keys, schema_difference, time_axis, time_major
+from torchrl_lightning.entries import check_tensordict, describe, keyed_leaves, nested_keys, path_of, schema_difference
+from torchrl_lightning.rollout.layout import time_axis, time_major
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import check_state, whole
 
@@ -144,14 +144,14 @@ class RolloutWriter(WriterBase):
         schema = describe(data, batch_dims)
         if storage.schema and schema != storage.schema:
             raise ValueError(f"The rollout differs from what is stored: {schema_difference(storage.schema, schema)}.")
-        for key in (REWARD, *(k for k in schema if (k if isinstance(k, str) else k[0]).endswith("state_value"))):
+        for key in (REWARD, *(k for k in schema if path_of(k)[0].endswith("state_value"))):
             check_finite(data.get(key), key)
 
     def _tail(self, last: TensorDictBase) -> TensorDict:
         following, done = last.get("next"), last.get(DONE)
         tail = TensorDict({}, last.shape)
-        for key, value in leaves_of(following):
-            name = key if isinstance(key, str) else key[0]
+        for key, value in keyed_leaves(following):
+            name = path_of(key)[0]
             if name in ("reward", "done", "terminated", "truncated") or name.endswith(("state_value", "_reward")):
                 continue
             recurrent = name in self.recurrent_keys or key in self.recurrent_keys
