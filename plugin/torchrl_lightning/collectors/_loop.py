@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors._memory import RolloutMemory
-from torchrl_lightning.collectors._policy import Policy
+from torchrl_lightning.collectors._policy import Policy, bare_call
 from torchrl_lightning.collectors._stepper import Array, VectorStepper
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import next_key, path_of
@@ -50,7 +51,8 @@ class RolloutLoop:
             TypeError: The policy returns something other than a TensorDict.
             ValueError: Actions have the wrong shape or are NaN.
         """
-        policy = self._draw if random or self.policy is None else self.policy
+        bare = None if random else bare_call(self.policy)
+        policy: Any = self._draw if random or self.policy is None else bare or self.policy
         move = device.type != "cpu"
         actions: list[Array] = []
         states = [] if random else [(view, next_key(key), key) for key, view in memory.state_views.items()]
@@ -64,7 +66,7 @@ class RolloutLoop:
                         raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
                     view[t].copy_(value)
             else:
-                actions = self._first_step(policy, given, memory, [key for _, key, _ in states])
+                actions = self._first_step(policy, given, memory, [key for _, key, _ in states], bare is not None)
                 outputs = dict(memory.output_views)
             for view, key, _ in states:
                 view[t + 1].copy_(outputs[key][t])
@@ -108,12 +110,12 @@ class RolloutLoop:
         return step.set("action", self._action_spec.rand())
 
     def _first_step(
-        self, policy: Policy, step: TensorDictBase, memory: RolloutMemory, next_states: Sequence[NestedKey]
+        self, policy: Any, step: TensorDictBase, memory: RolloutMemory, next_states: Sequence[NestedKey], bare: bool
     ) -> list[Array]:
         """Call the policy for the first time, find out what it writes, and reserve memory for it."""
-        before = dict(step.items(include_nested=True, leaves_only=True))
+        before = {} if bare else dict(step.items(include_nested=True, leaves_only=True))
         written = policy(step)
-        outputs = policy_outputs(before, written, next_states)
+        outputs = check_outputs(dict(written), next_states) if bare else policy_outputs(before, written, next_states)
         action = outputs["action"]
         expected = tuple(self._action_spec.shape)
         if tuple(action.shape) != expected:
@@ -156,6 +158,15 @@ def policy_outputs(
         if not isinstance(value, Tensor):
             raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
         outputs[key] = value
+    return check_outputs(outputs, next_states)
+
+
+def check_outputs(outputs: dict[NestedKey, Tensor], next_states: Sequence[NestedKey] = ()) -> dict[NestedKey, Tensor]:
+    """Refuse what a policy wrote if ``action`` or the next value of a recurrent state is missing.
+
+    Raises:
+        KeyError: It is.
+    """
     missing = [key for key in ("action", *next_states) if key not in outputs]
     if missing:
         raise KeyError(
