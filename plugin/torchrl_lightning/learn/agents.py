@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.ranges import check_positive
 from torchrl_lightning.learn.reports import ReportingModule
@@ -58,7 +59,7 @@ class AgentModule(ReportingModule):
         self.schedule = as_schedule(schedule)
         self.loss: Any = None
         # The parameters of each optimizer, under the name of their gradient's norm.
-        self._groups: dict[str, list[nn.Parameter]] = {}
+        self._groups: dict[str, OptimizedParameters] = {}
 
     @abstractmethod
     def build(self, specs: Any) -> Self:
@@ -121,16 +122,24 @@ class AgentModule(ReportingModule):
         self, actor: list[nn.Parameter], critic: list[nn.Parameter], others: list[nn.Parameter] | None = None
     ) -> list[torch.optim.Optimizer]:
         """Return one optimizer over all parameters, or a second one over the critics' own."""
-        others = others or []
+        others, self._groups = others or [], {}
         main = self.optimizer or self._default_optimizer
         if self.critic_optimizer is None:
-            self._groups, factories = {"grad_norm": actor + critic + others}, [main]
-        elif actor or others:
-            self._groups = {"grad_norm": actor + others, "critic_grad_norm": critic}
-            factories = [main, self.critic_optimizer]
-        else:
-            self._groups, factories = {"grad_norm": critic}, [self.critic_optimizer]
-        return [factory(group) for factory, group in zip(factories, self._groups.values(), strict=True)]
+            return [self.build_optimizer(main, "grad_norm", actor, critic, others)]
+        if not actor and not others:
+            return [self.build_optimizer(self.critic_optimizer, "grad_norm", critic)]
+        return [
+            self.build_optimizer(main, "grad_norm", actor, others),
+            self.build_optimizer(self.critic_optimizer, "critic_grad_norm", critic),
+        ]
+
+    def build_optimizer(
+        self, factory: OptimizerFactory, norm: str, *parts: list[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer over parts that are trained together, and have ``update`` step it."""
+        optimizer = factory([parameter for part in parts for parameter in part])
+        self._groups[norm] = OptimizedParameters(optimizer, parts, settled_parameters(self))
+        return optimizer
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.learning_rate, eps=self.adam_eps, fused=True)
@@ -170,19 +179,19 @@ class AgentModule(ReportingModule):
         """Step all optimizers on the loss; return the gradient norms before clipping."""
         norms: dict[str, Tensor] = {}
         for group in self._groups.values():
-            for parameter in group:
-                parameter.grad = None
+            group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
         # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
         self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
         for parameter in idle:
             parameter.grad = None
+        for group in self._groups.values():
+            group.gather()
         optimizers = self._optimizers()
         with _unscaled(self.trainer.precision_plugin, [optimizer.optimizer for optimizer in optimizers]):
             for optimizer, (name, group) in zip(optimizers, self._groups.items(), strict=True):
                 if self.max_grad_norm is not None:
-                    norm = nn.utils.clip_grad_norm_(group, self.max_grad_norm)
-                    norms[name] = norm
+                    norms[name] = group.clip(self.max_grad_norm)
                 optimizer.step()
         return norms
 

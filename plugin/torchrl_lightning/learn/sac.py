@@ -123,8 +123,7 @@ class SACModule(OffPolicyModule):
         """Return the optimizers of the base, and one for the temperature if it has its own."""
         optimizers = super().configure_optimizers()
         if self.alpha_optimizer is not None:
-            self._groups["alpha_grad_norm"] = [self.loss.log_alpha]
-            optimizers.append(self.alpha_optimizer([self.loss.log_alpha]))
+            optimizers.append(self.build_optimizer(self.alpha_optimizer, "alpha_grad_norm", [self.loss.log_alpha]))
         return optimizers
 
 

@@ -1,0 +1,155 @@
+"""Parameters that lie one after the other in one tensor: one step, one norm and one copy for a whole network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch import optim as o
+
+# They treat each number alone, so that it does not matter where a parameter begins. Subclasses may do anything.
+_ELEMENTWISE = (o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where tensors lie; they move with their module, and when a state dict is assigned."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@torch.no_grad()
+def lay_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Move the values of tensors of one type and device into one new tensor, of which they become views.
+
+    Example:
+        >>> weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(2))
+        >>> flat = lay_flat([weight, bias])
+        >>> flat += 1.0
+        >>> weight.tolist(), bias.tolist()
+        ([[2.0, 2.0], [2.0, 2.0]], [1.0, 1.0])
+    """
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    for tensor, view in zip(tensors, _views(flat, tensors), strict=True):
+        tensor.data = view
+    return flat
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def settled_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that must stay where they lie: cuDNN lays those of a recurrent layer out in its own way."""
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    return {parameter for layer in layers for parameter in layer.parameters() if parameter.is_cuda}
+
+
+class _Segment:
+    """Parameters that are stepped as one."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.flat = nn.Parameter(lay_flat(parameters))
+        self._lie = addresses(parameters)
+        self._gradient = torch.zeros_like(self.flat)
+        self._gradients = _views(self._gradient, parameters)
+
+    def gather(self) -> None:
+        """Copy the parameters' gradients into the flat one, and follow parameters that have been moved."""
+        if addresses(self.parameters) != self._lie:
+            self.flat.data = lay_flat(self.parameters)
+            self._lie = addresses(self.parameters)
+            self._gradient = torch.zeros_like(self.flat)
+            self._gradients = _views(self._gradient, self.parameters)
+        gradients = [parameter.grad for parameter in self.parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            self.flat.grad = None
+            return
+        views = self._gradients
+        if len(present) < len(gradients):
+            self._gradient.zero_()
+            views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        torch._foreach_copy_(views, present)
+        self.flat.grad = self._gradient
+
+
+class OptimizedParameters:
+    """The parameters of one optimizer, laid flat where it treats each number alone.
+
+    Such an optimizer (torch's Adam, AdamW, SGD, RMSprop and the like) then steps one flat parameter for each part
+    instead of many; any other one keeps the parameters as they are. The parameters stay the objects that they were,
+    with their names in a state dict. Between ``clear`` and ``gather`` a gradient is each parameter's own, so that
+    whatever computes, reduces or drops gradients works as usual. Within a part, a parameter without a gradient counts
+    as one whose gradient is zero; a part without any is not stepped.
+
+    Args:
+        optimizer: A new optimizer, which has not stepped yet; its groups are changed.
+        parts: Its parameters, by what is trained together.
+        settled: Parameters that must stay where they lie.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> optimized = OptimizedParameters(optimizer, [list(layer.parameters())])
+        >>> optimized.clear()
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> optimized.gather()
+        >>> optimized.clip(1.0)
+        tensor(1.7321)
+        >>> [group["params"][0].shape for group in optimizer.param_groups]
+        [torch.Size([3])]
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[Sequence[nn.Parameter]],
+        settled: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.parameters = [parameter for part in parts for parameter in part]
+        self._segments: list[_Segment] = []
+        if type(optimizer) in _ELEMENTWISE and not optimizer.state:
+            part_of = {parameter: number for number, part in enumerate(parts) for parameter in part}
+            left_alone = set(settled)
+            for group in optimizer.param_groups:
+                self._flatten(group["params"], part_of, left_alone)
+        # What the optimizer steps.
+        self._stepped: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def _flatten(
+        self, parameters: list[nn.Parameter], part_of: dict[nn.Parameter, int], left_alone: set[nn.Parameter]
+    ) -> None:
+        alike: dict[object, list[nn.Parameter]] = {}
+        rest: list[nn.Parameter] = []
+        for parameter in parameters:
+            fits = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_contiguous()
+            if fits and parameter not in left_alone:
+                kind = part_of.get(parameter), parameter.dtype, parameter.device
+                alike.setdefault(kind, []).append(parameter)
+            else:
+                rest.append(parameter)
+        segments = [_Segment(members) for members in alike.values()]
+        self._segments += segments
+        parameters[:] = [*(segment.flat for segment in segments), *rest]
+
+    def clear(self) -> None:
+        """Drop all gradients, before a backward pass."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gather(self) -> None:
+        """Hand the gradients over to the optimizer, after a backward pass."""
+        for segment in self._segments:
+            segment.gather()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gathered gradients to a norm of at most ``max_norm``; return the norm before."""
+        gradients = [parameter.grad for parameter in self._stepped if parameter.grad is not None]
+        if len(gradients) != 1:
+            return nn.utils.clip_grad_norm_(self._stepped, max_norm)
+        # The same, without torch's bookkeeping for many tensors.
+        norm = torch.linalg.vector_norm(gradients[0])
+        gradients[0].mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        return norm
