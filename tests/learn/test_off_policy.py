@@ -185,6 +185,27 @@ def test_policies_write_actions_and_states_only(case: str, network: str) -> None
     assert torch.equal(*again)
 
 
+@pytest.mark.parametrize("mode", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_acting_on_plain_tensors_is_the_same(case: str, network: str, mode: ExplorationType) -> None:
+    specs = CASES[case][1]
+    module = small(case, network).build(specs)
+    module.policy.amount.fill_(0.5)
+    recurrent = network != "mlp"
+    step = sequences(specs, module, 5, 2)[:, 0] if recurrent else transitions(specs, 5)
+    step = step.exclude("action", "next")
+    keys = set(step.keys(True, True))
+    with set_exploration_type(mode):
+        torch.manual_seed(1)
+        acted = module.policy.act(step)
+        assert set(step.keys(True, True)) == keys
+        torch.manual_seed(1)
+        written = module.policy(step)
+    assert acted.keys() == set(module.policy.out_keys)
+    assert all(torch.equal(value, written.get(key)) for key, value in acted.items())
+
+
 def test_noise_is_in_units_of_the_range_and_within_bounds() -> None:
     module = small("td3").build(BOX)
     td = TensorDict({"observation": torch.randn(1, 4).expand(4000, 4)}, [4000])
