@@ -59,8 +59,8 @@ def checked_type(annotation: Any) -> Any:
     if origin in (list, Sequence) or (origin is tuple and arguments[1:] == (...,)):
         return types.GenericAlias(list, (arguments[0],)) if arguments[0] in PRIMITIVES else Any
     if origin in (typing.Union, types.UnionType):
-        # A device and a path are written as texts.
-        members = [checked_type(each) for each in arguments if each not in (type(None), torch.device, Path)]
+        named = (type(None), torch.device, torch.dtype, Path)  # but for None, they are written as texts
+        members = [checked_type(each) for each in arguments if each not in named]
         kinds = set(members)
         if Any in kinds or (len(kinds) > 1 and not kinds <= set(PRIMITIVES)):
             return Any

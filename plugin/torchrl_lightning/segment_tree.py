@@ -45,7 +45,7 @@ class SegmentTree:
         capacity: number of leaves, any positive number.
         op: ``"sum"``, ``"min"`` or ``"max"``; or ``torch.add``, ``torch.min`` (``torch.minimum``), ``torch.max``
             (``torch.maximum``), which name the same.
-        dtype: ``torch.float64`` or ``torch.float32``.
+        dtype: ``torch.float64`` or ``torch.float32``, or the name of one.
         device: where the nodes live.
         name: how errors call this tree.
         initial: value of a leaf that was never set.
@@ -67,7 +67,7 @@ class SegmentTree:
         self,
         capacity: int,
         op: Operation,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | str = torch.float64,
         device: torch.device | str = "cpu",
         name: str = "SegmentTree",
         *,
@@ -83,7 +83,8 @@ class SegmentTree:
             raise ValueError(
                 f"{name}: op must be one of {tuple(OPERATIONS)}, or torch.add, torch.min or torch.max, got {op!r}."
             )
-        if dtype not in (torch.float32, torch.float64):
+        kind: Any = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+        if kind not in (torch.float32, torch.float64):
             raise TypeError(f"{name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
         if backend not in ("auto", "numba", "torch"):
             raise ValueError(f"{name}: backend must be 'auto', 'numba' or 'torch', got {backend!r}.")
@@ -94,8 +95,8 @@ class SegmentTree:
         self._code, neutral = OPERATIONS[operation]
         self._neutral = float(neutral)
         self._width = 1 << (capacity - 1).bit_length()
-        self._largest = torch.finfo(dtype).max / capacity  # so that no sum can overflow
-        self._nodes = allocate(2 * self._width, dtype, device)
+        self._largest = torch.finfo(kind).max / capacity  # so that no sum can overflow
+        self._nodes = allocate(2 * self._width, kind, device)
         self._compiled = backend != "torch" and runs_on_numba(self._nodes)
         if backend == "numba" and not self._compiled:
             raise ValueError(f"{name}: the numba backend serves the CPU only, got {device}; use backend='auto'.")
@@ -321,7 +322,7 @@ class _NamedTree(SegmentTree):
     def __init__(
         self,
         capacity: int,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | str = torch.float64,
         device: torch.device | str = "cpu",
         name: str | None = None,
         *,

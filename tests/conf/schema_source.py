@@ -83,9 +83,9 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             _buffer("recurrent", "RecurrentReplayBuffer", {*REPLAY, "batch_size"}),
             _buffer("simple", "SimpleReplayBuffer", REPLAY),
             Described("storage", "ring", "RingStorage", frozenset({"compilable"})),
-            # The buffer has the generator; a dtype has no name in YAML.
+            # The buffer has the generator.
             Described("sampler", "uniform", "UniformSampler", frozenset({"generator"})),
-            Described("sampler", "prioritized", "PrioritizedSampler", frozenset({"generator", "dtype"})),
+            Described("sampler", "prioritized", "PrioritizedSampler", frozenset({"generator"})),
             Described("sampler", "sequence", "SequenceSampler", frozenset({"generator"})),
         ],
     ),

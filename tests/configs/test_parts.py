@@ -176,7 +176,7 @@ def test_a_typo_names_the_field(composed, override):
 
 
 def test_what_is_no_key_is_refused(built):
-    with pytest.raises(Exception, match=r"a key is a string or a list of strings.*got \[1, 2\]"):
+    with pytest.raises(Exception, match=r"A key is a string or a list of strings.*got \[1, 2\]"):
         built("transform", "generalized_advantages", "value_key=[1,2]")
-    with pytest.raises(Exception, match="expected a list of keys"):
-        built("writer", "rollout", "recurrent_keys=state")
+    with pytest.raises(Exception, match="Expected a list of keys"):
+        built("writer", "rollout", "recurrent_keys=3")

@@ -25,7 +25,7 @@ GROUPS = {
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "replay_buffer": {"experience", "gae", "ppo", "recurrent", "simple", "vanilla", "vtrace"},
 }
-MODULES = ("arguments", "components", "keys", "registry", "targets")
+MODULES = ("components",)
 NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 
 

@@ -126,7 +126,7 @@ def test_keys_and_dtypes_are_read(built):
     prioritized = built("sampler", "prioritized", *fields, "dtype=float32")
     assert prioritized.dtype is torch.float32
     assert prioritized.priority_key == ("ours", "error")
-    with pytest.raises(Exception, match="dtype is 'flaot32'; expected the name of a torch dtype"):
+    with pytest.raises(Exception, match=r"dtype must be torch.float32 or torch.float64, got flaot32"):
         built("sampler", "prioritized", *fields, "dtype=flaot32")
 
 

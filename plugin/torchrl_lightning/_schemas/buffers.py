@@ -210,6 +210,7 @@ class PrioritizedSamplerSchema:
     alpha: float = MISSING
     beta: float = MISSING
     eps: float = 1e-08
+    dtype: str = "float64"
     reduction: str = "max"
     max_priority_within_buffer: bool = False
     device: str | None = None

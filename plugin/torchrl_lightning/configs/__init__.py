@@ -8,51 +8,8 @@ names.
 
 from __future__ import annotations
 
-from torchrl_lightning.configs.components import (
-    DiscountedReturnsConfig,
-    ExperienceBufferConfig,
-    GAEBufferConfig,
-    GeneralizedAdvantagesConfig,
-    IntrinsicReturnsConfig,
-    MinibatchSamplerConfig,
-    PPOBufferConfig,
-    PrioritizedSamplerConfig,
-    RecurrentReplayBufferConfig,
-    RingStorageConfig,
-    RingWriterConfig,
-    RolloutStorageConfig,
-    RolloutWriterConfig,
-    SequenceSamplerConfig,
-    SimpleReplayBufferConfig,
-    UniformSamplerConfig,
-    VanillaOnPolicyBufferConfig,
-    VTraceAdvantagesConfig,
-    VTraceBufferConfig,
-)
-from torchrl_lightning.configs.registry import COMPONENTS, register_configs
+from torchrl_lightning.configs.components import COMPONENTS, register_configs
 
-__all__ = [
-    "COMPONENTS",
-    "DiscountedReturnsConfig",
-    "ExperienceBufferConfig",
-    "GAEBufferConfig",
-    "GeneralizedAdvantagesConfig",
-    "IntrinsicReturnsConfig",
-    "MinibatchSamplerConfig",
-    "PPOBufferConfig",
-    "PrioritizedSamplerConfig",
-    "RecurrentReplayBufferConfig",
-    "RingStorageConfig",
-    "RingWriterConfig",
-    "RolloutStorageConfig",
-    "RolloutWriterConfig",
-    "SequenceSamplerConfig",
-    "SimpleReplayBufferConfig",
-    "UniformSamplerConfig",
-    "VTraceAdvantagesConfig",
-    "VTraceBufferConfig",
-    "VanillaOnPolicyBufferConfig",
-    "register_configs",
-]
+__all__ = ["COMPONENTS", "register_configs"]
 
 register_configs()

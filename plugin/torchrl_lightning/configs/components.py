@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torchrl.trainers.algorithms.configs.data import (
-    ReplayBufferBaseConfig,
-    SamplerConfig,
-    StorageConfig,
-    WriterConfig,
-)
+# Also for its side effect: it stores TorchRL's own options of the groups below.
+import torchrl.trainers.algorithms.configs  # noqa: F401
+from hydra.core.config_store import ConfigStore
+from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig, StorageConfig, WriterConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
 import torchrl_lightning
 from torchrl_lightning._fields import config_fields
-from torchrl_lightning.configs import targets
+
+PREFIX = "torchrl_lightning_"
+PROVIDER = "torchrl-lightning"
 
 
 def config_of(name: str, base: type[Any]) -> type[Any]:
@@ -33,10 +33,8 @@ def config_of(name: str, base: type[Any]) -> type[Any]:
         >>> config.__name__, config(shuffle=False)._target_
         ('MinibatchSamplerConfig', 'torchrl_lightning.MinibatchSampler')
     """
-    # Constructors that take keys or dtypes are wrapped, because YAML has neither.
-    home = targets.__name__ if hasattr(targets, name) else torchrl_lightning.__name__
     settings: list[tuple[str, Any, Any]] = [
-        ("_target_", str, f"{home}.{name}"),
+        ("_target_", str, f"{torchrl_lightning.__name__}.{name}"),
         ("_convert_", str, "all"),
         ("_partial_", bool, False),
         *config_fields(getattr(torchrl_lightning, name)),
@@ -55,26 +53,54 @@ def _field(default: Any) -> Any:
     return dataclasses.field(default=default)
 
 
-RingStorageConfig = config_of("RingStorage", StorageConfig)
-RolloutStorageConfig = config_of("RolloutStorage", StorageConfig)
+def _group(base: type[Any], **components: str) -> dict[str, type[Any]]:
+    return {name: config_of(component, base) for name, component in components.items()}
 
-RingWriterConfig = config_of("RingWriter", WriterConfig)
-RolloutWriterConfig = config_of("RolloutWriter", WriterConfig)
 
-MinibatchSamplerConfig = config_of("MinibatchSampler", SamplerConfig)
-PrioritizedSamplerConfig = config_of("PrioritizedSampler", SamplerConfig)
-SequenceSamplerConfig = config_of("SequenceSampler", SamplerConfig)
-UniformSamplerConfig = config_of("UniformSampler", SamplerConfig)
+# Each is a transform, and also the module of TorchRL's ModuleTransform, which the group ``value`` is for.
+_ESTIMATORS = _group(
+    TransformConfig,
+    discounted_returns="DiscountedReturns",
+    generalized_advantages="GeneralizedAdvantages",
+    vtrace_advantages="VTraceAdvantages",
+    intrinsic_returns="IntrinsicReturns",
+)
 
-DiscountedReturnsConfig = config_of("DiscountedReturns", TransformConfig)
-GeneralizedAdvantagesConfig = config_of("GeneralizedAdvantages", TransformConfig)
-IntrinsicReturnsConfig = config_of("IntrinsicReturns", TransformConfig)
-VTraceAdvantagesConfig = config_of("VTraceAdvantages", TransformConfig)
+COMPONENTS: dict[str, dict[str, type[Any]]] = {
+    "storage": _group(StorageConfig, rollout="RolloutStorage", ring="RingStorage"),
+    "writer": _group(WriterConfig, rollout="RolloutWriter", ring="RingWriter"),
+    "sampler": _group(
+        SamplerConfig,
+        minibatch="MinibatchSampler",
+        uniform="UniformSampler",
+        prioritized="PrioritizedSampler",
+        sequence="SequenceSampler",
+    ),
+    "transform": _ESTIMATORS,
+    "value": _ESTIMATORS,
+    "replay_buffer": _group(
+        ReplayBufferBaseConfig,
+        vanilla="VanillaOnPolicyBuffer",
+        gae="GAEBuffer",
+        vtrace="VTraceBuffer",
+        ppo="PPOBuffer",
+        experience="ExperienceBuffer",
+        recurrent="RecurrentReplayBuffer",
+        simple="SimpleReplayBuffer",
+    ),
+}
 
-ExperienceBufferConfig = config_of("ExperienceBuffer", ReplayBufferBaseConfig)
-GAEBufferConfig = config_of("GAEBuffer", ReplayBufferBaseConfig)
-PPOBufferConfig = config_of("PPOBuffer", ReplayBufferBaseConfig)
-RecurrentReplayBufferConfig = config_of("RecurrentReplayBuffer", ReplayBufferBaseConfig)
-SimpleReplayBufferConfig = config_of("SimpleReplayBuffer", ReplayBufferBaseConfig)
-VTraceBufferConfig = config_of("VTraceBuffer", ReplayBufferBaseConfig)
-VanillaOnPolicyBufferConfig = config_of("VanillaOnPolicyBuffer", ReplayBufferBaseConfig)
+
+def register_configs() -> None:
+    """Store every component under ``torchrl_lightning_NAME`` in its group; storing twice changes nothing.
+
+    Example:
+        >>> register_configs()
+        >>> node = ConfigStore.instance().load("sampler/torchrl_lightning_minibatch.yaml")
+        >>> node.provider, node.node._target_
+        ('torchrl-lightning', 'torchrl_lightning.MinibatchSampler')
+    """
+    store = ConfigStore.instance()
+    for group, nodes in COMPONENTS.items():
+        for name, node in nodes.items():
+            store.store(group=group, name=PREFIX + name, node=node, provider=PROVIDER)

@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writ
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
-from torchrl_lightning.entries import check_tensordict, entry_of, moved
+from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.buffer_state import gather_state, restore_state
 from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
@@ -110,7 +110,7 @@ class ExperienceBuffer(BufferBase):
             sampler=sampler,
             generator=_fresh_generator() if generator is None else generator,
             batch_size=batch_size,
-            priority_key=priority_key,
+            priority_key=nested_key(priority_key),
             sample_unit=sample_unit,
             collate_fn=collate_fn,
             pin_memory=pin_memory,

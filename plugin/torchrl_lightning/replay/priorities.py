@@ -49,13 +49,14 @@ class Priorities:
         alpha: float,
         eps: float,
         *,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | str = torch.float64,
         device: torch.device | str = "cpu",
         keep_lowest: bool = False,
         keep_highest: bool = False,
         backend: Backend = "auto",
     ) -> None:
         self.tree = SumSegmentTree(capacity, dtype, device, "PrioritizedSampler", backend=backend)
+        dtype = self.tree.dtype
         self.alpha, self.eps = alpha, eps
         self.priorities = allocate(capacity, dtype, device).fill_(ABSENT)
         self.generations = allocate(capacity, torch.int32, device).zero_()

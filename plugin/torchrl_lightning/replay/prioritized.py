@@ -48,7 +48,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         alpha: exponent of the priorities, not negative; 0 draws uniformly.
         beta: exponent of the importance weights, not negative; 1 corrects the bias in full.
         eps: added to every priority.
-        dtype: of priorities and trees.
+        dtype: of priorities and trees, or its name.
         reduction: how priorities with further dimensions become one for each cell: max, min, mean or median.
         max_priority_within_buffer: new data get the highest priority that is still stored, not the highest ever given.
         device: where the trees live, the CPU by default.
@@ -79,7 +79,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         alpha: float,
         beta: float,
         eps: float = 1e-8,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | str = torch.float64,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.entries import path_of
+from torchrl_lightning.entries import nested_keys, path_of
 from torchrl_lightning.replay.checks import check_flat_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
@@ -98,7 +98,7 @@ class SequenceSampler(OwnGenerator, Sampler):
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
         self.batch_length, self.episode_ends, self.burn_in, self.over = batch_length, episode_ends, burn_in, over
-        self.recurrent_keys = [path_of(key) for key in recurrent_keys]
+        self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self.traj_key = None if traj_key is None else path_of(traj_key)
         self.end_key = path_of(end_key)
         self._own_rng = generator
