@@ -198,7 +198,7 @@ def test_acting_on_plain_tensors_is_the_same(case: str, network: str, mode: Expl
     keys = set(step.keys(True, True))
     with set_exploration_type(mode):
         torch.manual_seed(1)
-        acted = module.policy.act(step)
+        acted = module.policy.act_on(step)
         assert set(step.keys(True, True)) == keys
         torch.manual_seed(1)
         written = module.policy(step)

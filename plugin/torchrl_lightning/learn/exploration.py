@@ -77,24 +77,24 @@ class ExploringPolicy(TensorDictModuleBase):
         """Whether the policy reads a recurrent state."""
         return self.memory is not None
 
-    def act(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return action and next recurrent states of a step ``[*B]`` by key, writing nothing.
 
         Collectors call it instead of the policy: the same values and random numbers, without a TensorDict's cost.
         """
         explore = interaction_type() not in _DETERMINISTIC
         if self.memory is None:
-            return {"action": self.choose([step.get(key) for key in self.keys], explore)}
+            return {"action": self.act([step.get(key) for key in self.keys], explore)}
         features, states = self.memory.step(step)
-        return {"action": self.choose([features], explore), **dict(zip(self.next_state_keys, states, strict=True))}
+        return {"action": self.act([features], explore), **dict(zip(self.next_state_keys, states, strict=True))}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write action and next recurrent states."""
-        for key, value in self.act(tensordict).items():
+        for key, value in self.act_on(tensordict).items():
             tensordict.set(key, value)
         return tensordict
 
-    def choose(self, entries: list[Tensor], explore: bool) -> Tensor:
+    def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions for observation entries (or a memory's features)."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class ExploringPolicy(TensorDictModuleBase):
 class EpsilonGreedyPolicy(ExploringPolicy):
     """The best action, or with probability ``amount`` a random one (Mnih et al., 2015)."""
 
-    def choose(self, entries: list[Tensor], explore: bool) -> Tensor:
+    def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return integer actions ``[*B]``, or one-hot ones ``[*B, A]``."""
         values = self.network.values(entries)
         action = values.argmax(-1)
@@ -117,7 +117,7 @@ class EpsilonGreedyPolicy(ExploringPolicy):
 class StochasticPolicy(ExploringPolicy):
     """Samples of the network's own distribution; its mean under deterministic exploration."""
 
-    def choose(self, entries: list[Tensor], explore: bool) -> Tensor:
+    def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]``."""
         head = self.network.head
         return head.act(head(self.network.trunk.encoder(*entries)), deterministic=not explore)
@@ -126,7 +126,7 @@ class StochasticPolicy(ExploringPolicy):
 class NoisyPolicy(ExploringPolicy):
     """A deterministic action with Gaussian noise of deviation ``amount``, in units of half the action range."""
 
-    def choose(self, entries: list[Tensor], explore: bool) -> Tensor:
+    def act(self, entries: list[Tensor], explore: bool) -> Tensor:
         """Return actions ``[*B, A]`` within the bounds."""
         head = self.network.head
         squashed = head.squashed(self.network.trunk.encoder(*entries))
