@@ -11,10 +11,10 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictRe
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
-from torchrl.envs.transforms import MultiStepTransform, UnsqueezeTransform
+from torchrl.envs.transforms import UnsqueezeTransform
 
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
-from torchrl_lightning._compat import entries_of, last_written, new_tensordict, restore_waiting, waiting_steps
+from torchrl_lightning._compat import entries_of, last_written, new_tensordict
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
 
@@ -239,13 +239,3 @@ def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
     sampler.mark_update(torch.arange(3))
     sampler._init()
     assert sampler.table.count == 0
-
-
-def test_an_n_step_transform_keeps_the_steps_that_wait() -> None:
-    transform = MultiStepTransform(2, 0.9)
-    flag = torch.zeros(3, 1, dtype=torch.bool)
-    following = {"reward": torch.ones(3, 1), "done": flag, "terminated": flag}
-    assert transform.inv(TensorDict({"a": torch.arange(3), "next": following}, [3])).shape == (1,)
-    assert waiting_steps(transform)["a"].tolist() == [1, 2]
-    restore_waiting(transform, None)
-    assert waiting_steps(transform) is None

@@ -23,11 +23,12 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler, Samp
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
-from torchrl.envs.transforms import MultiStepTransform
 
 from torchrl_lightning.files import OwnFiles, StateFiles
 
 T = TypeVar("T")
+Drawn = tuple[Any, dict[Any, Any]]
+"""A batch, and the entries that the sampler adds to it."""
 
 
 def new_tensordict(
@@ -72,21 +73,6 @@ def last_written(storage: Storage) -> int | None:
     """
     cursor = getattr(storage, "_last_cursor_index", None)
     return None if cursor is None else int(torch.as_tensor(cursor).reshape(-1)[-1])
-
-
-def waiting_steps(transform: MultiStepTransform) -> TensorDictBase | None:
-    """Return the steps ``[N, n]`` that wait in an n-step transform for their successors.
-
-    Example:
-        >>> waiting_steps(MultiStepTransform(3, 0.9)) is None
-        True
-    """
-    return transform._buffer
-
-
-def restore_waiting(transform: MultiStepTransform, waiting: TensorDictBase | None) -> None:
-    """Replace the steps that wait in an n-step transform; None forgets them."""
-    transform._buffer = waiting
 
 
 class OwnSignature:
@@ -433,17 +419,12 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             yield
 
-    def before_sample(self) -> Any:
-        """Return what :meth:`after_sample` needs from before TorchRL draws a batch."""
+    def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
+        """Return ``sample(batch_size)``: batch and entries on TorchRL's long path, taken where :meth:`read` is not."""
+        return sample(batch_size)
 
-    def after_sample(self, info: dict[Any, Any], before: Any) -> None:
-        """Add entries to what TorchRL's sampler gave; called wherever :meth:`read` was not used."""
-
-    def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        before = self.before_sample()
-        data, info = super()._sample(batch_size)
-        self.after_sample(info, before)
-        return data, info
+    def _sample(self, batch_size: int) -> Drawn:
+        return self.read_long(super()._sample, batch_size)
 
     def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
         """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""

@@ -135,7 +135,7 @@ def test_a_data_module_is_built_with_its_buffer(compose_train, option):
     try:
         assert type(data.buffer).__name__ == cfg.buffer._target_.split(".")[-1]
         replay = isinstance(data, ReplayDataModule)
-        assert (data if replay else data.buffer).gamma == 0.99
+        assert data.buffer.gamma == 0.99
         for part in ("storage", "sampler") if replay else ():
             if part in cfg.buffer:
                 assert type(getattr(data.buffer, part)).__name__ == cfg.buffer[part]._target_.split(".")[-1]

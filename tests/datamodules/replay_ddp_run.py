@@ -16,8 +16,8 @@ from torchrl_lightning.learn import DQNModule, MLPNetwork, TD3Module
 FOLDER = Path(sys.argv[1])
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
 STREAMS = {
-    "memory": {"buffer": experience(prioritized), "n_steps": 3},
-    "files": {"buffer": in_files(FOLDER / "cells", prioritized), "n_steps": 3},
+    "memory": {"buffer": experience(prioritized, n_steps=3)},
+    "files": {"buffer": in_files(FOLDER / "cells", prioritized, n_steps=3)},
     "delayed": {"env": "Pendulum-v1", "buffer": "uniform", "updates_per_epoch": 7},
 }
 

@@ -18,9 +18,9 @@ from torchrl_lightning.replay import (
 SIZE = 400
 
 
-def experience(sampler):
+def experience(sampler, **kwargs):
     """Factory of a buffer over RAM."""
-    return lambda num_envs: ExperienceBuffer(storage=RingStorage(SIZE), sampler=sampler(), num_envs=num_envs)
+    return lambda num_envs: ExperienceBuffer(storage=RingStorage(SIZE), sampler=sampler(), num_envs=num_envs, **kwargs)
 
 
 def prioritized():
@@ -30,6 +30,8 @@ def prioritized():
 BUFFERS = {
     "uniform": experience(UniformSampler),
     "prioritized": experience(prioritized),
+    "three steps": experience(UniformSampler, n_steps=3),
+    "prioritized, three steps": experience(prioritized, n_steps=3),
     "sequence": experience(lambda: SequenceSampler(4)),
     "simple": lambda num_envs: SimpleReplayBuffer(4, None, SIZE, 8, num_envs=num_envs),
 }
@@ -39,10 +41,10 @@ def recurrent(num_envs):
     return RecurrentReplayBuffer(SIZE, 4, None, None, num_envs=num_envs)
 
 
-def in_files(folder, sampler=UniformSampler):
+def in_files(folder, sampler=UniformSampler, **kwargs):
     """Factory of a buffer over memory-mapped files."""
     return lambda num_envs: ExperienceBuffer(
-        storage=RingStorage(SIZE, scratch_dir=folder), sampler=sampler(), num_envs=num_envs
+        storage=RingStorage(SIZE, scratch_dir=folder), sampler=sampler(), num_envs=num_envs, **kwargs
     )
 
 

@@ -71,7 +71,6 @@ def test_every_environment_has_a_ring_of_its_own(label, tmp_path) -> None:
     ("label", "settings", "message"),
     [
         ("env_ids", {"num_envs": 2}, "rows of environment [23], but num_envs=2"),
-        ("env_ids", {"num_envs": 4, "n_steps": 3}, "n_steps=3 needs the steps of all 4 environments"),
         (None, {"num_envs": 4}, "do not say whose rows"),
     ],
 )

@@ -33,8 +33,9 @@ def recurrent(cls=Noting, cell="gru", **kwargs):
     return cls(RecurrentNetwork(cell, 8), **{"refresh_states": True, "learning_rate": 0.01, **kwargs})
 
 
-def windows(**kwargs):
-    return experience(lambda: SequenceSampler(6, **{"episode_ends": "pad", "burn_in": 1, **kwargs}))
+def windows(n_steps=1, **kwargs):
+    sampler = lambda: SequenceSampler(6, **{"episode_ends": "pad", "burn_in": 1, **kwargs})  # noqa: E731
+    return experience(sampler, n_steps=n_steps)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -114,12 +115,13 @@ def test_a_batch_that_was_never_learned_from_is_not_taken_back(tmp_path):
 
 
 def test_n_step_successors_are_seen_through_the_steps_between(tmp_path):
-    """As they are stored by the DataModule; those behind the window do not count, nor are later states rewritten."""
-    data, module = replay_data(windows(burn_in=0), n_steps=3, warmup_frames=120), recurrent()
+    """As the buffer folds them; those behind the window do not count, nor are later states rewritten."""
+    data, module = replay_data(windows(3, burn_in=0), warmup_frames=120), recurrent()
     fit(tmp_path, data, module)
     for batch in module.batches:
         ahead = torch.arange(6) + batch["steps_to_next_obs"]
-        ended = batch["next", "done"].squeeze(-1) & batch["mask"]
+        # After the last step of an episode, and after the newest one, follows what is stored with it.
+        ended = (batch["steps_to_next_obs"] == 1) & batch["mask"]
         inside = (ahead < 6) & batch["mask"].gather(1, ahead.clamp(max=5))
         closing = torch.stack([ended[row].gather(0, ahead[row].clamp(max=6) - 1) for row in range(8)])
         counts = batch["mask"] & (inside | (closing & (ahead <= 6)))

@@ -49,7 +49,7 @@ def states_in(folder):
     [
         ("uniform", {}),
         ("prioritized", {}),
-        ("prioritized", {"n_steps": 3}),
+        ("prioritized, three steps", {}),
         ("sequence", {}),
         ("simple", {}),
         ("files", {}),
@@ -110,15 +110,17 @@ def test_reading_the_state_changes_nothing_and_writes_nothing(tmp_path):
 
 
 def test_without_resets_counters_and_ratio_go_on(tmp_path):
-    first = replay_data(frames_per_update=0.1, n_steps=2)
+    first = replay_data("three steps", frames_per_update=0.1)
     module, run = fit(tmp_path, first)
     run.save_checkpoint(tmp_path / "last.ckpt")
-    data = replay_data(frames_per_update=0.1, n_steps=2)
+    data = replay_data("three steps", frames_per_update=0.1)
     fit(tmp_path, data, dqn(), tmp_path / "last.ckpt", max_epochs=4)
     assert data.updates == 40
     assert data.frames == 44  # 40 + 39 / 10, rounded up to steps of two environments
+    assert len(data.buffer) == data.frames
     # What the environments had begun before is cut, not joined to what they began after it.
-    assert len(data.buffer) == data.frames - 2 * 2
+    episodes, env = data.buffer.writer.index, torch.arange(2)
+    assert (episodes.begin(env, torch.full((2,), 21)) >= torch.tensor(len(first.buffer) // 2)).all()
     assert module.updates == 20
 
 
@@ -243,7 +245,7 @@ def test_a_moved_folder_is_found_and_a_missing_one_explained(tmp_path):
     [
         ({"buffer": "simple"}, "buffer='ExperienceBuffer', but this run has buffer='SimpleReplayBuffer'"),
         ({"buffer": "prioritized"}, "sampler='UniformSampler', but this run has sampler='PrioritizedSampler'"),
-        ({"n_steps": 3}, "n_steps=1, but this run has n_steps=3"),
+        ({"buffer": "three steps"}, "n_steps=1, but this run has n_steps=3"),
         ({"frames_per_update": 2.0}, "frames_per_update='1', but this run has frames_per_update='2'"),
         ({"warmup_frames": 8}, "warmup_frames=40, but this run has warmup_frames=8"),
         ({"num_envs": 4}, "num_envs=2, but this run has num_envs=4"),

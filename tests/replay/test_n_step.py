@@ -1,25 +1,39 @@
-"""TorchRL's n-step transform over rings, against returns computed step by step."""
+"""N-step returns made on read: against a twin of plain lists, TorchRL's transform, and TorchRL's own paths."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.envs import MultiStepTransform
+from torchrl.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictRoundRobinWriter
+from torchrl.envs import MultiStepTransform, RewardScaling
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+from torchrl_lightning.replay import (
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RingStorage,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
 
 GAMMA = 0.5
 
 
-def rollout(envs: int, steps: int) -> TensorDict:
+def rollout(envs: int, steps: int, dtype: torch.dtype = torch.float32) -> TensorDict:
     generator = torch.Generator().manual_seed(envs * 100 + steps)
     number = torch.arange(envs).unsqueeze(1) * 100.0 + torch.arange(steps)
     terminated = torch.rand(envs, steps, 1, generator=generator) < 0.2
     truncated = (torch.rand(envs, steps, 1, generator=generator) < 0.15) & ~terminated
     following = {
         "observation": number.unsqueeze(-1) + 0.5,
-        "reward": torch.rand(envs, steps, 1, generator=generator),
+        "deep": {"state": number.unsqueeze(-1).expand(-1, -1, 3) + 0.25},
+        "reward": torch.rand(envs, steps, 1, generator=generator).to(dtype),
         "done": terminated | truncated,
         "terminated": terminated,
         "truncated": truncated,
@@ -27,70 +41,246 @@ def rollout(envs: int, steps: int) -> TensorDict:
     return TensorDict({"number": number, "next": following}, [envs, steps], names=[None, "time"])
 
 
-def expected(data: TensorDict, env: int, step: int, n: int) -> tuple[float, float, bool, int]:
-    """N-step reward, next observation, whether that is terminal, and how many steps it is ahead."""
-    total, row = 0.0, data["next"][env]
-    for ahead in range(n):
-        total += GAMMA**ahead * float(row["reward"][step + ahead])
-        if row["done"][step + ahead] or ahead == n - 1:
-            last = step + ahead
-            return total, float(row["observation"][last]), bool(row["terminated"][last]), ahead + 1
-    raise AssertionError
+def buffer(envs: int, n: int = 3, length: int = 40, sampler=None, **kwargs) -> ExperienceBuffer:
+    return ExperienceBuffer(
+        storage=RingStorage(envs * length),
+        sampler=UniformSampler() if sampler is None else sampler,
+        num_envs=envs,
+        n_steps=n,
+        gamma=GAMMA,
+        **{"batch_size": 16, **kwargs},
+    )
 
 
-def buffer(n: int, envs: int, size: int = 120) -> ExperienceBuffer:
-    ours = ExperienceBuffer(storage=RingStorage(size), num_envs=envs, batch_size=8)
-    ours.append_transform(MultiStepTransform(n_steps=n, gamma=GAMMA))
-    return ours
+def check(batch: TensorDict, data: TensorDict, n: int = 3) -> None:
+    """Compare rows, flat or windows, with what one adds up step by step from the whole rollout."""
+    _, length = data.shape
+    flat = batch.reshape(-1)
+    assert len(flat)
+    for row in range(len(flat)):
+        env, step = divmod(int(flat["number"][row]), 100)
+        total, k = 0.0, 0
+        while True:
+            total += GAMMA**k * float(data["next", "reward"][env, step + k])
+            k += 1
+            if k == n or data["next", "done"][env, step + k - 1] or step + k == length:
+                break
+        last = data["next"][env, step + k - 1]
+        assert float(flat["next", "reward"][row]) == pytest.approx(total, rel=1e-3)
+        assert int(flat["steps_to_next_obs"][row]) == k
+        assert float(flat["gamma"][row]) == GAMMA**k
+        for key in ("observation", ("deep", "state"), "done", "terminated", "truncated"):
+            assert torch.equal(flat["next"][row][key], last[key])
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("envs", [1, 3])
-@pytest.mark.parametrize("pieces", [[30], [1] * 30, [1, 7, 2, 1, 12, 3, 4]])
-@pytest.mark.parametrize("form", ["named", "time-major", "flat"])
-def test_as_computed_step_by_step(n: int, envs: int, pieces: list[int], form: str) -> None:
-    data, ours, begin = rollout(envs, 30), buffer(n, envs), 0
-    before = data.clone()
-    for steps in pieces:
-        piece = data[:, begin : begin + steps]
-        begin += steps
-        if form == "named":
-            ours.extend(piece)
-        elif form == "time-major":
-            ours.extend(TensorDict(piece.transpose(0, 1).to_dict(), [steps, envs]), time_dim=0)
-        else:
-            for step in piece.unbind(1):
-                ours.extend(step)
-    assert ours.writer.positions.tolist() == [30 - n] * envs
-    stored = ours[:].reshape(-1, envs)
-    for env in range(envs):
-        for step in range(30 - n):
-            row = stored[step, env]
-            reward, observation, terminated, ahead = expected(data, env, step, n)
-            assert row["number"] == data["number"][env, step]
-            assert float(row["next", "reward"]) == pytest.approx(reward)
-            assert float(row["next", "observation"]) == observation
-            assert bool(row["next", "terminated"]) == terminated
-            assert int(row["steps_to_next_obs"]) == ahead
-            assert float(row["gamma"]) == GAMMA**ahead
-            for flag in ("done", "truncated"):
-                assert row["next", flag] == data["next", flag][env, step]
-    assert (data == before).all()
+class Twin:
+    """All steps ever written, as lists: (reward, done, init)."""
+
+    def __init__(self, envs: int, length: int) -> None:
+        self.length = length
+        self.steps: list[list[tuple[float, bool, bool]]] = [[] for _ in range(envs)]
+        self.cuts: set[tuple[int, int]] = set()
+
+    def rows(self, envs: list[int], flags: list[list[tuple[bool, bool]]]) -> TensorDict:
+        rows = []
+        for step in flags:
+            for env, (done, init) in zip(envs, step, strict=True):
+                position = len(self.steps[env])
+                self.steps[env].append((1.0 + env + position / 16, done, init))
+                rows.append((env, position, *self.steps[env][-1]))
+        env, position, reward, done, init = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+        flag = {"done": done.bool().unsqueeze(-1)}
+        following = {"reward": reward.float().unsqueeze(-1), "step": position.long(), **flag}
+        data = {"env": env.long(), "step": position.long(), "is_init": init.bool().unsqueeze(-1), "next": following}
+        return TensorDict(data, [len(rows)])
+
+    def fold(self, env: int, position: int, n: int) -> tuple[float, int]:
+        steps, total, k = self.steps[env], 0.0, 0
+        while True:
+            total += GAMMA**k * steps[position + k][0]
+            k += 1
+            following = position + k
+            if k == n or following == len(steps) or steps[following - 1][1] or steps[following][2]:
+                return total, k
+            if (env, following) in self.cuts:
+                return total, k
 
 
-def test_a_failed_write_and_an_emptied_buffer_leave_no_steps_behind() -> None:
-    ours, data = buffer(2, 2), rollout(2, 12)
-    ours.extend(data[:, :6])
-    with pytest.raises(ValueError, match="all environments at once"):
-        ours.extend(data[:1, 6:], env_ids=torch.tensor([0]))
-    with pytest.raises(ValueError, match="all environments at once"):
-        ours.extend(data[:, 6:], env_ids=torch.tensor([1, 0]))
-    wrong = data[:, 6:].clone()
-    wrong["number"] = wrong["number"].double()
-    with pytest.raises((ValueError, RuntimeError)):
-        ours.extend(wrong)
-    ours.extend(data[:, 6:])
-    assert ours[:]["number"].reshape(-1, 2)[:, 1].tolist() == [100.0 + step for step in range(10)]
-    ours.empty()
-    ours.extend(data[:, 6:])
-    assert ours[:]["number"].reshape(-1, 2)[:, 0].tolist() == [6, 7, 8, 9]
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_as_a_twin_adds_them_up(data: st.DataObject) -> None:
+    """Uneven rings, ends, cuts without an end, overwritten heads, the seam: every stored cell, by both ways to fold."""
+    envs, length, n = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7)), data.draw(st.integers(1, 5))
+    ours, twin = buffer(envs, max(2, n), length), Twin(envs, length)
+    returns = ours._n_step
+    for _ in range(data.draw(st.integers(1, 6))):
+        who = data.draw(st.permutations(range(envs)))[: data.draw(st.integers(1, envs))]
+        pair = st.tuples(st.sampled_from([False] * 4 + [True]), st.sampled_from([False] * 5 + [True]))
+        flags = data.draw(st.lists(st.lists(pair, min_size=len(who), max_size=len(who)), min_size=1, max_size=9))
+        rows = twin.rows(who, flags)
+        ids = torch.tensor(who)
+        ours.extend(rows.reshape(len(flags), len(who)), env_ids=ids, time_dim=0)
+        if data.draw(st.booleans()):
+            twin.cuts |= {(env, len(twin.steps[env])) for env in who}
+            ours.writer.cut(ids)
+    cells = ours.writer.filled_cells()
+    storage, index = ours.storage, ours.writer.index
+    read = returns.gather(storage.cells, index, cells, None, ())
+    reward = storage.tree["next"]["reward"]
+    for fast, slow in zip(returns.fold(index, reward, cells), returns.fold_by_steps(index, reward, cells), strict=True):
+        assert torch.allclose(fast, slow)
+    for row, (env, step) in enumerate(zip(read["env"].tolist(), read["step"].tolist(), strict=True)):
+        total, k = twin.fold(env, step, returns.n_steps)
+        assert float(read["next"]["reward"][row]) == pytest.approx(total)
+        assert (int(read["steps_to_next_obs"][row]), float(read["gamma"][row])) == (k, GAMMA**k)
+        assert int(read["next"]["step"][row]) == step + k - 1
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_as_torchrls_transform_on_complete_episodes(n: int) -> None:
+    """Where steps wait for their successors, they are the same; the flags of the last step are ours to give."""
+    data, ours = rollout(3, 30), buffer(3, n, batch_size=500)
+    data["next", "done"][:, -1] = data["next", "truncated"][:, -1] = True
+    data["next", "terminated"][:, -1] = False
+    ours.extend(data)
+    theirs = MultiStepTransform(n, GAMMA, done_keys=["done", "truncated"]).inv(data.copy())
+    batch = ours.sample()
+    env, step = torch.tensor([divmod(int(number), 100) for number in batch["number"]]).unbind(-1)
+    known = step < theirs.shape[1]
+    expected = theirs[env[known], step[known]]
+    assert batch["steps_to_next_obs"].dtype == expected["steps_to_next_obs"].dtype
+    for key in (("next", "reward"), ("next", "observation"), ("next", "terminated"), "steps_to_next_obs", "gamma"):
+        assert torch.allclose(batch[key][known].float(), expected[key].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        UniformSampler,
+        RandomSampler,
+        lambda: PrioritizedSampler(120, 0.7, 0.5),
+        lambda: SequenceSampler(4),
+        lambda: SequenceSampler(5, episode_ends="across"),
+        lambda: SequenceSampler(5, episode_ends="pad", burn_in=1),
+    ],
+)
+def test_with_every_sampler(sampler, dtype: torch.dtype) -> None:
+    data, ours = rollout(3, 30, dtype), buffer(3, sampler=sampler())
+    ours.extend(data)
+    batch = ours.sample()
+    assert batch["next", "reward"].dtype == dtype
+    check(batch, data)
+
+
+def test_on_torchrls_long_path() -> None:
+    """Behind a transform, ahead of time by a thread, and with a slice sampler, whose slices end truncated."""
+    data = rollout(1, 30)
+    ours = buffer(1, prefetch=2, transform=RewardScaling(0.0, 1.0, in_keys=[("next", "reward")]))
+    ours.extend(data)
+    check(ours.sample(), data)
+    check(ours.sample(return_info=True)[0], data)
+    sliced = buffer(1, sampler=SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False))
+    sliced.extend(data)
+    batch = sliced.sample()
+    assert batch["next", "terminated"].any()
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    for row in batch:
+        step, k = int(row["number"]), int(row["steps_to_next_obs"])
+        assert row["next", "terminated"] == data["next", "terminated"][0, step + k - 1]
+
+
+def test_what_is_stored_are_single_steps() -> None:
+    data, ours = rollout(2, 12), buffer(2)
+    ours.extend(data)
+    ours.sample()
+    stored = ours[:].reshape(-1, 2).transpose(0, 1)
+    assert torch.equal(stored["next", "reward"], data["next", "reward"])
+    assert "gamma" not in stored
+    state = ours.state_dict()
+    again = buffer(2)
+    again.load_state_dict(state)
+    assert (again.sample() == ours.sample()).all()
+    again.extend(rollout(2, 3))
+    again.empty()
+    again.extend(data[:, :2])
+    check(again.sample(), data[:, :2])
+
+
+def test_the_newest_steps_grow_as_steps_come() -> None:
+    """A step's fold is as long as what follows it: read again, it is longer; its priority stays."""
+    data = rollout(1, 4)
+    data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
+    ours = buffer(1, sampler=PrioritizedSampler(40, 0.7, 0.5))
+    for step, most in pairwise((0, 1, 2, 3, 4)):
+        ours.extend(data[0, step:most])
+        check(ours.sample(), data[:, :most])
+
+
+def test_entries_of_later_steps_are_not_written_back() -> None:
+    data, ours = rollout(1, 12), buffer(1)
+    ours.extend(data)
+    batch = ours.sample()
+    with pytest.raises(ValueError, match=r"With n_steps=3 the entry .* of a later step"):
+        ours.write_back(batch, [("next", "observation")])
+    batch["number"] += 1
+    assert len(ours.write_back(batch, ["number"]))
+
+
+def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
+    data = rollout(1, 12)
+    data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
+    data["recurrent_state"] = data["number"].unsqueeze(-1)
+    data["next", "recurrent_state"] = data["number"].unsqueeze(-1) + 1
+    ours = buffer(1, sampler=SequenceSampler(3))
+    ours.extend(data)
+    for batch in (ours.sample(), ours.sample(return_info=True)[0]):
+        assert (batch["recurrent_state"][..., 0] == batch["number"][:, :1]).all()
+        ahead = batch["number"] + batch["steps_to_next_obs"]
+        assert torch.equal(batch["next", "recurrent_state"][..., 0], ahead)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"n": 0}, ValueError, "n_steps is 0; it must be a positive integer"),
+        ({"n": True}, ValueError, "n_steps is True"),
+        ({"gamma": 1.5}, ValueError, "gamma is 1.5; it must be between 0 and 1"),
+        (
+            {"writer": TensorDictRoundRobinWriter()},
+            ValueError,
+            r"n_steps=3 .* TensorDictRoundRobinWriter; use RingWriter",
+        ),
+        ({"storage": LazyTensorStorage(9)}, ValueError, r"n_steps=3 .* LazyTensorStorage; use RingStorage"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_at_once(settings, error, message) -> None:
+    arguments = {"storage": RingStorage(9), "n_steps": settings.pop("n", 3), **settings}
+    with pytest.raises(error, match=message):
+        ExperienceBuffer(**arguments)
+
+
+def test_data_without_ends_or_rewards_are_refused() -> None:
+    ours, data = buffer(1), rollout(1, 3)[0]
+    with pytest.raises(KeyError, match="needs the entry"):
+        ours.extend(data.exclude(("next", "done")))
+    assert not len(ours)
+    ours.extend(data.exclude(("next", "reward")))
+    with pytest.raises(KeyError, match=r"n_steps=3 needs the entry \('next', 'reward'\)"):
+        ours.sample()
+    blind = buffer(1, writer=RingWriter(track_episodes=False))
+    blind.extend(data)
+    with pytest.raises(ValueError, match="n_steps=3 needs to know where episodes end"):
+        blind.sample()
+
+
+def test_a_users_own_transform_goes_its_way() -> None:
+    data = rollout(2, 12)
+    ours = ExperienceBuffer(storage=RingStorage(40), num_envs=2, batch_size=8)
+    ours.append_transform(MultiStepTransform(n_steps=3, gamma=GAMMA))
+    assert not len(ours.extend(data[:, :2]))
+    assert len(ours.extend(data[:, 2:])) == 2 * 9
+    theirs = MultiStepTransform(n_steps=3, gamma=GAMMA).inv(data.copy())
+    stored = ours[:].reshape(-1, 2).transpose(0, 1)
+    for key in ("number", ("next", "reward"), ("next", "observation"), "gamma"):
+        assert np.allclose(stored[key], theirs[key])

@@ -130,6 +130,8 @@ class ExperienceBufferSchema:
     storage: Any = None
     writer: Any = None
     sampler: Any = None
+    n_steps: int = 1
+    gamma: float = 0.99
     priority_key: Any = "td_error"
     sample_unit: Any = None
     pin_memory: bool = False

@@ -43,8 +43,6 @@ class ReplayDataSchema:
     updates_per_epoch: int = 1000
     frames_per_update: float = 1.0
     warmup_frames: int = 1000
-    n_steps: int = 1
-    gamma: float = 0.99
     write_back: Any = None
     checkpoint_buffer: str = "inside"
     buffer_dir: str | None = None

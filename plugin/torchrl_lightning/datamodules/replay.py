@@ -19,7 +19,6 @@ from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.lookahead import Lookahead, cut_off
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
@@ -56,8 +55,6 @@ class ReplayDataModule(ExperienceDataModule):
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
             given as ``collector=`` does so by its ``init_random_frames``).
-        n_steps: length of the returns that TorchRL's ``MultiStepTransform`` folds each transition into.
-        gamma: their discount.
         write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
             stored. If None, what its method ``rewritten_keys(batch)`` names, where it has one (our off-policy modules
             do: the states that ``refresh_states=True`` rewrites).
@@ -98,8 +95,6 @@ class ReplayDataModule(ExperienceDataModule):
         updates_per_epoch: int = 1000,
         frames_per_update: float = 1.0,
         warmup_frames: int = 1000,
-        n_steps: int = 1,
-        gamma: float = 0.99,
         write_back: Sequence[NestedKey] | None = None,
         checkpoint_buffer: str = "inside",
         buffer_dir: str | Path | None = None,
@@ -125,11 +120,9 @@ class ReplayDataModule(ExperienceDataModule):
             eval_num_envs=eval_num_envs,
             seed=seed,
         )
-        for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch), ("n_steps", n_steps)):
+        for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma is {gamma}; it must be between 0 and 1.")
         if frames_per_update <= 0:
             raise ValueError(f"frames_per_update is {frames_per_update}; it must be above 0.")
         if warmup_frames < 0:
@@ -140,7 +133,6 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates_per_epoch = updates_per_epoch
         self.frames_per_update = frames_per_update
         self.warmup_frames = warmup_frames
-        self.n_steps, self.gamma = n_steps, gamma
         self.write_back = None if write_back is None else list(write_back)
         self.checkpoint_buffer = checkpoint_buffer
         self.buffer_dir = buffer_dir
@@ -152,7 +144,6 @@ class ReplayDataModule(ExperienceDataModule):
         self._refilled = 0
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._hooks = ReplayHooks(self)
-        self._lookahead = Lookahead(n_steps, gamma) if n_steps > 1 else None
         self._episodes = FinishedEpisodes(self.num_envs)
         self._metrics: dict[str, float] = {}
         self._snapshots: BufferSnapshots | None = None
@@ -177,19 +168,13 @@ class ReplayDataModule(ExperienceDataModule):
         super().setup(stage)
         if stage == "fit":
             if self.buffer is None:
-                self.buffer = self._build_buffer()
+                self.buffer = self._make_buffer(num_envs=self.num_envs)
             # Not where the buffer is built: it may be built to check a checkpoint, before a trainer knows the ranks.
             check_files_apart(self.buffer.storage, self.world_size)
             if self.trainer is not None:
                 self._hooks.attach(self.trainer)
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-
-    def _build_buffer(self) -> ExperienceBuffer:
-        buffer = self._make_buffer(num_envs=self.num_envs)
-        if self._lookahead is not None:
-            buffer.append_transform(self._lookahead.transform)
-        return buffer
 
     # ------------------------------------------------------------------ the stream
 
@@ -244,10 +229,8 @@ class ReplayDataModule(ExperienceDataModule):
         self._snapshot = None
         self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
-            cut_off(rollout)
+            _cut_off(rollout)
         rollout = rollout.exclude(*left_out)
-        if self._lookahead is not None:
-            self._lookahead.note(rollout)
         if ids is None:
             buffer.extend(rollout)
         else:
@@ -271,11 +254,6 @@ class ReplayDataModule(ExperienceDataModule):
             raise ValueError(
                 f"the collector delivers rows of environment {int(ids.max())}, but num_envs={self.num_envs}. Give the "
                 "DataModule the number of all environments: those of one worker times the number of workers."
-            )
-        if self.n_steps > 1:
-            raise ValueError(
-                f"n_steps={self.n_steps} needs the steps of all {self.num_envs} environments at once, but each rollout "
-                "of the collector holds those of one worker. Use one worker, or n_steps=1."
             )
         return ids
 
@@ -324,7 +302,8 @@ class ReplayDataModule(ExperienceDataModule):
             "buffer": type(buffer).__name__,
             "sampler": type(buffer.sampler).__name__,
             "capacity": int(buffer.storage.max_size),
-            "n_steps": self.n_steps,
+            "n_steps": buffer.n_steps,
+            "gamma": buffer.gamma,
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
@@ -337,8 +316,6 @@ class ReplayDataModule(ExperienceDataModule):
         state["episodes"] = self._episodes.state_dict()
         if self.buffer is None or self._kept == "none":
             return state
-        if self._lookahead is not None:
-            state["lookahead"] = self._lookahead.state_dict()
         if self._kept == "inside":
             state["buffer"] = self.buffer.state_dict()
         elif self._snapshot is not None:
@@ -373,7 +350,7 @@ class ReplayDataModule(ExperienceDataModule):
             return
         self.check_state(state)
         own = state_of_rank(state["ranks"], self._rank, self.world_size)
-        buffer = self.buffer if self.buffer is not None else self._build_buffer()
+        buffer = self.buffer if self.buffer is not None else self._make_buffer(num_envs=self.num_envs)
         refilled = int(own["refilled"])
         if "buffer" in own:
             buffer.load_state_dict(own["buffer"])
@@ -393,10 +370,8 @@ class ReplayDataModule(ExperienceDataModule):
         if not self.reset_at_each_batch:
             # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
-        if self._lookahead is not None and "lookahead" in own:
-            self._lookahead.load_state_dict(own["lookahead"], cut=not self.reset_at_each_batch)
         # The tensors of the buffer are not needed twice.
-        self._restored = {key: value for key, value in own.items() if key not in ("buffer", "lookahead")}
+        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     @property
     def _kept(self) -> str:
@@ -408,3 +383,13 @@ class ReplayDataModule(ExperienceDataModule):
             root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
             self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(new_run()))
         return self._snapshots
+
+
+def _cut_off(rollout: TensorDictBase) -> None:
+    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
+    following = rollout["next"]
+    open_ended = ~following["done"][:, -1]
+    for name in ("truncated", "done"):
+        flag = following.get(name, None)
+        if flag is not None:
+            flag[:, -1] |= open_ended

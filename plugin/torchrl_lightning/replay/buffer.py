@@ -17,11 +17,11 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._compat import BufferBase, new_tensordict, restore_waiting
+from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay.buffer_state import gather_state, restore_state
-from torchrl_lightning.replay.n_step import fold, multi_steps, nothing, unharmed
+from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sequence_reading import read_windows
@@ -43,6 +43,9 @@ class ExperienceBuffer(BufferBase):
         writer: a :class:`RingWriter` for ``num_envs`` environments by default.
         sampler: any sampler; TorchRL's ``RandomSampler`` by default.
         num_envs: number of environments of the default writer.
+        n_steps: length of the returns that batches hold (see :class:`NStepReturns`), with any sampler; they are made
+            when cells are read, so that what is stored are single steps.
+        gamma: their discount.
         generator: the only source of randomness; seeded from torch's global one by default.
         batch_size: rows (or windows) that ``sample()`` draws, here and below as in TorchRL's
             ``TensorDictReplayBuffer``.
@@ -63,7 +66,8 @@ class ExperienceBuffer(BufferBase):
         transport_options: settings of the transport.
 
     Raises:
-        ValueError: ``num_envs`` differs from that of a given writer, or another buffer fills the storage.
+        ValueError: ``num_envs`` differs from that of a given writer, another buffer fills the storage, or ``n_steps``
+            or ``gamma`` are out of range, or need rings (:class:`RingStorage`, :class:`RingWriter`).
 
     Example:
         >>> import torch
@@ -82,6 +86,8 @@ class ExperienceBuffer(BufferBase):
         writer: Writer | Callable[[], Writer] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         num_envs: int | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.99,
         generator: torch.Generator | None = None,
         batch_size: int | None = None,
         priority_key: NestedKey = "td_error",
@@ -104,9 +110,16 @@ class ExperienceBuffer(BufferBase):
             _check_free(storage, writer)
         if isinstance(writer, RingWriter) and num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
+        returns = NStepReturns(n_steps, gamma)
+        self._n_step = returns if n_steps > 1 else None
+        self.n_steps, self.gamma = n_steps, gamma
+        if writer is None:
+            writer = _writer(num_envs, sampler, consume_after_n_samples, n_steps > 1 or None)
+        if n_steps > 1:
+            _check_rings(n_steps, storage, writer)
         super().__init__(
             storage=RingStorage(1000) if storage is None else storage,
-            writer=_writer(num_envs, sampler, consume_after_n_samples) if writer is None else writer,
+            writer=writer,
             sampler=sampler,
             generator=_fresh_generator() if generator is None else generator,
             batch_size=batch_size,
@@ -221,21 +234,12 @@ class ExperienceBuffer(BufferBase):
         if not isinstance(writer, RingWriter) and not (env_ids is None and time_dim is None):
             raise TypeError(f"env_ids and time_dim need a RingWriter, this buffer has a {type(writer).__name__}.")
         if 0 in data.shape:
-            return nothing()
+            return torch.zeros(0, dtype=torch.int64)
         env_ids = None if env_ids is None else integers(env_ids, "env_ids").reshape(-1)
         if self.has_transform:
-            folding = multi_steps(self.transform)
-            if folding and isinstance(writer, RingWriter):
-                width = writer.num_envs
-                if env_ids is not None and env_ids.tolist() != list(range(width)):
-                    raise ValueError("N-step returns are written for all environments at once, without env_ids.")
-                data = _flat(data, width, time_dim).reshape(-1, width).transpose(0, 1)
-                with unharmed(folding):
-                    folded = fold(self.transform.inv, folding, data)
-                    return nothing() if folded is None else self._write(folded, env_ids, None, update_priority)
             data = self.transform.inv(data)
             if data is None:
-                return nothing()
+                return torch.zeros(0, dtype=torch.int64)
         return self._write(data, env_ids, time_dim, update_priority)
 
     def _write(
@@ -264,8 +268,6 @@ class ExperienceBuffer(BufferBase):
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget everything stored, and batches that were prefetched from it."""
         self.drop_prefetched()
-        for transform in multi_steps(self.transform):
-            restore_waiting(transform, None)
         with self.locked():
             super().empty(empty_write_count)
 
@@ -288,8 +290,9 @@ class ExperienceBuffer(BufferBase):
             or self.conflicts(batch_size)
         ):
             return super().sample(batch_size, return_info, include_info)
-        batch: TensorDictBase = self.read(batch_size, self._fetch)
-        return batch
+        if self._n_step is None:
+            return self.read(batch_size, self._fetch)
+        return self._folded(self.read, batch_size, self._fetch)
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
         storage, sampler, writer = self.parts
@@ -324,17 +327,26 @@ class ExperienceBuffer(BufferBase):
             batch.set(key, value)
         return batch
 
-    def before_sample(self) -> Any:
-        """Take a snapshot of the positions before TorchRL draws a batch on its long path."""
+    def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
+        """Draw a batch on TorchRL's long path; ``write_position`` is at the latest what held when it was read."""
         writer = self.parts[2]
-        return writer.snapshot() if isinstance(writer, RingWriter) else None
-
-    def after_sample(self, info: dict[Any, Any], before: Any) -> None:
-        """Add the entry ``write_position``: at the latest what held when the batch was read."""
+        before = writer.snapshot() if isinstance(writer, RingWriter) else None
+        data, info = sample(batch_size) if self._n_step is None else self._folded(sample, batch_size)
         index = info["index"]
         if before is not None and not (isinstance(index, tuple) and len(index) > 1):
             where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
             info["write_position"] = before[where.cpu() % len(before)]
+        return data, info
+
+    def _folded(self, read: Callable[..., Any], *args: Any) -> Any:
+        storage, _, writer = self.parts
+        _check_rings(self.n_steps, storage, writer)
+        with self.locked():
+            storage.n_step = self._n_step
+            try:
+                return read(*args)
+            finally:
+                storage.n_step = None
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.
@@ -461,13 +473,22 @@ def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictB
     return data.reshape(-1)
 
 
-def _writer(num_envs: int | None, sampler: Any, consume_after: int | None) -> Writer:
+def _writer(num_envs: int | None, sampler: Any, consume_after: int | None, track: bool | None) -> Writer:
     if consume_after is None and not isinstance(sampler, ConsumingSampler):
-        return RingWriter(1 if num_envs is None else num_envs)
+        return RingWriter(1 if num_envs is None else num_envs, track_episodes=track)
     # A ring is overwritten in order; what was consumed leaves single cells to fill.
     if num_envs not in (None, 1):
         raise ValueError(f"consume_after_n_samples takes steps out of their order, so num_envs={num_envs} must be 1.")
     return TensorDictRoundRobinWriter()
+
+
+def _check_rings(n_steps: int, storage: Any, writer: Any) -> None:
+    for part, base, ring in ((storage, Storage, RingStorage), (writer, Writer, RingWriter)):
+        if isinstance(part, base) and not isinstance(part, ring):
+            raise ValueError(
+                f"n_steps={n_steps} follows episodes through rings, but this buffer has a {type(part).__name__}; use "
+                f"{ring.__name__}, or append TorchRL's MultiStepTransform."
+            )
 
 
 def _check_free(storage: RingStorage, writer: Any) -> None:

@@ -101,7 +101,9 @@ class Cells:
         for store, leaf in zip(self.leaves, leaves, strict=True):
             store.index_copy_(0, index, leaf)
 
-    def gather(self, index: Tensor, names: Names = None, skip: Collection[Path] = ()) -> dict[str, Any]:
+    def gather(
+        self, index: Tensor, names: Names = None, skip: Collection[Path] = (), after: Tensor | None = None
+    ) -> dict[str, Any]:
         """Read entries of the cells ``index`` (any shape, on the device of the leaves), unchecked.
 
         Nested levels become TensorDicts of the index's shape.
@@ -110,13 +112,13 @@ class Cells:
             index: cells, int64.
             names: names of the dimensions of nested levels.
             skip: leaves that are not read.
+            after: the cells, of the same shape, of which everything below ``"next"`` is read; ``index`` if None.
 
         Raises:
             IndexError: a cell beyond the last one.
         """
         self._follow()
-        rows = index.numpy() if index.device.type == "cpu" else None
-        return _gather(self._reading, index, rows, names, skip)
+        return _gather(self._reading, index, _rows(index), names, skip, after)
 
 
 Names = tuple[str | None, ...] | None
@@ -137,8 +139,17 @@ def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None], above: Path = ()
     return level
 
 
+def _rows(index: Tensor) -> NDArray[Any] | None:
+    return index.numpy() if index.device.type == "cpu" else None
+
+
 def _gather(
-    level: Reading, index: Tensor, rows: NDArray[Any] | None, names: Names, skip: Collection[Path]
+    level: Reading,
+    index: Tensor,
+    rows: NDArray[Any] | None,
+    names: Names,
+    skip: Collection[Path],
+    after: Tensor | None = None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     count, shape = index.numel(), index.shape
@@ -146,7 +157,10 @@ def _gather(
         if path in skip:
             continue
         if most < 0:
-            below = _gather(leaf, index, rows, names, skip)
+            if after is None or path != ("next",):
+                below = _gather(leaf, index, rows, names, skip)
+            else:
+                below = _gather(leaf, after, _rows(after), names, skip)
             found[path[-1]] = new_tensordict(below, shape, names, index.device)
         elif rows is not None and count <= most:
             found[path[-1]] = torch.from_numpy(array.take(rows, 0))

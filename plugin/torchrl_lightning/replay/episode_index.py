@@ -174,6 +174,25 @@ class EpisodeIndex(SharedArrays):
     def _cell(self, env: Ints, position: Ints) -> Ints:
         return position % self.length * self.num_envs + env
 
+    @property
+    def followed(self) -> tuple[Ints, Ints]:
+        """What it takes to follow an episode from step to step.
+
+        Of all cells where a step's episode began (a first step notes its own position or a later one), and of all
+        environments the next position; both live.
+        """
+        return self._column, self._positions
+
+    def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
+        """Return environments and positions of the steps in cells."""
+        slot, env = np.divmod(cells, self.num_envs)
+        newest = self._positions[env] - 1
+        return env, newest - (newest - slot) % self.length
+
+    def cells_of(self, env: Ints, position: Ints) -> Ints:
+        """Return the cells of steps."""
+        return self._cell(env, position)
+
     def _oldest(self, env: Ints) -> Ints:
         return np.maximum(self._positions[env] - self.length, self._floor[env])
 

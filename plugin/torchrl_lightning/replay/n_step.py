@@ -1,79 +1,171 @@
-"""N-step returns in a buffer over several rings."""
+"""N-step returns, made when cells are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
-from torchrl.envs import Compose, MultiStepTransform, Transform
+from torch import Tensor
 
-from torchrl_lightning._compat import restore_waiting, waiting_steps
+from torchrl_lightning._compat import entries_of
+from torchrl_lightning.entries import Path
+from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.scan import compiled
 
-Inverse = Callable[[TensorDictBase], TensorDictBase | None]
-
-
-def multi_steps(transform: Transform) -> list[MultiStepTransform]:
-    """List the n-step transforms in a chain.
-
-    Example:
-        >>> len(multi_steps(Compose(MultiStepTransform(3, 0.9))))
-        1
-    """
-    if isinstance(transform, Compose):
-        return [found for part in transform for found in multi_steps(part)]
-    return [transform] if isinstance(transform, MultiStepTransform) else []
+REWARD = ("next", "reward")
+ADDED = ("steps_to_next_obs", "gamma")
+Folded = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Cells of the last steps, discounted sums of rewards, numbers of steps, and their discounts."""
 
 
-@contextmanager
-def unharmed(transforms: list[MultiStepTransform]) -> Iterator[None]:
-    """Forget the steps of a write that fails."""
-    before = [waiting_steps(transform) for transform in transforms]
-    try:
-        yield
-    except BaseException:
-        for transform, waiting in zip(transforms, before, strict=True):
-            restore_waiting(transform, waiting)
-        raise
+@dataclass(frozen=True)
+class NStepReturns:
+    r"""Fold each step that is read with those that follow it in its episode, \(n\) at most.
 
-
-def fold(inverse: Inverse, transforms: list[MultiStepTransform], data: TensorDictBase) -> TensorDictBase | None:
-    """Fold a rollout ``[N, T]`` into n-step transitions; None while too few steps came.
-
-    ``("next", "terminated")`` becomes that of the last step that was folded in, whose observation is the next one: what
-    bootstraps from a terminal state is wrong. ``done`` and ``truncated`` still say where the episode ends.
+    With \(k \le n\) steps left in what is stored of the episode, the reward becomes
+    \(\sum_{i<k} \gamma^i r_{t+i}\), and everything else under ``"next"``, flags too, that of the last of these steps.
+    So a value is bootstrapped with \(\gamma^k\) from the observation after \(k\) steps, unless that is terminal. A
+    batch has ``steps_to_next_obs`` \(k\) and ``gamma`` \(\gamma^k\), each of the batch's shape, as TorchRL's
+    ``MultiStepTransform`` names them. Nothing that is derived is stored.
 
     Args:
-        inverse: all transforms.
-        transforms: the n-step ones among them.
-        data: the rollout; left as it is.
+        n_steps: most steps.
+        gamma: discount of a step.
 
     Raises:
-        ValueError: it has another number of environments than the steps that wait for their successors.
+        ValueError: a number out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> buffer = ExperienceBuffer(storage=RingStorage(8), n_steps=3, gamma=0.5, batch_size=64)
+        >>> done = torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.bool).unsqueeze(-1)
+        >>> data = TensorDict({"t": torch.arange(6), "next": {"reward": torch.ones(6, 1), "done": done}}, [6])
+        >>> _ = buffer.extend(data)
+        >>> batch = buffer.sample()
+        >>> batch["next", "reward"][batch["t"] == 0][0], batch["steps_to_next_obs"][batch["t"] == 3][0]
+        (tensor([1.7500]), tensor(1))
     """
-    for transform in transforms:
-        waiting = waiting_steps(transform)
-        if waiting is not None and waiting.shape[0] != data.shape[0]:
+
+    n_steps: int
+    gamma: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int) or self.n_steps < 1:
+            raise ValueError(f"n_steps is {self.n_steps!r}; it must be a positive integer.")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; it must be between 0 and 1.")
+
+    def gather(
+        self, cells: Cells, episodes: EpisodeIndex | None, index: Tensor, names: Names, skip: Collection[Path]
+    ) -> dict[str, Any]:
+        """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with folded steps.
+
+        Raises:
+            KeyError: no rewards are stored.
+            ValueError: it is unknown where episodes end.
+        """
+        place = cells.places.get(REWARD)
+        if place is None:
+            raise KeyError(f"n_steps={self.n_steps} needs the entry {REWARD!r}, which is not stored.")
+        if episodes is None:
             raise ValueError(
-                f"Got steps of {data.shape[0]} environments, but those of {waiting.shape[0]} wait for their n-step "
-                "successors; write n-step returns for all environments at once, without env_ids."
+                f"n_steps={self.n_steps} needs to know where episodes end, but nothing does: write the entry "
+                '("next", "done") with the first data, into a RingWriter that tracks episodes.'
             )
-        transform.done_keys = [key for key in transform.done_keys if _name(key) != "terminated"]
-    data = data.copy()
-    data.names = None
-    folded = inverse(data)
-    if folded is None:
-        return None
-    folded.names = [None, "time"]
-    return folded
+        last, reward, steps, gamma = self.fold(episodes, cells.leaves[place], index.reshape(-1))
+        entries = cells.gather(index, names, {*skip, REWARD}, last.view(index.shape))
+        entries_of(entries["next"])["reward"] = reward.view(*index.shape, *reward.shape[1:])
+        entries.update(zip(ADDED, (steps.view(index.shape), gamma.view(index.shape)), strict=True))
+        return entries
+
+    def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
+        """Fold the steps in the cells ``index``.
+
+        Args:
+            episodes: where episodes begin and end.
+            reward: all stored rewards, ``[cells, *F]``.
+            index: cells ``[B]`` that hold something.
+        """
+        if reward.device.type != "cpu" or reward.dtype not in (torch.float32, torch.float64):
+            return self.fold_by_steps(episodes, reward, index)
+        rows = index.numpy()
+        last, steps = np.empty_like(rows), np.empty_like(rows)
+        rewards = reward.numpy().reshape(len(reward), -1)
+        total = np.empty((len(rows), rewards.shape[1]), rewards.dtype)
+        gamma = np.empty(len(rows), np.float32)
+        compiled(fold_rows)(
+            *(rows, *episodes.followed, self.n_steps, self.gamma),
+            *(rewards, last, total, steps, gamma),
+        )
+        found = torch.from_numpy(total).view(-1, *reward.shape[1:])
+        return torch.from_numpy(last), found, torch.from_numpy(steps), torch.from_numpy(gamma)
+
+    def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
+        """Fold as :meth:`fold` does, on any device and for any dtype of the rewards: one indexed read for each step."""
+        env, position = episodes.steps_of(index.cpu().numpy())
+        _, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
+        left = np.minimum(end.numpy() - position + 1, self.n_steps)
+        dtype = reward.dtype if reward.is_floating_point() else torch.get_default_dtype()
+        total = torch.zeros((len(index), *reward.shape[1:]), dtype=dtype, device=reward.device)
+        cells = index
+        for step in range(int(left.max(initial=1))):
+            following = episodes.cells_of(env, position + np.minimum(step, left - 1))
+            cells = torch.from_numpy(following).to(index.device)
+            going = torch.from_numpy(step < left).to(index.device)
+            term = self.gamma**step * reward.index_select(0, cells)
+            total += torch.where(going.view(-1, *[1] * (reward.ndim - 1)), term, 0).to(dtype)
+        steps = torch.from_numpy(left).to(index.device)
+        return cells, total, steps, (self.gamma ** steps.double()).float()
 
 
-def nothing() -> torch.Tensor:
-    """Return an index of no cells."""
-    return torch.zeros(0, dtype=torch.int64)
+def fold_rows(
+    cells: Any,
+    begins: Any,
+    positions: Any,
+    n_steps: int,
+    factor: float,
+    rewards: Any,
+    last: Any,
+    total: Any,
+    steps: Any,
+    gamma: Any,
+) -> None:
+    """Fold steps (numba); the last four arrays are filled.
 
-
-def _name(key: NestedKey) -> str:
-    return key if isinstance(key, str) else str(key[-1])
+    Args:
+        cells: where the first steps are, ``[B]``.
+        begins: of all cells: where a step's episode began; for a first step its own position, or a later one.
+        positions: next position of every ring, ``[num_envs]``.
+        n_steps: most steps.
+        factor: discount of a step.
+        rewards: of all cells, ``[cells, F]``.
+        last: cells of the last steps, ``[B]``.
+        total: discounted sums of rewards, ``[B, F]``.
+        steps: numbers of steps, ``[B]``.
+        gamma: discounts after them, ``[B]``.
+    """
+    width, size = len(positions), len(begins)
+    length = size // width
+    for row in range(len(cells)):
+        cell = cells[row]
+        newest = positions[cell % width] - 1
+        left = min((newest - cell // width) % length + 1, n_steps)  # the seam is behind the newest step
+        position = newest - (newest - cell // width) % length
+        total[row] = rewards[cell]
+        discount, taken = factor, 1
+        while taken < left:
+            following = cell + width
+            if following >= size:
+                following -= size
+            if begins[following] >= position + taken:
+                break
+            cell = following
+            total[row] += discount * rewards[cell]
+            discount *= factor
+            taken += 1
+        last[row], steps[row], gamma[row] = cell, taken, discount

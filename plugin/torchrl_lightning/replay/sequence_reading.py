@@ -50,11 +50,13 @@ def first_states(storage: Storage, index: Tensor, keys: Collection[Path], across
     begins = None
     if isinstance(init, Tensor):
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
+    one_step = not isinstance(storage, RingStorage) or storage.n_step is None
     states: dict[Path, Tensor] = {}
     for key in keys:
         for path, leaf in _leaves(tree, key):
             states[path] = _expanded(leaf, cells, index.shape, begins, zero=True)
-        for path, leaf in _leaves(tree, ("next", *key)):
+        # With n-step returns the state after the last step is read, with everything else of that step.
+        for path, leaf in _leaves(tree, ("next", *key)) if one_step else ():
             states[path] = _expanded(leaf, cells, index.shape, begins, zero=False)
     return states
 

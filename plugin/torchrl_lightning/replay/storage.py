@@ -27,6 +27,7 @@ from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
+from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.rings import integers
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
 
@@ -75,6 +76,8 @@ class RingStorage(StorageBase):
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
+        self.n_step: NStepReturns | None = None
+        """How what is read is folded into n-step returns: set by a buffer while it samples."""
         self._writer: weakref.ref[RingWriter] | None = None
         self._process = this_process()
 
@@ -222,7 +225,10 @@ class RingStorage(StorageBase):
     def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
         """Read entries of the cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`."""
         assert self.cells is not None
-        return self.cells.gather(index, names, skip)
+        if self.n_step is None:
+            return self.cells.gather(index, names, skip)
+        writer = self.writer
+        return self.n_step.gather(self.cells, None if writer is None else writer.index, index, names, skip)
 
     def get(self, index: Any) -> TensorDictBase:
         """Read cells: copies for a tensor of indices of any shape, a view for anything else.

@@ -34,7 +34,7 @@ def write_back(buffer: ExperienceBuffer, batch: TensorDictBase, keys: Sequence[N
     Raises:
         KeyError: an entry is neither stored nor in the batch, or nothing says what was overwritten since.
         TypeError: the batch is not a TensorDict, or the cells do not lie in a :class:`RingStorage`.
-        ValueError: a shape or dtype differs from what is stored.
+        ValueError: a shape or dtype differs from what is stored, or an entry is that of a later step (n-step returns).
     """
     check_tensordict(batch)
     storage, _, _ = buffer.parts
@@ -44,7 +44,7 @@ def write_back(buffer: ExperienceBuffer, batch: TensorDictBase, keys: Sequence[N
     if index is None:
         raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
     keys = [keys] if isinstance(keys, str) else keys
-    pairs = [pair for key in keys for pair in _pairs(storage, batch, index.shape, key)]
+    pairs = [pair for key in keys for pair in _pairs(storage, batch, index.shape, key, buffer.n_steps)]
     if not pairs:
         return torch.zeros(0, dtype=torch.int64)
     keep = _unchanged(buffer, batch, index)
@@ -64,10 +64,15 @@ def write_back(buffer: ExperienceBuffer, batch: TensorDictBase, keys: Sequence[N
 
 
 def _pairs(
-    storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey
+    storage: RingStorage, batch: TensorDictBase, shape: torch.Size, key: NestedKey, n_steps: int
 ) -> list[tuple[Tensor, Tensor]]:
     unraveled = unravel_key(key)
     path = path_of(unraveled)
+    if n_steps > 1 and path[0] == "next":
+        raise ValueError(
+            f"With n_steps={n_steps} the entry {key!r} of a batch is not that of its cells but of a later step; write "
+            "back entries outside of 'next' alone."
+        )
     node: Any = storage.tree
     for part in path:
         node = node.get(part) if isinstance(node, dict) else None
