@@ -51,13 +51,13 @@ def refused(cfg: DictConfig) -> str:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.num_envs=0", "data.num_envs=0: num_envs is 0; it must be at least 1."),
+        ("data.num_envs=0", "data.num_envs=0: num_envs must be a positive integer, got 0."),
         ("data.buffer.gamma=1.5", "data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         ("data.buffer.gae_lambda=-1", "data.buffer.gae_lambda=-1.0: gae_lambda must be between 0 and 1, got -1.0."),
-        ("model.clip_epsilon=-1", "model.clip_epsilon=-1.0: clip_epsilon is -1.0; it must be above 0."),
-        ("model.learning_rate=0", "model.learning_rate=0.0: learning_rate is 0.0; it must be above 0."),
-        ("model.max_grad_norm=-1", "model.max_grad_norm=-1.0: max_grad_norm is -1.0; it must be above 0."),
-        ("model.initial_std=0", "model.initial_std=0.0: initial_std is 0.0; it must be above 0."),
+        ("model.clip_epsilon=-1", "model.clip_epsilon=-1.0: clip_epsilon must be above 0, got -1.0."),
+        ("model.learning_rate=0", "model.learning_rate=0.0: learning_rate must be above 0, got 0.0."),
+        ("model.max_grad_norm=-1", "model.max_grad_norm=-1.0: max_grad_norm must be above 0, got -1.0."),
+        ("model.initial_std=0", "model.initial_std=0.0: initial_std must be above 0, got 0.0."),
         ("model.optimizer=Adam", "model.optimizer=Adam: optimizer is 'Adam'; expected a callable"),
         ("model.loss_critic_type=l3", "model.loss_critic_type=l3: loss_critic_type is 'l3'; expected one of l1, l2,"),
         ("model.schedule=cubic", "model: unknown schedule 'cubic'; known are constant, linear, cosine"),
@@ -83,11 +83,11 @@ def test_an_argument_that_does_not_exist_is_named(compose_train):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.gamma=2", "data.gamma=2.0: gamma is 2.0; it must be between 0 and 1."),
-        ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update is 0.0; it must be above 0."),
+        ("data.gamma=2", "data.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
+        ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
         ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
         ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
-        ("model.gamma=2", "model.gamma=2.0: gamma is 2.0; it must be between 0 and 1."),
+        ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
         ("model.tau=2", "model.tau=2.0: tau=2.0 must be in (0, 1]"),
     ],
 )

@@ -150,9 +150,9 @@ def test_any_torchrl_collector_serves(num_envs, make_data, make_trainer, make_mo
         ({"mini_batch_size": 128}, "mini_batch_size=128 is larger than a rollout of frames_per_batch=64"),
         ({"mini_batch_size": None, "num_mini_batch": 65}, "num_mini_batch=65 batches"),
         ({"mini_batch_size": 32, "num_mini_batch": 3}, "need 96"),
-        ({"num_epochs": 0}, "num_epochs is 0"),
-        ({"num_envs": 0}, "num_envs is 0"),
-        ({"mini_batch_size": 0}, "mini_batch_size is 0"),
+        ({"num_epochs": 0}, "num_epochs must be a positive integer, got 0"),
+        ({"num_envs": 0}, "num_envs must be a positive integer, got 0"),
+        ({"mini_batch_size": 0}, "mini_batch_size must be a positive integer, got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(settings, message, make_data):

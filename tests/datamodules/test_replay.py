@@ -240,10 +240,10 @@ def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"frames_per_update": 0.0}, "frames_per_update is 0.0; it must be above 0"),
-        ({"warmup_frames": -1}, "warmup_frames is -1"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"updates_per_epoch": 0}, "updates_per_epoch is 0"),
+        ({"frames_per_update": 0.0}, "frames_per_update must be above 0, got 0.0"),
+        ({"warmup_frames": -1}, "warmup_frames must be .* at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ({"updates_per_epoch": 0}, "updates_per_epoch must be a positive integer, got 0"),
         ({"checkpoint_buffer": "somewhere"}, "'somewhere'; expected one of inside, beside, none"),
         ({"frames_per_batch": 3}, "frames_per_batch=3 is no multiple of num_envs=2; take 4"),
     ],

@@ -6,6 +6,8 @@ import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from torchrl_lightning.ranges import integer
+
 
 class ExperienceLog(Callback):
     """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
@@ -22,14 +24,12 @@ class ExperienceLog(Callback):
     Example:
         >>> ExperienceLog(every_n_epochs=0)
         Traceback (most recent call last):
-        ValueError: every_n_epochs is 0; it must be at least 1.
+        ValueError: every_n_epochs is no positive integer.
     """
 
     def __init__(self, every_n_epochs: int = 1) -> None:
         super().__init__()
-        if every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs is {every_n_epochs}; it must be at least 1.")
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = integer(every_n_epochs, "every_n_epochs")
         self._began = 0.0
         self._frames = 0
 

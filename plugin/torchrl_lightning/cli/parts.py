@@ -92,8 +92,8 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
 
     Example:
         >>> cfg = OmegaConf.create({"model": {"clip_epsilon": -1.0}})
-        >>> describe(cfg, "model", ValueError("clip_epsilon is -1.0; it must be above 0."))
-        'model.clip_epsilon=-1.0: clip_epsilon is -1.0; it must be above 0.'
+        >>> describe(cfg, "model", ValueError("clip_epsilon must be above 0, got -1.0."))
+        'model.clip_epsilon=-1.0: clip_epsilon must be above 0, got -1.0.'
         >>> describe(cfg, "model", TypeError("actions are words."))
         'model: actions are words.'
     """

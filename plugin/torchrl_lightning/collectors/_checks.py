@@ -10,6 +10,7 @@ from torch import nn
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
+from torchrl_lightning.ranges import integer
 
 
 def check_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> None:
@@ -18,10 +19,8 @@ def check_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> Non
     Raises:
         ValueError: A batch is not a whole number of steps, or there are no frames.
     """
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch must be at least 1, got {frames_per_batch}.")
+    integer(num_envs, "num_envs")
+    integer(frames_per_batch, "frames_per_batch")
     if frames_per_batch % num_envs:
         nearest = max(1, round(frames_per_batch / num_envs)) * num_envs
         raise ValueError(

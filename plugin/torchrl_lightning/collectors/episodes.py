@@ -22,6 +22,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
+from torchrl_lightning.ranges import integer
 
 _MAX_ENVS = 32
 _STEPS = 32  # steps between two looks at who has finished
@@ -65,8 +66,7 @@ def play_episodes(
         >>> play_episodes("CartPole-v1", left, 3, seed=0)["episode_length"]
         tensor([10,  8,  8])
     """
-    if num_episodes < 1:
-        raise ValueError(f"num_episodes must be at least 1, got {num_episodes}.")
+    integer(num_episodes, "num_episodes")
     check_policy(policy)
     if seed is not None:
         check_seed(seed)

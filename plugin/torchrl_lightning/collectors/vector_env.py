@@ -10,6 +10,8 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning.ranges import integer
+
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 _FIX = (
@@ -71,8 +73,7 @@ def make_vector_env(
         return env
     check_env_source(env, vectorization)
     num_envs = 1 if num_envs is None else num_envs
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+    integer(num_envs, "num_envs")
     kwargs = dict(env_kwargs or {})
     if vectorization == "vector_entry_point":
         return _from_entry_point(env, num_envs, kwargs, wrappers)

@@ -26,6 +26,7 @@ from torchrl_lightning.collectors.spec_states import specs_state
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
+from torchrl_lightning.ranges import integer
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class ExperienceDataModule(L.LightningDataModule):
             "eval_num_envs": eval_num_envs,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1.")
+            integer(size, name)
         if frames_per_batch % num_envs:
             raise ValueError(
                 f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import EpisodeTracker
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 
 
@@ -94,9 +95,7 @@ class OnPolicyDataModule(ExperienceDataModule):
             eval_num_envs=eval_num_envs,
             seed=seed,
         )
-        if num_epochs < 1:
-            raise ValueError(f"num_epochs is {num_epochs}; it must be at least 1.")
-        self.num_epochs = num_epochs
+        self.num_epochs = integer(num_epochs, "num_epochs")
         self.shuffle = shuffle
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)
         self.buffer: VanillaOnPolicyBuffer | None = None
@@ -248,8 +247,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch
         for name, value in (("num_mini_batch", number), ("mini_batch_size", size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+            optional(integer)(value, name)
         if size is not None and size > frames:
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:

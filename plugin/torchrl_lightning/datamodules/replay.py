@@ -22,6 +22,7 @@ from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
+from torchrl_lightning.ranges import integer, not_negative, positive
 from torchrl_lightning.replay import ExperienceBuffer
 
 logger = logging.getLogger(__name__)
@@ -121,12 +122,9 @@ class ReplayDataModule(ExperienceDataModule):
             seed=seed,
         )
         for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
-        if frames_per_update <= 0:
-            raise ValueError(f"frames_per_update is {frames_per_update}; it must be above 0.")
-        if warmup_frames < 0:
-            raise ValueError(f"warmup_frames is {warmup_frames}; it must not be negative.")
+            integer(value, name)
+        positive(frames_per_update, "frames_per_update")
+        not_negative(warmup_frames, "warmup_frames")
         if checkpoint_buffer not in CHECKPOINTS:
             raise ValueError(f"checkpoint_buffer is {checkpoint_buffer!r}; expected one of {', '.join(CHECKPOINTS)}.")
         self.batch_size = batch_size

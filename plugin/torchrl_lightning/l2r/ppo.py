@@ -26,6 +26,7 @@ from torchrl_lightning.l2r.paths import (
     step_row,
 )
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.ranges import integer, not_negative, optional
 from torchrl_lightning.replay.rows import check_step, vector
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
@@ -147,12 +148,11 @@ class PPOBuffer(Configurable, GAEBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
-            unset = number is None and name.endswith("dim")
-            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
-        if not 0.0 <= eps < float("inf"):
-            raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}.")
+        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim)):
+            optional(integer)(number, name)
+        integer(size, "size")
+        integer(batch_size, "batch_size")
+        not_negative(eps, "eps")
         super().__init__(
             size,
             device,

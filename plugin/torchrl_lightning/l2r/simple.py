@@ -18,6 +18,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import check_tensordict
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.storage import RingStorage
@@ -104,10 +105,10 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         prefetch: int | None = None,
         shared: bool = False,
     ) -> None:
-        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim), ("size", size), ("batch_size", batch_size)):
-            unset = number is None and name.endswith("dim")
-            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim)):
+            optional(integer)(number, name)
+        integer(size, "size")
+        integer(batch_size, "batch_size")
         super().__init__(
             storage=RingStorage(size, device=device, scratch_dir=scratch_dir),
             sampler=UniformSampler(with_replacement=False) if sampler is None else sampler,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.ranges import check_positive
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
+from torchrl_lightning.ranges import optional, positive
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,7 +50,8 @@ class AgentModule(ReportingModule):
                     f"{name} is {factory!r}; expected a callable that makes an optimizer of parameters, such as "
                     "functools.partial(torch.optim.Adam, lr=1e-3)."
                 )
-        check_positive(learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+        positive(learning_rate, "learning_rate")
+        optional(positive)(max_grad_norm, "max_grad_norm")
         super().__init__()
         self.automatic_optimization = False
         self.network = network

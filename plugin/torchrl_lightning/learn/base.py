@@ -17,9 +17,9 @@ from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.losses import target_key
 from torchrl_lightning.learn.networks import MLPNetwork, Network
-from torchrl_lightning.learn.ranges import check_positive
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.ranges import positive
 
 STATE = "on_policy"
 
@@ -68,7 +68,7 @@ class ActorCriticModule(AgentModule):
         schedule: str | Schedule = "constant",
         entropy_schedule: str | Schedule = "constant",
     ) -> None:
-        check_positive(initial_std=initial_std)
+        positive(initial_std, "initial_std")
         super().__init__(
             network or MLPNetwork(),
             learning_rate=learning_rate,

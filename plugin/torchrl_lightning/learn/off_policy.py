@@ -20,11 +20,11 @@ from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.q_networks import write_error
-from torchrl_lightning.learn.ranges import check_fraction
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import build_updater
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.ranges import fraction, integer
 
 STATE = "off_policy"
 # Input of networks behind a memory; not ``features``, which their own trunks write.
@@ -74,7 +74,7 @@ class OffPolicyModule(AgentModule):
         updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
-        check_fraction(gamma=gamma)
+        fraction(gamma, "gamma")
         super().__init__(
             network or self.default_network(),
             learning_rate=learning_rate,
@@ -83,10 +83,8 @@ class OffPolicyModule(AgentModule):
             max_grad_norm=max_grad_norm,
             schedule=schedule,
         )
-        if target_interval < 1 or updates_per_step < 1:
-            raise ValueError(
-                f"target_interval={target_interval} and updates_per_step={updates_per_step} must be at least 1"
-            )
+        integer(target_interval, "target_interval")
+        integer(updates_per_step, "updates_per_step")
         if not 0.0 < tau <= 1.0:
             raise ValueError(f"tau={tau} must be in (0, 1]")
         if refresh_states and not isinstance(self.network, RecurrentNetwork):

@@ -13,9 +13,9 @@ from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.critics import Critic
 from torchrl_lightning.learn.losses import DirectClipPPOLoss
 from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.ranges import check_positive
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.ranges import optional, positive
 
 
 class PPOModule(ActorCriticModule):
@@ -84,7 +84,9 @@ class PPOModule(ActorCriticModule):
         schedule: str | Schedule = "constant",
         entropy_schedule: str | Schedule = "constant",
     ) -> None:
-        check_positive(clip_epsilon=clip_epsilon, clip_value=clip_value, target_kl=target_kl)
+        positive(clip_epsilon, "clip_epsilon")
+        optional(positive)(clip_value, "clip_value")
+        optional(positive)(target_kl, "target_kl")
         super().__init__(
             network,
             distribution=distribution,

@@ -16,6 +16,7 @@ from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_squashed_actor
 from torchrl_lightning.learn.td_losses import DirectSACLoss
 from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.ranges import integer, positive
 
 
 class SACModule(OffPolicyModule):
@@ -90,8 +91,8 @@ class SACModule(OffPolicyModule):
             updates_per_step=updates_per_step,
             refresh_states=refresh_states,
         )
-        if num_critics < 1 or alpha <= 0:
-            raise ValueError(f"num_critics={num_critics} must be at least 1 and alpha={alpha} above 0")
+        integer(num_critics, "num_critics")
+        positive(alpha, "alpha")
         if alpha_optimizer is not None and not learn_alpha:
             raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
         self.num_critics, self.alpha_optimizer = num_critics, alpha_optimizer

@@ -18,6 +18,7 @@ from torchrl_lightning.learn.squashed import build_deterministic_actor
 from torchrl_lightning.learn.td_losses import DirectTD3Loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.ranges import integer
 
 
 class TD3Module(OffPolicyModule):
@@ -94,9 +95,7 @@ class TD3Module(OffPolicyModule):
             updates_per_step=updates_per_step,
             refresh_states=refresh_states,
         )
-        if num_critics < 1:
-            raise ValueError(f"num_critics={num_critics} must be at least 1")
-        self.num_critics = num_critics
+        self.num_critics = integer(num_critics, "num_critics")
         self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
         self.loss_arguments: dict[str, Any] = {
             "loss_function": loss_function,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +13,10 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.entries import nested_key
+from torchrl_lightning.ranges import integer, not_negative
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers
-from torchrl_lightning.replay.sampling import check_size, stored_cells
+from torchrl_lightning.replay.sampling import stored_cells
 from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1
@@ -95,11 +95,11 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             raise ValueError(f"reduction must be one of {tuple(REDUCTIONS)}, got {reduction!r}.")
         if weight_norm not in WEIGHT_NORMS:
             raise ValueError(f"weight_norm must be one of {WEIGHT_NORMS}, got {weight_norm!r}.")
-        eps, self.initial_priority = _not_negative("eps", eps), _not_negative("initial_priority", initial_priority)
-        self._beta = _not_negative("beta", beta)
+        eps, self.initial_priority = not_negative(eps, "eps"), not_negative(initial_priority, "initial_priority")
+        self._beta = not_negative(beta, "beta")
         self.table = Priorities(
             max_capacity,
-            _not_negative("alpha", alpha),
+            not_negative(alpha, "alpha"),
             eps,
             dtype=dtype,
             device="cpu" if device is None else device,
@@ -139,7 +139,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        self.table.change_alpha(_not_negative("alpha", value))
+        self.table.change_alpha(not_negative(value, "alpha"))
 
     @property
     def beta(self) -> float:
@@ -148,7 +148,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = _not_negative("beta", value)
+        self._beta = not_negative(value, "beta")
 
     @property
     def default_priority(self) -> float:
@@ -170,7 +170,7 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
             RuntimeError: nothing is stored, or all priorities are zero.
             ValueError: the storage is larger than ``max_capacity``, or ``batch_size`` is not a size.
         """
-        batch_size = check_size(batch_size)
+        batch_size = integer(batch_size, "batch_size", 0)
         self._adopt(storage)
         table = self.table
         if not table.count:
@@ -351,10 +351,3 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         return (
             f"{type(self).__name__}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
         )
-
-
-def _not_negative(name: str, value: float) -> float:
-    number = float(value)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
-    return number

@@ -15,10 +15,10 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.entries import nested_keys, path_of
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import check_flat_state
 from torchrl_lightning.replay.flat_ring import FlatRing, WriteOrder
 from torchrl_lightning.replay.rings import Ints
-from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.replay.sequence_reading import first_states
 from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.replay.trajectories import TrajectoryList
@@ -93,8 +93,7 @@ class SequenceSampler(OwnGenerator, Sampler):
         for name, value, allowed in (("episode_ends", episode_ends, EPISODE_ENDS), ("over", over, OVER)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}.")
-        if isinstance(batch_length, bool) or not isinstance(batch_length, int) or batch_length < 1:
-            raise ValueError(f"batch_length must be a positive integer, got {batch_length!r}.")
+        batch_length = integer(batch_length, "batch_length")
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
         self.batch_length, self.episode_ends, self.burn_in, self.over = batch_length, episode_ends, burn_in, over
@@ -147,7 +146,7 @@ class SequenceSampler(OwnGenerator, Sampler):
             RuntimeError: nothing is stored.
             ValueError: windows are longer than any stored episode, or it is unknown where episodes end.
         """
-        batch_size = check_size(batch_size)
+        batch_size = integer(batch_size, "batch_size", 0)
         rings = self._rings(storage, batch_size)
         if not batch_size:
             nothing = torch.zeros((0, self.batch_length), dtype=torch.int64)

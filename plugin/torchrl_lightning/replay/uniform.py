@@ -11,7 +11,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
-from torchrl_lightning.replay.sampling import check_size, ring_of
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay.sampling import ring_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.state import check_state, flag, generator
 
@@ -66,7 +67,7 @@ class UniformSampler(OwnGenerator, Sampler):
             RuntimeError: nothing is stored.
             ValueError: there are fewer cells than asked for without replacement, or ``batch_size`` is not a size.
         """
-        batch_size, stored = check_size(batch_size), len(storage)
+        batch_size, stored = integer(batch_size, "batch_size", 0), len(storage)
         if not stored:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if batch_size > stored and not self.with_replacement:

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.entries import check_tensordict, entry_of, nested_key, path_of
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Ints, Rings, integers
@@ -79,9 +80,7 @@ class RingWriter(WriterBase, Rings):
         self._counters: Ints = np.zeros(2, np.int64)
         self._process = this_process()
         WriterBase.__init__(self)
-        if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
-            raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
-        Rings.__init__(self, num_envs)
+        Rings.__init__(self, integer(num_envs, "num_envs"))
         self.track_episodes = track_episodes
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
+from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import check_unit
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 from torchrl_lightning.rollout.writer import REWARD, TERMINATED
 
@@ -155,7 +155,7 @@ class GeneralizedAdvantages(AdvantageTransform):
             standardize_advantages=standardize_advantages,
             on_write=on_write,
         )
-        check_unit(lmbda, "lmbda")
+        fraction(lmbda, "lmbda")
         self.lmbda = lmbda
 
     def advantages(
@@ -237,7 +237,7 @@ class VTraceAdvantages(AdvantageTransform):
             standardize_advantages=standardize_advantages,
             on_write=on_write,
         )
-        check_unit(lmbda, "lmbda")
+        fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.actor = actor
         self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip

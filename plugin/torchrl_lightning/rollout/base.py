@@ -14,12 +14,11 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl_lightning._compat import OwnSignature, new_tensordict
 from torchrl_lightning.entries import keyed_leaves, nested_keys, next_key, path_of, under
 from torchrl_lightning.files import StateFiles
+from torchrl_lightning.ranges import boolean, integer, optional
 from torchrl_lightning.replay.checks import check_transform
-from torchrl_lightning.replay.sampling import check_size
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
-from torchrl_lightning.rollout.parameters import check_flag, or_none
 from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
@@ -71,7 +70,7 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
             generator=generator,
             transform=transform,
         )
-        self.recurrent = or_none(check_flag)(recurrent, "recurrent")
+        self.recurrent = optional(boolean)(recurrent, "recurrent")
         self.recurrent_keys = recurrent_keys
         self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
         self._consumed = False
@@ -320,7 +319,7 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         if num_mini_batch is None and mini_batch_size is None:
             num_mini_batch, mini_batch_size = self._default_split()
         units = rollout.shape[1] if whole else rollout.numel()
-        check_size(num_epochs, 1, "num_epochs")
+        integer(num_epochs, "num_epochs")
         number, size = split_epoch(units, num_mini_batch, mini_batch_size, drop_last, whole=whole)
         hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)

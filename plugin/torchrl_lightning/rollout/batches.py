@@ -9,7 +9,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.replay.sampling import check_size
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.storage import Tree
 
@@ -36,7 +36,7 @@ def split_epoch(
     unit = "environments" if whole else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
         if value is not None:
-            check_size(value, 1, name)
+            integer(value, name)
     if num_mini_batch is None and mini_batch_size is None:
         raise ValueError("Give num_mini_batch or mini_batch_size (or an algorithm that has them).")
     if num_mini_batch is not None and mini_batch_size is not None:

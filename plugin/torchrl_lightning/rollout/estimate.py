@@ -13,8 +13,8 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import join, nested_key, next_key, path_of
 from torchrl_lightning.estimators import standardize
+from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.layout import time_axis, time_major
-from torchrl_lightning.rollout.parameters import check_unit
 from torchrl_lightning.rollout.values import fill_values, value_keys
 from torchrl_lightning.rollout.writer import REWARD, check_flags
 
@@ -56,7 +56,7 @@ class AdvantageTransform(Transform):
         on_write: bool = False,
     ) -> None:
         super().__init__(in_keys=[], out_keys=[])
-        self.gamma = check_unit(gamma, "gamma")
+        self.gamma = fraction(gamma, "gamma")
         self.critic = critic
         self.time_dim = time_dim
         self.reward_key, self.value_key = nested_key(reward_key), nested_key(value_key)

@@ -11,9 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import gae
+from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import Check, check_unit
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -60,7 +60,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         (0, 0.9)
     """
 
-    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": check_unit}
+    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
             generator=generator,
             transform=transform,
         )
-        self.gae_lambda = check_unit(gae_lambda, "gae_lambda")
+        self.gae_lambda = fraction(gae_lambda, "gae_lambda")
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
+from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import check_unit
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 
@@ -89,7 +89,7 @@ class IntrinsicReturns(AdvantageTransform):
             standardize_advantages=standardize_advantages,
             on_write=on_write,
         )
-        check_unit(lmbda, "lmbda")
+        fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.normalize = normalize
         self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
@@ -106,7 +106,7 @@ class IntrinsicReturns(AdvantageTransform):
 
     @gamma.setter
     def gamma(self, gamma: float) -> None:
-        self.__dict__["_gamma"] = check_unit(gamma, "gamma")
+        self.__dict__["_gamma"] = fraction(gamma, "gamma")
         if "normalizer" in self.__dict__:
             self.normalizer.gamma = self.gamma
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.replay.sampling import check_size
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
 
 UNITS = ("steps", "environments")
@@ -81,7 +81,7 @@ class MinibatchSampler(SamplerBase):
         Raises:
             ValueError: the batch size is not positive.
         """
-        batch_size = check_size(batch_size, 1)
+        batch_size = integer(batch_size, "batch_size")
         drop = self.drop_last if drop_last is None else drop_last
         for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):
             if (drop and batch.shape[0] < batch_size) or (num_batches is not None and number >= num_batches):
@@ -95,7 +95,7 @@ class MinibatchSampler(SamplerBase):
             RuntimeError: the storage is empty.
             ValueError: ``drop_last`` is set and an epoch holds no full batch, or the batch size is not positive.
         """
-        batch_size = check_size(batch_size, 1)
+        batch_size = integer(batch_size, "batch_size")
         if not len(storage):
             raise RuntimeError("The storage is empty: there is nothing to sample; extend the buffer first.")
         whole = self.by == "environments"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
 from torchrl_lightning.entries import Schema, describe, keyed_leaves, path_of, schema_difference
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.state import check_state, mapping, optional, same, whole
@@ -46,9 +47,9 @@ class RolloutStorage(StorageBase):
     """
 
     def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
-        for name, value in (("size", size), ("num_envs", num_envs)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        integer(size, "size")
+        if num_envs is not None:
+            integer(num_envs, "num_envs")
         super().__init__(size * (num_envs or 1), ndim=2, device=device)
         self.size = size
         self.num_envs = num_envs
@@ -166,8 +167,7 @@ class RolloutStorage(StorageBase):
         Raises:
             ValueError: more steps are stored than fit, or there is too little memory.
         """
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"size must be a positive integer, got {size!r}.")
+        integer(size, "size")
         if size < self.num_steps:
             raise ValueError(f"{self.num_steps} steps are stored and do not fit into size={size}; call empty() first.")
         if self.data is not None:

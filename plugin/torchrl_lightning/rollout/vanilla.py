@@ -14,20 +14,13 @@ from torch import Tensor
 
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, standardize
+from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.rollout.advantages import DiscountedReturns
 from torchrl_lightning.rollout.base import OnPolicyBuffer
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
-from torchrl_lightning.rollout.parameters import (
-    Check,
-    any_object,
-    check_count,
-    check_flag,
-    check_keys,
-    check_unit,
-    or_none,
-)
+from torchrl_lightning.rollout.parameters import any_object, check_keys
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.state import check_state, mapping
 
@@ -87,20 +80,20 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
 
     storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
     parameters: ClassVar[Mapping[str, Check]] = {
-        "size": check_count,
-        "gamma": or_none(check_unit),
-        "gamma_intrinsic": or_none(check_unit),
+        "size": integer,
+        "gamma": optional(fraction),
+        "gamma_intrinsic": optional(fraction),
         "actor": any_object,
         "critic": any_object,
         "intrinsic_critic": any_object,
         "algorithm": any_object,
         "envs": any_object,
-        "standardize_advantages": check_flag,
-        "recompute_values": check_flag,
-        "normalize_intrinsic": check_flag,
-        "batch_keys": or_none(check_keys),
-        "recurrent": or_none(check_flag),
-        "frame_stack": check_count,
+        "standardize_advantages": boolean,
+        "recompute_values": boolean,
+        "normalize_intrinsic": boolean,
+        "batch_keys": optional(check_keys),
+        "recurrent": optional(boolean),
+        "frame_stack": integer,
     }
 
     def __init__(
@@ -148,14 +141,14 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
         self.algorithm, self.envs = algorithm, envs
         self.gamma, self.gamma_intrinsic = gamma, gamma_intrinsic
-        self.standardize_advantages = check_flag(standardize_advantages, "standardize_advantages")
-        self.recompute_values = check_flag(recompute_values, "recompute_values")
-        self.bootstrap = check_flag(bootstrap, "bootstrap")
-        self.normalize_intrinsic = check_flag(normalize_intrinsic, "normalize_intrinsic")
+        self.standardize_advantages = boolean(standardize_advantages, "standardize_advantages")
+        self.recompute_values = boolean(recompute_values, "recompute_values")
+        self.bootstrap = boolean(bootstrap, "bootstrap")
+        self.normalize_intrinsic = boolean(normalize_intrinsic, "normalize_intrinsic")
         self.value_key, self.advantage_key = nested_key(value_key), nested_key(advantage_key)
         self.value_target_key = nested_key(value_target_key)
         told = (getattr(envs, "env_kwargs", None) or {}).get("frame_stack")
-        self.frame_stack = check_count(_first(frame_stack, told, getattr(envs, "frame_stack", None), 1), "frame_stack")
+        self.frame_stack = integer(_first(frame_stack, told, getattr(envs, "frame_stack", None), 1), "frame_stack")
         self.num_channels_obs: int | None = None
         self._intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
 
@@ -192,7 +185,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self._gamma_intrinsic = gamma
 
     def _discount(self, given: float | None, name: str) -> float:
-        return check_unit(_first(given, getattr(self.algorithm, name, None), 0.99), name)
+        return fraction(_first(given, getattr(self.algorithm, name, None), 0.99), name)
 
     @property
     def intrinsic(self) -> IntrinsicReturns:

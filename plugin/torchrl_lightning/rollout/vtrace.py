@@ -11,13 +11,17 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import nested_key
+from torchrl_lightning.ranges import Check, fraction, optional, positive
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import Check, check_threshold, check_unit, or_none
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
 POLICY_VERSION = ("collector", "policy_version")
+
+
+def _threshold(value: float, name: str) -> float:
+    return positive(value, name, "float('inf') clips nothing")
 
 
 class VTraceBuffer(VanillaOnPolicyBuffer):
@@ -70,10 +74,10 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     parameters: ClassVar[Mapping[str, Check]] = {
         **VanillaOnPolicyBuffer.parameters,
-        "lmbda": check_unit,
-        "clip_rho_thres": check_threshold,
-        "clip_c_thres": check_threshold,
-        "clip_pg_rho_thres": or_none(check_threshold),
+        "lmbda": fraction,
+        "clip_rho_thres": _threshold,
+        "clip_c_thres": _threshold,
+        "clip_pg_rho_thres": optional(_threshold),
     }
 
     def __init__(
@@ -140,10 +144,10 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
             generator=generator,
             transform=transform,
         )
-        self.lmbda = check_unit(lmbda, "lmbda")
-        self.clip_rho_thres = check_threshold(clip_rho_thres, "clip_rho_thres")
-        self.clip_c_thres = check_threshold(clip_c_thres, "clip_c_thres")
-        self.clip_pg_rho_thres = or_none(check_threshold)(clip_pg_rho_thres, "clip_pg_rho_thres")
+        self.lmbda = fraction(lmbda, "lmbda")
+        self.clip_rho_thres = _threshold(clip_rho_thres, "clip_rho_thres")
+        self.clip_c_thres = _threshold(clip_c_thres, "clip_c_thres")
+        self.clip_pg_rho_thres = optional(_threshold)(clip_pg_rho_thres, "clip_pg_rho_thres")
         self.log_prob_key, self.action_key = nested_key(log_prob_key), nested_key(action_key)
         self.current_log_prob_key: NestedKey = "current_action_log_prob"
         self.policy_version: int | None = None
@@ -157,8 +161,8 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
 
     def _clips(self, rho: float | None, c: float | None) -> dict[str, Any]:
         return {
-            "rho_clip": self.clip_rho_thres if rho is None else check_threshold(rho, "clip_rho_thres"),
-            "c_clip": self.clip_c_thres if c is None else check_threshold(c, "clip_c_thres"),
+            "rho_clip": self.clip_rho_thres if rho is None else _threshold(rho, "clip_rho_thres"),
+            "c_clip": self.clip_c_thres if c is None else _threshold(c, "clip_c_thres"),
             "pg_rho_clip": self.clip_pg_rho_thres,
         }
 

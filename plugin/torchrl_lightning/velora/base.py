@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import check_tensordict, to_tensordict
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
@@ -87,10 +88,9 @@ class BufferBase(ExperienceBuffer):
     ) -> None:
         if type(self).sample is BufferBase.sample:
             raise TypeError(f"{type(self).__name__} does not say how to sample; use RecurrentReplayBuffer.")
-        for name, number in zip(DIMS, (capacity, state_dim, action_dim, hidden_dim), strict=True):
-            unset = number is None and name != "capacity"
-            if not unset and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        integer(capacity, "capacity")
+        for name, number in zip(WIDTHS, (state_dim, action_dim, hidden_dim), strict=True):
+            optional(integer)(number, name)
         self.capacity, self.state_dim, self.action_dim, self.hidden_dim = capacity, state_dim, action_dim, hidden_dim
         self.device = None if device is None else torch.device(device)
         place = torch.get_default_device() if self.device is None else self.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchrl_lightning.replay.sampling import check_size
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.velora.base import BufferBase
 from torchrl_lightning.velora.experience import BatchExperience
 from torchrl_lightning.velora.warm import collect
@@ -73,7 +73,7 @@ class RecurrentReplayBuffer(BufferBase):
         Raises:
             ValueError: fewer are stored (names both numbers), or ``batch_size`` is not a size.
         """
-        wanted = self.batch_size if batch_size is None else check_size(batch_size)
+        wanted = self.batch_size if batch_size is None else integer(batch_size, "batch_size", 0)
         if wanted is not None and len(self) < wanted:
             raise ValueError(
                 f"The buffer does not hold enough transitions. Available: {len(self)}, Requested: {wanted}."
@@ -103,8 +103,7 @@ class RecurrentReplayBuffer(BufferBase):
         """
         if num_envs < 2:
             raise ValueError(f"'{num_envs=}' cannot be smaller than 2.")
-        if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 0:
-            raise ValueError(f"n_samples must be a whole number of at least 0, got {n_samples!r}.")
+        integer(n_samples, "n_samples", 0)
         if n_samples > self.capacity:
             raise ValueError(f"n_samples={n_samples} transitions do not fit into capacity={self.capacity}.")
         if self.writer.num_envs not in (1, num_envs):

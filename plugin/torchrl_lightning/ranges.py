@@ -1,0 +1,119 @@
+"""Refuse settings that make no sense, before anything is built: one check for each kind of number.
+
+Each takes a value and what its user calls it, and returns the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+Check = Callable[[Any, str], Any]
+
+
+def integer(value: Any, name: str, least: int = 1) -> int:
+    """Return an integer of at least ``least``.
+
+    Raises:
+        ValueError: it is none, or too small.
+
+    Example:
+        >>> integer(8, "size"), integer(0, "burn_in", 0)
+        (8, 0)
+        >>> integer(True, "size")
+        Traceback (most recent call last):
+        ValueError: size must be a positive integer, got True.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+    return number
+
+
+def positive(value: Any, name: str, hint: str = "") -> float:
+    """Return a number above 0, infinity included.
+
+    Raises:
+        ValueError: it is not; the message ends with the hint.
+
+    Example:
+        >>> positive(0.2, "clip_epsilon")
+        0.2
+    """
+    if not (number := _number(value)) > 0.0:
+        raise ValueError(f"{name} must be above 0, got {value!r}{hint and '; '}{hint}.")
+    return number
+
+
+def not_negative(value: Any, name: str) -> float:
+    """Return a finite number of at least 0.
+
+    Raises:
+        ValueError: it is not.
+
+    Example:
+        >>> not_negative(0, "eps")
+        0.0
+    """
+    if not 0.0 <= (number := _number(value)) < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+    return number
+
+
+def fraction(value: Any, name: str) -> float:
+    """Return a number in ``[0, 1]``, such as a discount.
+
+    Raises:
+        ValueError: it is not.
+
+    Example:
+        >>> fraction(1, "gamma")
+        1.0
+    """
+    if not 0.0 <= (number := _number(value)) <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value!r}.")
+    return number
+
+
+def boolean(value: Any, name: str) -> bool:
+    """Return a boolean.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> boolean(True, "shuffle")
+        True
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def optional(check: Check) -> Check:
+    """Return a check that lets ``None`` pass.
+
+    Example:
+        >>> optional(fraction)(None, "gamma"), optional(fraction)(1, "gamma")
+        (None, 1.0)
+    """
+
+    def checked(value: Any, name: str) -> Any:
+        return None if value is None else check(value, name)
+
+    return checked
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
