@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torchrl.data import Categorical, Composite, Unbounded  # noqa: E402
 from torchrl.objectives import ClipPPOLoss, LossModule  # noqa: E402
 
-from torchrl_lightning.learn import DirectClipPPOLoss, build_actor, build_critic  # noqa: E402
+from torchrl_lightning.learn import PPOModule, build_actor, build_critic  # noqa: E402
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2), num_envs=8)
 KWARGS = {"entropy_coeff": 0.01, "critic_coeff": 0.5, "loss_critic_type": "l2", "normalize_advantage": True}
@@ -57,12 +57,12 @@ def torchrl_update(loss: LossModule, batch: TensorDict, fused: bool) -> Contende
     return update
 
 
-def direct_update(loss: DirectClipPPOLoss, batch: TensorDict) -> Contender:
+def our_update(module: PPOModule, batch: TensorDict) -> Contender:
     """Return an update as `ActorCriticModule` makes it."""
-    step = optimizer_step(list(loss.parameters()), True)
+    step = optimizer_step(list(module.parameters()), True)
 
     def update() -> None:
-        terms = loss.terms(batch)
+        terms = module.terms(batch)
         torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum().backward()
         step()
 
@@ -104,7 +104,7 @@ def updates() -> list[Timing]:
             "TorchRL lean, fused Adam": torchrl_update(
                 ClipPPOLoss(*networks(), functional=False, log_explained_variance=False, **KWARGS), batch, True
             ),
-            "ours": direct_update(DirectClipPPOLoss(*networks(), **KWARGS), batch),
+            "ours": our_update(PPOModule(**KWARGS).build(SPECS), batch),
             "bare torch": bare_update(batch),
         }
     )

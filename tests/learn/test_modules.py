@@ -103,8 +103,8 @@ def test_schedules_follow_the_frames() -> None:
     class Recorder(FakeData):
         def epoch(self) -> Any:
             rates.append(module.optimizers().param_groups[0]["lr"])
-            coefficients.append(float(module.loss.entropy_coeff))
-            clips.append(float(module.loss.clip_epsilon))
+            coefficients.append(float(module.entropy_coeff))
+            clips.append(float(module.clip_epsilon))
             yield from super().epoch()
 
     trainer(max_epochs=4).fit(module, datamodule=Recorder())
@@ -167,8 +167,6 @@ def test_what_is_missing_is_said() -> None:
         _ = small().policy
     with pytest.raises(ValueError, match="linear"):
         small(schedule="linaer")
-    with pytest.raises(ValueError, match="intrinsic"):
-        ReinforceModule(intrinsic=RandomNetworkDistillation())
     with pytest.raises(RuntimeError, match="specs"):
         trainer().fit(small(), train_dataloaders=[0], val_dataloaders=[0])
 

@@ -11,7 +11,7 @@ from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning.learn import RecurrentNetwork, build_actor, build_critic
-from torchrl_lightning.learn.losses import evaluate
+from torchrl_lightning.learn.base import evaluate
 from torchrl_lightning.learn.trunks import initial_states
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Categorical(2), num_envs=4)

@@ -19,7 +19,7 @@ class Recorder(PPOModule):
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
-        self.used.append((self.optimizers().param_groups[0]["lr"], float(self.loss.entropy_coeff)))
+        self.used.append((self.optimizers().param_groups[0]["lr"], float(self.entropy_coeff)))
 
 
 class SaveAt(L.Callback):

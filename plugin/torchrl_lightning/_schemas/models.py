@@ -99,13 +99,11 @@ class ReinforceSchema:
     initial_std: float = 1.0
     critics: list[str] | None = None
     separate_critics: bool = False
-    intrinsic: Any = None
     optimizer: Any = None
     critic_optimizer: Any = None
     learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
     schedule: Any = "constant"
-    entropy_schedule: Any = "constant"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""LightningModules around TorchRL's losses, and the builders of actors and critics."""
+"""LightningModules, the losses that they minimise, and the builders of actors and critics."""
 
 from torchrl_lightning.learn.a2c import A2CModule
 from torchrl_lightning.learn.actors import Actor, build_actor
@@ -8,7 +8,7 @@ from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorica
 from torchrl_lightning.learn.dqn import DQNModule
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.loading import LoadedPolicy, load_policy
-from torchrl_lightning.learn.losses import DirectA2CLoss, DirectClipPPOLoss, DirectReinforceLoss
+from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, policy_gradient_loss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.ppo import PPOModule
@@ -32,10 +32,7 @@ __all__ = [
     "CosineSchedule",
     "Critic",
     "DQNModule",
-    "DirectA2CLoss",
-    "DirectClipPPOLoss",
     "DirectDQNLoss",
-    "DirectReinforceLoss",
     "DirectSACLoss",
     "DirectTD3Loss",
     "EpsilonGreedyPolicy",
@@ -61,5 +58,8 @@ __all__ = [
     "build_deterministic_actor",
     "build_q_network",
     "build_squashed_actor",
+    "clipped_surrogate_loss",
+    "critic_loss",
     "load_policy",
+    "policy_gradient_loss",
 ]

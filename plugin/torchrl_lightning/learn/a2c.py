@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from torchrl_lightning.learn.actors import Actor
+from tensordict import TensorDictBase
+from torch import Tensor
+
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule
-from torchrl_lightning.learn.critics import Critic
-from torchrl_lightning.learn.losses import DirectA2CLoss
+from torchrl_lightning.learn.losses import policy_gradient_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
 
 
 class A2CModule(ActorCriticModule):
-    """Advantage actor-critic (Mnih et al., 2016), over TorchRL's ``A2CLoss``.
+    """Advantage actor-critic (Mnih et al., 2016).
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -48,6 +48,8 @@ class A2CModule(ActorCriticModule):
         ['state_value']
     """
 
+    entropy_coeff: Tensor
+
     def __init__(
         self,
         network: Network | None = None,
@@ -72,6 +74,11 @@ class A2CModule(ActorCriticModule):
     ) -> None:
         super().__init__(
             network,
+            critic_coeff=critic_coeff,
+            loss_critic_type=loss_critic_type,
+            normalize_advantage=normalize_advantage,
+            extrinsic_coeff=extrinsic_coeff,
+            intrinsic_coeff=intrinsic_coeff,
             distribution=distribution,
             initial_std=initial_std,
             critics=critics,
@@ -82,17 +89,21 @@ class A2CModule(ActorCriticModule):
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
-            entropy_schedule=entropy_schedule,
         )
-        self.loss_arguments: dict[str, Any] = {
-            "entropy_coeff": entropy_coeff,
-            "critic_coeff": critic_coeff,
-            "loss_critic_type": loss_critic_type,
-            "normalize_advantage": normalize_advantage,
-            "extrinsic_coeff": extrinsic_coeff,
-            "intrinsic_coeff": intrinsic_coeff if self.intrinsic is not None else 0.0,
-        }
+        self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
 
-    def build_loss(self, actor: Actor, critic: Critic) -> DirectA2CLoss:
-        """Return the actor-critic loss."""
-        return DirectA2CLoss(actor, critic, **self.loss_arguments)
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the policy gradient's objective, the entropy bonus and the critics' losses."""
+        log_prob, entropy, values = self.evaluate(batch)
+        entropy = entropy.mean()
+        terms = {
+            "loss_objective": policy_gradient_loss(log_prob, self.advantage(batch)),
+            "loss_entropy": -self.entropy_coeff * entropy,
+            **self.critic_terms(batch, values),
+            "entropy": entropy.detach(),
+        }
+        behaviour = batch.get("action_log_prob", None)
+        if behaviour is not None:
+            # |rho - 1|: how far the policy is from the one that acted; zero on fresh data.
+            terms["ratio_deviation"] = (log_prob.detach() - behaviour).expm1().abs().mean()
+        return terms

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.ranges import optional, positive
 
+T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -62,6 +63,11 @@ class AgentModule(ReportingModule):
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the networks exist."""
+        return self.loss is not None
+
     @abstractmethod
     def build(self, specs: Any) -> Self:
         """Build networks and loss for an environment's specs, once; return the module."""
@@ -72,8 +78,7 @@ class AgentModule(ReportingModule):
         Raises:
             ValueError: There is such a schedule.
         """
-        schedules = [self.schedule, *self.scheduled_coefficients.values()]
-        if stage != "fit" or all(isinstance(schedule, ConstantSchedule) for schedule in schedules):
+        if stage != "fit" or all(isinstance(schedule, ConstantSchedule) for schedule in self.schedules):
             return
         if progress_of(self.trainer) is None:
             raise ValueError(
@@ -94,7 +99,7 @@ class AgentModule(ReportingModule):
                 f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
                 "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
             )
-        if self.loss is None:
+        if not self.is_built:
             if not hasattr(self._data, "specs"):
                 raise RuntimeError(
                     f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
@@ -112,10 +117,19 @@ class AgentModule(ReportingModule):
         if state is not None and hasattr(self._data, "check_state"):
             self._data.check_state(state)
 
-    def _built(self) -> Any:
-        if self.loss is None:
+    @staticmethod
+    def require_built(network: T | None) -> T:
+        """Return a network, or say that there is none yet.
+
+        Raises:
+            RuntimeError: It is None.
+        """
+        if network is None:
             raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
-        return self.loss
+        return network
+
+    def _built(self) -> Any:
+        return self.require_built(self.loss)
 
     # -- optimizers -------------------------------------------------------------------------------------------------
 
@@ -150,9 +164,9 @@ class AgentModule(ReportingModule):
         return list(optimizers) if isinstance(optimizers, list) else [optimizers]
 
     @property
-    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
-        """Buffers of the loss that follow a schedule."""
-        return {}
+    def schedules(self) -> list[Schedule]:
+        """The schedules that the run follows."""
+        return [self.schedule]
 
     def on_train_start(self) -> None:
         """Set what an epoch starts with, if a resumed run starts one.

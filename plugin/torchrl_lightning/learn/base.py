@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.objectives import LossModule, ValueEstimators
+from torchrl.modules import set_recurrent_mode
+from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning.learn.actors import Actor, build_actor
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.critics import Critic, build_critic
-from torchrl_lightning.learn.losses import target_key
+from torchrl_lightning.learn.losses import check_distance, critic_loss, standardized
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
-from torchrl_lightning.ranges import positive
+from torchrl_lightning.ranges import optional, positive
 
 STATE = "on_policy"
+_TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}
 
 
 class ActorCriticModule(AgentModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
-    trainer, and are registered in ``loss`` only. Subclasses define the loss in ``build_loss``.
+    trainer. Subclasses say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`.
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
+        critic_coeff: Weight of the critic's loss.
+        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
+        clip_value: Clip the change of the value prediction to this; None does not clip.
+        normalize_advantage: Standardise the advantage within each mini-batch.
+        extrinsic_coeff: Weight of the advantage of the environment's reward.
+        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
         critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
@@ -44,7 +53,6 @@ class ActorCriticModule(AgentModule):
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
         schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
             of progress.
-        entropy_schedule: Schedule of the entropy coefficient, likewise.
 
     Raises:
         ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
@@ -56,6 +64,12 @@ class ActorCriticModule(AgentModule):
         self,
         network: Network | None = None,
         *,
+        critic_coeff: float = 0.5,
+        loss_critic_type: str = "l2",
+        clip_value: float | None = None,
+        normalize_advantage: bool = False,
+        extrinsic_coeff: float = 1.0,
+        intrinsic_coeff: float = 1.0,
         distribution: str = "auto",
         initial_std: float = 1.0,
         critics: Sequence[str] | None = None,
@@ -66,9 +80,9 @@ class ActorCriticModule(AgentModule):
         learning_rate: float = 3e-4,
         max_grad_norm: float | None = 0.5,
         schedule: str | Schedule = "constant",
-        entropy_schedule: str | Schedule = "constant",
     ) -> None:
         positive(initial_std, "initial_std")
+        optional(positive)(clip_value, "clip_value")
         super().__init__(
             network or MLPNetwork(),
             learning_rate=learning_rate,
@@ -77,17 +91,20 @@ class ActorCriticModule(AgentModule):
             max_grad_norm=max_grad_norm,
             schedule=schedule,
         )
+        self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type)
+        self.clip_value, self.normalize_advantage = clip_value, normalize_advantage
+        self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
         self.distribution, self.initial_std = distribution, initial_std
         self.critic_names, self.separate_critics = critics, separate_critics
         self.intrinsic = intrinsic
-        self.entropy_schedule = as_schedule(entropy_schedule)
-        self.loss: LossModule | None = None
-        self._coefficients: dict[str, float] = {}
+        self.actor_network: Actor | None = None
+        self.critic_network: Critic | None = None
+        self._coefficients: dict[str, tuple[float, Schedule]] = {}
         self._stopped = False
 
     @abstractmethod
-    def build_loss(self, actor: Actor, critic: Critic) -> LossModule:
-        """Return the loss; it must have a method ``terms(batch)`` that returns ``loss_...`` parts and diagnostics."""
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the parts of the loss (``loss_...``) on a mini-batch, and diagnostics, all scalars."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -97,33 +114,32 @@ class ActorCriticModule(AgentModule):
         keys: list[NestedKey] = [("state_value", name) for name in self.critic_names or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the networks exist."""
+        return self.actor_network is not None
+
     def build(self, specs: Any) -> Self:
-        """Build networks and loss for an environment's specs, once; return the module."""
-        if self.loss is None:
+        """Build the networks for an environment's specs, once; return the module."""
+        if self.actor_network is None:
             actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
             critic = build_critic(
                 specs, self.network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics
             )
-            loss = self.build_loss(actor, critic)
-            # Made here: a loss that makes it at first use changes its state-dict keys then.
-            loss.make_value_estimator(ValueEstimators.GAE, gamma=0.99, lmbda=0.95)
             if self.intrinsic is not None:
                 self.intrinsic.build(specs)
-            self.loss = loss
-            self._coefficients = {
-                name: float(value) for name, value in loss.named_buffers() if name in self.scheduled_coefficients
-            }
+            self.actor_network, self.critic_network = actor, critic
         return self
 
     @property
     def policy(self) -> Actor:
         """The actor."""
-        return self._built().actor_network
+        return self.require_built(self.actor_network)
 
     @property
     def critic(self) -> Critic:
         """The critic."""
-        return self._built().critic_network
+        return self.require_built(self.critic_network)
 
     def annotate(self, rollout: TensorDictBase) -> None:
         """Add ``("next", "intrinsic_reward")`` to a time-major rollout, where the module has an intrinsic stream."""
@@ -138,18 +154,22 @@ class ActorCriticModule(AgentModule):
         extra = list(self.intrinsic.predictor_parameters()) if self.intrinsic is not None else []
         return self.build_optimizers(actor, critic, extra)
 
+    def add_coefficient(self, name: str, value: float, schedule: str | Schedule) -> None:
+        """Register a coefficient of the loss that follows a schedule, as a buffer: it is part of a checkpoint."""
+        self.register_buffer(name, torch.tensor(float(value)))
+        self._coefficients[name] = (value, as_schedule(schedule))
+
     @property
-    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
-        """Buffers of the loss that follow a schedule."""
-        return {"entropy_coeff": self.entropy_schedule}
+    def schedules(self) -> list[Schedule]:
+        """The schedules of learning rates and coefficients."""
+        return [*super().schedules, *(schedule for _, schedule in self._coefficients.values())]
 
     def on_train_epoch_start(self) -> None:
         """Set learning rates and coefficients from the frames, so that a resumed run has the same."""
         self._stopped = False
         super().on_train_epoch_start()
-        for name, schedule in self.scheduled_coefficients.items():
-            if name in self._coefficients:
-                getattr(self._built(), name).fill_(self._coefficients[name] * schedule(self.progress))
+        for name, (value, schedule) in self._coefficients.items():
+            getattr(self, name).fill_(value * schedule(self.progress))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -168,11 +188,53 @@ class ActorCriticModule(AgentModule):
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
+    def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return log-probabilities and entropies of the stored actions ``[*B]``, and each head's values ``[*B, 1]``.
+
+        Raises:
+            ValueError: The batch has a mask, which a mean over every step would ignore.
+        """
+        for key in AUTO_LOSS_MASK_KEYS:
+            if batch.get(key, None) is not None:
+                raise ValueError(
+                    f"the batch has the mask {key!r}: it was padded, or some of its steps do not count, but the losses "
+                    "average over every step. Hand them unpadded steps, or leave the mask out (batch_keys of the "
+                    "buffer) where it means nothing"
+                )
+        return evaluate(self.policy, self.critic, batch)
+
+    def advantage(self, batch: TensorDictBase) -> Tensor:
+        r"""Return the advantage ``[*B]`` to follow: \(c_e A + c_i A^{int}\); several critics' ones are averaged."""
+        advantage = require(batch, "advantage")
+        if isinstance(advantage, TensorDictBase):
+            advantage = torch.stack(list(advantage.values(True, True))).mean(0)
+        if self.extrinsic_coeff != 1.0:
+            advantage = self.extrinsic_coeff * advantage
+        if self.intrinsic is not None and self.intrinsic_coeff:
+            advantage = advantage + self.intrinsic_coeff * require(batch, "intrinsic_advantage")
+        advantage = advantage.squeeze(-1)
+        return standardized(advantage) if self.normalize_advantage else advantage
+
+    def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the weighted losses of the extrinsic critics, summed, and of the intrinsic one."""
+        terms: dict[str, Tensor] = {}
+        for key, value in zip(self.critic.out_keys, values, strict=True):
+            name = "loss_intrinsic_critic" if key == "intrinsic_state_value" else "loss_critic"
+            loss = self.critic_coeff * critic_loss(
+                value,
+                require(batch, target_key(key)),
+                self.loss_critic_type,
+                old_value=None if self.clip_value is None else require(batch, key),
+                clip_value=self.clip_value,
+            )
+            terms[name] = terms[name] + loss if name in terms else loss
+        return terms
+
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Update on one mini-batch."""
         if self._stopped:
             return
-        terms = self._built().terms(batch)
+        terms = self.terms(batch)
         if self.intrinsic is not None:
             terms["loss_intrinsic_predictor"] = self.intrinsic.loss(batch)
         if self.should_stop(terms):
@@ -189,3 +251,40 @@ class ActorCriticModule(AgentModule):
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether to skip this update and the rest of the epoch."""
         return False
+
+
+def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return log-probabilities and entropies ``[*B]``, and each head's values ``[*B, 1]``; run a shared trunk once."""
+    with set_recurrent_mode(batch.ndim > 1) if actor.is_recurrent else nullcontext():
+        features = actor.trunk.read(batch)
+        values = critic.values_of(features) if critic.is_shared else critic.values(batch)
+    log_prob, entropy = actor.head.evaluate(actor.head(features), batch.get("action"))
+    return log_prob, entropy, values
+
+
+def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """Return an entry that the buffer must have written.
+
+    Raises:
+        KeyError: The entry is missing; the message says who writes it.
+    """
+    value = batch.get(key, None)
+    if value is None:
+        present = sorted(map(str, batch.keys(True, True)))
+        raise KeyError(
+            f"the batch has no {key!r}, only {present}; the buffer's before_gradients() writes values, targets and "
+            "advantages: check that it ran, and that buffer and module name the same critics"
+        )
+    return value
+
+
+def target_key(value_key: NestedKey) -> NestedKey:
+    """Return where the regression target of a value key lies.
+
+    Example:
+        >>> target_key("intrinsic_state_value"), target_key(("state_value", "critic_a"))
+        ('intrinsic_value_target', ('value_target', 'critic_a'))
+    """
+    if isinstance(value_key, str):
+        return _TARGETS[value_key]
+    return (_TARGETS[value_key[0]], *value_key[1:])

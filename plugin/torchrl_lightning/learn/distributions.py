@@ -98,21 +98,16 @@ class ClippedNormal(D.Distribution):
             noise = torch.empty(
                 (*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device
             ).normal_()
-            return self._clip(noise.mul_(self.scale).add_(self.loc))
-
-    def _clip(self, action: Tensor) -> Tensor:
-        return torch.minimum(torch.maximum(action, self.low), self.high)
+            return torch.addcmul(self.loc, noise, self.scale).clamp(self.low, self.high)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of actions ``[*B, A]``: density inside, mass on the bounds."""
         z = (value - self.loc) / self.scale
-        below, above = value <= self.low, value >= self.high
-        inside = -0.5 * z * z - self.scale.log() - _HALF_LOG_2PI
-        # On a bound z is the bound's own, so the tail beyond it has the mass ndtr(z) or ndtr(-z). Elsewhere the tail is
-        # not wanted, and a harmless argument keeps its gradient finite.
-        edge = below | above
-        tail = torch.special.log_ndtr(torch.where(edge, torch.where(above, -z, z), 0.0))
-        return torch.where(edge, tail, inside).sum(-1)
+        inside = torch.addcmul((self.scale.log() + _HALF_LOG_2PI).neg(), z, z, value=-0.5)
+        # On a bound z is the bound's own, so that the tail beyond it has the mass ndtr(z) or ndtr(-z). Inside the box
+        # the tail is not wanted, and the argument 0 keeps its gradient finite.
+        side = (value <= self.low).to(z.dtype) - (value >= self.high).to(z.dtype)
+        return torch.where(side.bool(), torch.special.log_ndtr(side * z), inside).sum(-1)
 
     def entropy(self) -> Tensor:
         """Return the entropy ``[*B]`` before clipping, which does not reward collapsing onto the bounds."""
@@ -121,7 +116,7 @@ class ClippedNormal(D.Distribution):
     @property
     def mode(self) -> Tensor:
         """The mean before clipping, clipped."""
-        return self._clip(self.loc)
+        return self.loc.clamp(self.low, self.high)
 
     @property
     def mean(self) -> Tensor:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.learn.actors import Actor
 from torchrl_lightning.learn.agents import OptimizerFactory
-from torchrl_lightning.learn.base import ActorCriticModule
-from torchrl_lightning.learn.critics import Critic
-from torchrl_lightning.learn.losses import DirectClipPPOLoss
+from torchrl_lightning.learn.base import ActorCriticModule, require
+from torchrl_lightning.learn.losses import clipped_surrogate_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
-from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.ranges import optional, positive
 
 
 class PPOModule(ActorCriticModule):
-    """PPO with a clipped objective (Schulman et al., 2017), over TorchRL's ``ClipPPOLoss``.
+    """PPO with a clipped objective (Schulman et al., 2017).
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -58,6 +56,9 @@ class PPOModule(ActorCriticModule):
         torch.Size([3])
     """
 
+    entropy_coeff: Tensor
+    clip_epsilon: Tensor
+
     def __init__(
         self,
         network: Network | None = None,
@@ -85,10 +86,15 @@ class PPOModule(ActorCriticModule):
         entropy_schedule: str | Schedule = "constant",
     ) -> None:
         positive(clip_epsilon, "clip_epsilon")
-        optional(positive)(clip_value, "clip_value")
         optional(positive)(target_kl, "target_kl")
         super().__init__(
             network,
+            critic_coeff=critic_coeff,
+            loss_critic_type=loss_critic_type,
+            clip_value=clip_value,
+            normalize_advantage=normalize_advantage,
+            extrinsic_coeff=extrinsic_coeff,
+            intrinsic_coeff=intrinsic_coeff,
             distribution=distribution,
             initial_std=initial_std,
             critics=critics,
@@ -99,29 +105,25 @@ class PPOModule(ActorCriticModule):
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
-            entropy_schedule=entropy_schedule,
         )
-        self.loss_arguments: dict[str, Any] = {
-            "clip_epsilon": clip_epsilon,
-            "entropy_coeff": entropy_coeff,
-            "critic_coeff": critic_coeff,
-            "loss_critic_type": loss_critic_type,
-            "clip_value": clip_value,
-            "normalize_advantage": normalize_advantage,
-            "extrinsic_coeff": extrinsic_coeff,
-            "intrinsic_coeff": intrinsic_coeff if self.intrinsic is not None else 0.0,
-        }
+        self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
+        self.add_coefficient("clip_epsilon", clip_epsilon, clip_schedule)
         self.target_kl = target_kl
-        self.clip_schedule = as_schedule(clip_schedule)
 
-    def build_loss(self, actor: Actor, critic: Critic) -> DirectClipPPOLoss:
-        """Return the clipped loss."""
-        return DirectClipPPOLoss(actor, critic, **self.loss_arguments)
-
-    @property
-    def scheduled_coefficients(self) -> Mapping[str, Schedule]:
-        """Entropy coefficient and clipping range."""
-        return {"entropy_coeff": self.entropy_schedule, "clip_epsilon": self.clip_schedule}
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the clipped objective, the entropy bonus and the critics' losses, and how far the policy moved."""
+        log_prob, entropy, values = self.evaluate(batch)
+        log_ratio = log_prob - require(batch, "action_log_prob")
+        entropy = entropy.mean()
+        moved = log_ratio.detach()
+        return {
+            "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
+            "loss_entropy": -self.entropy_coeff * entropy,
+            **self.critic_terms(batch, values),
+            "entropy": entropy.detach(),
+            "kl_approx": -moved.mean(),
+            "clip_fraction": (moved.expm1().abs() > self.clip_epsilon).float().mean(),
+        }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether the policy has moved too far from the one that acted; all ranks decide alike."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrl_lightning.learn.actors import Actor
+from tensordict import TensorDictBase
+from torch import Tensor
+
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule
-from torchrl_lightning.learn.critics import Critic
-from torchrl_lightning.learn.losses import DirectReinforceLoss
+from torchrl_lightning.learn.losses import policy_gradient_loss
 from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
 
 
 class ReinforceModule(ActorCriticModule):
-    """REINFORCE with a learnt baseline (Williams, 1992), over TorchRL's ``ReinforceLoss``.
+    """REINFORCE with a learnt baseline (Williams, 1992).
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
@@ -24,7 +24,6 @@ class ReinforceModule(ActorCriticModule):
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
         critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
         separate_critics: Give each critic head its own trunk.
-        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
         optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
             by default.
         critic_optimizer: A separate optimizer for the critic's own parameters; optional.
@@ -32,10 +31,6 @@ class ReinforceModule(ActorCriticModule):
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
         schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
             of progress.
-        entropy_schedule: Schedule of the entropy coefficient, likewise.
-
-    Raises:
-        ValueError: An intrinsic stream is given, for which this loss has no term.
 
     Example:
         >>> from types import SimpleNamespace
@@ -54,32 +49,32 @@ class ReinforceModule(ActorCriticModule):
         initial_std: float = 1.0,
         critics: Sequence[str] | None = None,
         separate_critics: bool = False,
-        intrinsic: RandomNetworkDistillation | None = None,
         optimizer: OptimizerFactory | None = None,
         critic_optimizer: OptimizerFactory | None = None,
         learning_rate: float = 3e-4,
         max_grad_norm: float | None = 0.5,
         schedule: str | Schedule = "constant",
-        entropy_schedule: str | Schedule = "constant",
     ) -> None:
         super().__init__(
             network,
+            critic_coeff=1.0,
+            loss_critic_type=loss_critic_type,
             distribution=distribution,
             initial_std=initial_std,
             critics=critics,
             separate_critics=separate_critics,
-            intrinsic=intrinsic,
             optimizer=optimizer,
             critic_optimizer=critic_optimizer,
             learning_rate=learning_rate,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
-            entropy_schedule=entropy_schedule,
         )
-        if self.intrinsic is not None:
-            raise ValueError("ReinforceModule has no intrinsic stream; use PPOModule, A2CModule or VTraceModule")
-        self.loss_critic_type = loss_critic_type
 
-    def build_loss(self, actor: Actor, critic: Critic) -> DirectReinforceLoss:
-        """Return the loss."""
-        return DirectReinforceLoss(actor, critic, loss_critic_type=self.loss_critic_type)
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the policy gradient's objective and the baseline's loss."""
+        log_prob, entropy, values = self.evaluate(batch)
+        return {
+            "loss_actor": policy_gradient_loss(log_prob, self.advantage(batch)),
+            "loss_value": self.critic_terms(batch, values)["loss_critic"],
+            "entropy": entropy.detach().mean(),
+        }
