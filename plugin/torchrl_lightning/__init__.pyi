@@ -62,6 +62,8 @@ from torchrl_lightning.segment_tree import MaxSegmentTree as MaxSegmentTree
 from torchrl_lightning.segment_tree import MinSegmentTree as MinSegmentTree
 from torchrl_lightning.segment_tree import SegmentTree as SegmentTree
 from torchrl_lightning.segment_tree import SumSegmentTree as SumSegmentTree
+from torchrl_lightning.updates import UpdateBatches as UpdateBatches
+from torchrl_lightning.updates import updates_of as updates_of
 from torchrl_lightning.velora import BatchExperience as BatchExperience
 from torchrl_lightning.velora import BufferBase as BufferBase
 from torchrl_lightning.velora import RecurrentReplayBuffer as RecurrentReplayBuffer

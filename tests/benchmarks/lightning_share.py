@@ -2,11 +2,11 @@
 
     python tests/benchmarks/lightning_share.py [--json timings.json] [--updates 512] [--repetitions 5] [--check]
 
-`Trainer.fit` with a ReplayDataModule, against the same loop written by hand: the same collector steps one environment
-for each update, the same buffer is sampled, the same loss is computed, torch's Adam steps. By hand there is neither
-Trainer nor DataModule nor any hook, so that our DataModule counts as Lightning's share. Runs are interleaved; what
-counts is processor time, which neighbours do not lengthen. ``k updates a step`` serves k times as much per batch
-(`updates_per_step`). ``--check`` exits with 1 where the budget is missed.
+`Trainer.fit` with a ReplayDataModule, against the same loop written by hand: the same collector steps eight
+environments for each update, the same buffer is sampled, the same loss is computed, torch's Adam steps. By hand there
+is neither Trainer nor DataModule nor any hook, so that our DataModule counts as Lightning's share. Runs are
+interleaved; what counts is processor time, which neighbours do not lengthen. ``--check`` exits with 1 where a
+budget is missed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ import torch
 from torch import nn
 
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule, environment_specs, make_vector_env
-from torchrl_lightning.learn import DQNModule
+from torchrl_lightning.learn import DQNModule, MLPNetwork
 from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
 
 BATCH, WARMUP, CELLS = 128, 200, 50_000
-BUDGET = 0.15
+NUM_ENVS = FRAMES = 8
+# Updates a step, and Lightning's share of them at most.
+BUDGETS = {1: 0.15, 4: 0.08, 8: 0.08}
+
+
+def make_module() -> DQNModule:
+    """Return the learner."""
+    return DQNModule(MLPNetwork([64, 64], "relu"))
 
 
 def make_buffer(num_envs: int) -> ExperienceBuffer:
@@ -59,10 +66,11 @@ def in_the_trainer(count: int, parts: int) -> float:
     data = ReplayDataModule(
         "CartPole-v1",
         buffer=make_buffer,
-        batch_size=BATCH * parts,
-        updates_per_epoch=count // parts,
-        frames_per_update=parts,
-        frames_per_batch=parts,
+        batch_size=BATCH,
+        updates_per_epoch=count,
+        updates_per_step=parts,
+        frames_per_update=FRAMES,
+        num_envs=NUM_ENVS,
         warmup_frames=WARMUP,
         seed=0,
     )
@@ -77,41 +85,37 @@ def in_the_trainer(count: int, parts: int) -> float:
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
-    trainer.fit(DQNModule(updates_per_step=parts), datamodule=data)
+    trainer.fit(make_module(), datamodule=data)
     return time.process_time() - began
 
 
-def by_hand(count: int, parts: int) -> float:
+def by_hand(count: int) -> float:
     """Return the same, without Lightning."""
-    env = make_vector_env("CartPole-v1", 1)
-    module = DQNModule().build(environment_specs(env))
+    env = make_vector_env("CartPole-v1", NUM_ENVS)
+    module = make_module().build(environment_specs(env))
     parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=module.learning_rate, fused=True)
-    buffer = make_buffer(1)
-    stream = iter(
-        GymnasiumCollector(env, module.policy, frames_per_batch=parts, num_envs=1, seed=0, init_random_frames=WARMUP)
+    buffer = make_buffer(NUM_ENVS)
+    collector = GymnasiumCollector(
+        env, module.policy, frames_per_batch=NUM_ENVS, num_envs=NUM_ENVS, seed=0, init_random_frames=WARMUP
     )
-    frames = 0
-    while frames < WARMUP:
-        frames += parts
+    stream = iter(collector)
+    while len(buffer) < WARMUP:
         buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
-    began = 0.0
-    for step in range(2 * count // parts):
-        if step == count // parts:
+    began, frames = 0.0, WARMUP
+    for update in range(2 * count):
+        if update == count:
             began = time.process_time()
-        buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
-        frames += parts
-        batch = buffer.sample(BATCH * parts)
-        errors = []
-        for part in read_transitions(batch, ["observation"], module.gamma).chunk(parts):
-            terms, error = module.loss.terms(part)
-            optimizer.zero_grad()
-            sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
-            nn.utils.clip_grad_norm_(parameters, 10.0)
-            optimizer.step()
-            module.updater.step()
-            errors.append(error)
-        batch["td_error"] = torch.cat(errors)
+        while frames < WARMUP + update * FRAMES:
+            buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
+            frames += NUM_ENVS
+        batch = buffer.sample(BATCH)
+        terms, batch["td_error"] = module.loss.terms(read_transitions(batch, ["observation"], module.gamma))
+        optimizer.zero_grad()
+        sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
+        nn.utils.clip_grad_norm_(parameters, 10.0)
+        optimizer.step()
+        module.updater.step()
         buffer.update_tensordict_priority(batch)
         module.policy.amount.fill_(module.exploration(frames))
     seconds = time.process_time() - began
@@ -134,25 +138,26 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results = {}
-    for parts in (1, 4, 8):
+    results, missed = {}, []
+    for parts, budget in BUDGETS.items():
         samples: dict[str, list[float]] = {"Trainer": [], "by hand": []}
         for _ in range(arguments.repetitions):
             samples["Trainer"].append(in_the_trainer(arguments.updates, parts) * 1e6 / arguments.updates)
-            samples["by hand"].append(by_hand(arguments.updates, parts) * 1e6 / arguments.updates)
+            samples["by hand"].append(by_hand(arguments.updates) * 1e6 / arguments.updates)
         timings = []
         for name, found in samples.items():
             low, median, high = statistics.quantiles(found, n=4, method="inclusive")
             timings.append(Timing(name, median, low, high, min(found)))
-        results[f"DQN update of {BATCH} with its frame, {parts} update(s) a step"] = timings
-    for title, timings in results.items():
+        title = f"DQN update of {BATCH} with its {FRAMES} frames, {parts} update(s) a step"
+        results[title] = timings
         say(table(title, timings, "by hand"))
-        say(f"  Lightning's share: {share(timings):.1%}\n")
+        say(f"  Lightning's share: {share(timings):.1%}, the budget is {budget:.0%}\n")
+        if share(timings) > budget:
+            missed.append(parts)
     if arguments.json:
         write_json(arguments.json, results)
-    best = min(share(timings) for timings in results.values())
-    if arguments.check and best > BUDGET:
-        say(f"missed: Lightning's share is {best:.1%} at best, the budget is {BUDGET:.0%}")
+    if arguments.check and missed:
+        say(f"missed at {', '.join(map(str, missed))} update(s) a step")
         return 1
     return 0
 

@@ -120,10 +120,9 @@ def make_data(steps: int, parts: int) -> ReplayDataModule:
         buffer=lambda num_envs: ExperienceBuffer(
             storage=RingStorage(50_000), sampler=UniformSampler(), num_envs=num_envs
         ),
-        batch_size=BATCH * parts,
-        updates_per_epoch=steps // parts,
-        frames_per_update=parts,
-        frames_per_batch=parts,
+        batch_size=BATCH,
+        updates_per_epoch=steps,
+        updates_per_step=parts,
         warmup_frames=200,
         seed=0,
     )
@@ -133,7 +132,7 @@ def in_the_trainer(count: int, parts: int) -> Contender:
     """Return a fit of two epochs."""
 
     def fit() -> None:
-        module = DQNModule(updates_per_step=parts)
+        module = DQNModule()
         trainer = L.Trainer(
             accelerator="cpu",
             logger=False,
@@ -152,7 +151,7 @@ def by_hand(count: int, parts: int) -> Contender:
     """Return the same loop without Lightning."""
 
     def fit() -> None:
-        module, data = BareDQN(updates_per_step=parts), make_data(count, parts)
+        module, data = BareDQN(), make_data(count, parts)
         data.trainer = SimpleNamespace(  # type: ignore[assignment]
             lightning_module=module, world_size=1, global_rank=0, precision="32-true", training=True, should_stop=False
         )

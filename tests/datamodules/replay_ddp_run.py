@@ -18,7 +18,7 @@ EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update"
 STREAMS = {
     "memory": {"buffer": experience(prioritized, n_steps=3)},
     "files": {"buffer": in_files(FOLDER / "cells", prioritized, n_steps=3)},
-    "delayed": {"env": "Pendulum-v1", "buffer": "uniform", "updates_per_epoch": 7},
+    "delayed": {"env": "Pendulum-v1", "buffer": "uniform", "updates_per_epoch": 7, "updates_per_step": 3},
 }
 
 
@@ -32,7 +32,7 @@ class Reporting(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if not self.started:
             self.started = flat(module)
-            self.first = batch["observation"].flatten().tolist()
+            self.first = trainer.datamodule._served["observation"].flatten().tolist()
 
     def on_train_batch_end(self, trainer, module, *args):
         if module.updates == self.save_after:

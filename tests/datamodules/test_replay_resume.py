@@ -53,6 +53,7 @@ def states_in(folder):
         ("sequence", {}),
         ("simple", {}),
         ("files", {}),
+        ("prioritized", {"updates_per_step": 5}),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(buffer, settings, kept, tmp_path):

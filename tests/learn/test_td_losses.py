@@ -163,8 +163,6 @@ def test_what_is_missing_is_said() -> None:
         read_transitions(batch.exclude(("next", "terminated")), ["observation"], 0.9)
     with pytest.raises(KeyError, match="next"):
         read_transitions(batch.exclude("next"), ["observation"], 0.9)
-    with pytest.raises(ValueError, match="updates_per_step=3"):
-        read_transitions(batch, ["observation"], 0.9).chunk(3)
     with pytest.raises(ValueError, match="smooth_l1"):
         DQNModule(loss_function="huber").build(DISCRETE)
     with pytest.raises(TypeError, match="SAC or TD3"):

@@ -41,6 +41,7 @@ class ReplayDataSchema:
     buffer: Any = MISSING
     batch_size: int = 256
     updates_per_epoch: int = 1000
+    updates_per_step: int = 1
     frames_per_update: float = 1.0
     warmup_frames: int = 1000
     write_back: Any = None

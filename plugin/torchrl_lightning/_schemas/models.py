@@ -53,7 +53,6 @@ class DQNSchema:
     schedule: Any = "constant"
     tau: float = 0.005
     target_interval: int = 1
-    updates_per_step: int = 1
     refresh_states: bool = False
 
 
@@ -127,7 +126,6 @@ class SACSchema:
     schedule: Any = "constant"
     tau: float = 0.005
     target_interval: int = 1
-    updates_per_step: int = 1
     refresh_states: bool = False
 
 
@@ -153,7 +151,6 @@ class TD3Schema:
     max_grad_norm: float | None = None
     schedule: Any = "constant"
     tau: float = 0.005
-    updates_per_step: int = 1
     refresh_states: bool = False
 
 

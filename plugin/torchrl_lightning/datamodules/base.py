@@ -275,7 +275,7 @@ class ExperienceDataModule(L.LightningDataModule):
         """Number of batches in one training epoch, the same on every rank."""
         raise NotImplementedError
 
-    def _epoch(self) -> Iterator[TensorDictBase]:
+    def _epoch(self) -> Iterator[Any]:
         raise NotImplementedError
 
     def _batches_served(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-
-from tensordict import TensorDictBase
+from typing import Any
 
 
 class Batches:
@@ -23,14 +22,14 @@ class Batches:
         (2, ['first', 'second'], ['first', 'second'])
     """
 
-    def __init__(self, length: int, make_iterator: Callable[[], Iterator[TensorDictBase]]) -> None:
+    def __init__(self, length: int, make_iterator: Callable[[], Iterator[Any]]) -> None:
         self._length = length
         self._make_iterator = make_iterator
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[Any]:
         return self._make_iterator()
 
     def __repr__(self) -> str:

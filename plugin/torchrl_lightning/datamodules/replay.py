@@ -6,7 +6,9 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.ranges import integer, not_negative, positive
 from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class ReplayBufferFactory(Protocol):
 
 
 class ReplayDataModule(ExperienceDataModule):
-    """Serve ``updates_per_epoch`` batches each Lightning epoch from a replay buffer that grows in step with them.
+    """Serve the batches of ``updates_per_epoch`` updates each epoch from a replay buffer that grows in step with them.
 
     Before update ``u`` (counted from 0 over the whole run) each rank's environments have been stepped for
     ``warmup_frames + u * frames_per_update`` frames, rounded up to the next multiple of ``frames_per_batch``; the ratio
@@ -52,7 +55,11 @@ class ReplayDataModule(ExperienceDataModule):
         env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         batch_size: samples (or sequences) in a batch.
-        updates_per_epoch: batches of one epoch.
+        updates_per_epoch: updates of one epoch.
+        updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
+            for them. Environments are stepped and the batch is drawn before each of them, so that frames, batches and
+            weights are those of one update a step. Above 1, the module optimizes manually and learns from each batch of
+            :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch has what is left.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
             given as ``collector=`` does so by its ``init_random_frames``).
@@ -94,6 +101,7 @@ class ReplayDataModule(ExperienceDataModule):
         buffer: ReplayBufferFactory,
         batch_size: int = 256,
         updates_per_epoch: int = 1000,
+        updates_per_step: int = 1,
         frames_per_update: float = 1.0,
         warmup_frames: int = 1000,
         write_back: Sequence[NestedKey] | None = None,
@@ -121,7 +129,12 @@ class ReplayDataModule(ExperienceDataModule):
             eval_num_envs=eval_num_envs,
             seed=seed,
         )
-        for name, value in (("batch_size", batch_size), ("updates_per_epoch", updates_per_epoch)):
+        sizes = {
+            "batch_size": batch_size,
+            "updates_per_epoch": updates_per_epoch,
+            "updates_per_step": updates_per_step,
+        }
+        for name, value in sizes.items():
             integer(value, name)
         positive(frames_per_update, "frames_per_update")
         not_negative(warmup_frames, "warmup_frames")
@@ -129,6 +142,7 @@ class ReplayDataModule(ExperienceDataModule):
             raise ValueError(f"checkpoint_buffer is {checkpoint_buffer!r}; expected one of {', '.join(CHECKPOINTS)}.")
         self.batch_size = batch_size
         self.updates_per_epoch = updates_per_epoch
+        self.updates_per_step = updates_per_step
         self.frames_per_update = frames_per_update
         self.warmup_frames = warmup_frames
         self.write_back = None if write_back is None else list(write_back)
@@ -140,17 +154,19 @@ class ReplayDataModule(ExperienceDataModule):
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
+        self._in_step = 0  # updates that an unfinished step has made
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._hooks = ReplayHooks(self)
         self._episodes = FinishedEpisodes(self.num_envs)
         self._metrics: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshots: BufferSnapshots | None = None
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
 
     @property
     def batches_per_epoch(self) -> int:
-        """``updates_per_epoch``, the same on every rank."""
-        return self.updates_per_epoch
+        """Steps of Lightning's in an epoch, the same on every rank."""
+        return -(-self.updates_per_epoch // self.updates_per_step)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last epoch.
@@ -170,42 +186,94 @@ class ReplayDataModule(ExperienceDataModule):
             # Not where the buffer is built: it may be built to check a checkpoint, before a trainer knows the ranks.
             check_files_apart(self.buffer.storage, self.world_size)
             if self.trainer is not None:
+                self._check_module(self.trainer.lightning_module)
                 self._hooks.attach(self.trainer)
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
+
+    def _check_module(self, module: Any) -> None:
+        if self.updates_per_step > 1 and module.automatic_optimization:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} needs a module that makes several updates in a step, but "
+                f"{type(module).__name__} has automatic_optimization=True. Optimize manually, once for each batch of "
+                "updates_of(batch), or take updates_per_step=1."
+            )
 
     # ------------------------------------------------------------------ the stream
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
         trainer = self.trainer
-        if trainer is not None and trainer.training:
+        if trainer is not None and trainer.training and not isinstance(batch, UpdateBatches):
             self._served = batch
         return batch
 
-    def _epoch(self) -> Iterator[TensorDictBase]:
+    def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
+        size = self.updates_per_step
+        self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
+        update, in_epoch = self._batches_served() * size + self._in_step, self.updates_per_epoch
+        end = min(self._epoch_length() * size, in_epoch)
+        while update < end:
+            behind = min(update - update % size + size, end)
+            batches = self._draws(update % size, behind - update, behind == end)
+            first = next(batches, None)
+            if first is None:
+                return
+            yield first if size == 1 else UpdateBatches(chain((first,), batches))
+            update = behind
+
+    def _draws(self, made: int, count: int, ends_epoch: bool) -> Iterator[TensorDictBase]:
+        """Yield the batches of one step, each when its update begins.
+
+        Args:
+            made: updates of the step that were made before it was interrupted.
+            count: updates that are left.
+            ends_epoch: whether no step follows in this epoch.
+        """
+        for number in range(count):
+            if number > 0:
+                self.take_back()
+            self._in_step = made + number
+            with _outside_autocast():
+                batch = self._draw()
+            if batch is None:
+                return
+            is_spent = self._is_spent()
+            if is_spent or (ends_epoch and number + 1 == count):
+                self._metrics = {**self._seconds, **self._episodes.summary()}
+            if is_spent and self.trainer is not None:
+                self.trainer.should_stop = True
+            # Of a single batch, Lightning takes care itself.
+            yield batch if self.updates_per_step == 1 else self._transferred(batch)
+            if is_spent:
+                return
+
+    def _draw(self) -> TensorDictBase | None:
+        """Collect what the next update waits for, and return its batch; None when the collector has ended."""
         module, buffer = self._module(), self._require_buffer()
         # For buffers whose documented ``sample`` returns something other than TensorDicts.
         sample = getattr(buffer, "sample_tensordict", buffer.sample)
-        left_out = self._left_out(buffer)
-        collected = sampled = 0.0
-        for left in range(self._epoch_length() - self._batches_served(), 0, -1):
-            began = time.perf_counter()
+        began = time.perf_counter()
+        if self._frames_missing() > 0 or not len(buffer):
+            left_out = self._left_out(buffer)
             while self._frames_missing() > 0 or not len(buffer):
                 if not self._collect_frames(module, buffer, left_out):
-                    return
-            drawing = time.perf_counter()
-            batch = sample(self.batch_size)
-            self._snapshot = None
-            self.updates += 1
-            collected += drawing - began
-            sampled += time.perf_counter() - drawing
-            is_last = self._is_spent()
-            if is_last or left == 1:
-                self._metrics = {"time/collect": collected, "time/sample": sampled, **self._episodes.summary()}
-            if is_last and self.trainer is not None:
-                self.trainer.should_stop = True
-            yield batch
+                    return None
+        drawing = time.perf_counter()
+        batch: TensorDictBase = sample(self.batch_size)
+        self._snapshot = None
+        self.updates += 1
+        self._seconds["time/collect"] += drawing - began
+        self._seconds["time/sample"] += time.perf_counter() - drawing
+        return batch
+
+    def _transferred(self, batch: TensorDictBase) -> TensorDictBase:
+        """Do to a batch of several what Lightning does to a batch."""
+        batch = self.on_before_batch_transfer(batch, 0)
+        if self.trainer is None:
+            return batch
+        moved: TensorDictBase = self.trainer.strategy.batch_to_device(batch)
+        return moved
 
     def _frames_missing(self) -> float:
         """Return how many more frames the next update waits for."""
@@ -258,9 +326,10 @@ class ReplayDataModule(ExperienceDataModule):
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
 
-        Lightning's trainer does so at the end of each batch; without a batch it does nothing.
+        Lightning's trainer does so at the end of each step; without a batch it does nothing.
         """
         batch, self._served = self._served, None
+        self._in_step = 0
         buffer = self.buffer
         if batch is None or buffer is None:
             return
@@ -310,6 +379,7 @@ class ReplayDataModule(ExperienceDataModule):
         state = super()._rank_state()
         # An update whose batch has not been learned from, e.g. because it failed, is made anew by the resumed run.
         state["updates"] = self.updates - (self._served is not None)
+        state["in_step"] = self._in_step
         state["refilled"] = self._refilled
         state["episodes"] = self._episodes.state_dict()
         if self.buffer is None or self._kept == "none":
@@ -363,6 +433,7 @@ class ReplayDataModule(ExperienceDataModule):
             )
         super().load_state_dict(state)
         self.buffer, self.updates, self._refilled = buffer, int(own["updates"]), refilled
+        self._in_step = int(own["in_step"])
         self._served = self._snapshot = None
         self._episodes.load_state_dict(own["episodes"])
         if not self.reset_at_each_batch:
@@ -381,6 +452,19 @@ class ReplayDataModule(ExperienceDataModule):
             root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
             self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(new_run()))
         return self._snapshots
+
+
+@contextmanager
+def _outside_autocast() -> Iterator[None]:
+    """Act with the weights as they are now, where a step with mixed precision goes on around this block."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if kinds:
+        # It keeps copies of the weights, which the update has outdated.
+        torch.clear_autocast_cache()
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _cut_off(rollout: TensorDictBase) -> None:

@@ -25,6 +25,7 @@ from torchrl_lightning.learn.target_networks import build_updater
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
 # Input of networks behind a memory; not ``features``, which their own trunks write.
@@ -50,13 +51,11 @@ class OffPolicyModule(AgentModule):
             of progress.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
-        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
-            Lightning's cost of a step over several small updates.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
             ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
     Raises:
-        ValueError: An interval or number is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
+        ValueError: An interval is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class OffPolicyModule(AgentModule):
         schedule: str | Schedule = "constant",
         tau: float = 0.005,
         target_interval: int = 1,
-        updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
         fraction(gamma, "gamma")
@@ -84,7 +82,6 @@ class OffPolicyModule(AgentModule):
             schedule=schedule,
         )
         integer(target_interval, "target_interval")
-        integer(updates_per_step, "updates_per_step")
         if not 0.0 < tau <= 1.0:
             raise ValueError(f"tau={tau} must be in (0, 1]")
         if refresh_states and not isinstance(self.network, RecurrentNetwork):
@@ -94,7 +91,7 @@ class OffPolicyModule(AgentModule):
             )
         self.refresh_states = refresh_states
         self.gamma = gamma
-        self.tau, self.target_interval, self.updates_per_step = tau, target_interval, updates_per_step
+        self.tau, self.target_interval = tau, target_interval
         self.updates = 0
         self.updater: Any = None
         self._keys: list[NestedKey] = []
@@ -180,36 +177,33 @@ class OffPolicyModule(AgentModule):
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Make ``updates_per_step`` updates and write the TD errors into the batch."""
-        parts = read_transitions(batch, self._keys, self.gamma, self._state_keys).chunk(self.updates_per_step)
-        errors, states = [], []
-        for part in parts:
-            terms, error = self.terms(part)
-            if self.refresh_states:
-                states.append(refreshed_states(part, self.loss.memory_network))
+    def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
+        """Make an update on each batch of this step, and write the TD errors into it."""
+        for part in updates_of(batch):
+            transitions = read_transitions(part, self._keys, self.gamma, self._state_keys)
+            terms, errors = self.terms(transitions)
+            states = refreshed_states(transitions, self.loss.memory_network) if self.refresh_states else None
             losses = [value for name, value in terms.items() if name.startswith("loss_")]
             norms = self.update(sum(losses[1:], start=losses[0]))
             self.updates += 1
             if self.updates % self.target_interval == 0:
                 self.updater.step()
             self.accumulate({**terms, **norms})
-            errors.append(error)
-        write_error(batch, errors[0] if len(errors) == 1 else torch.cat(errors))
-        if states:
-            self._rewrite(batch, states)
-        self.explore()
+            write_error(part, errors)
+            if states is not None:
+                self._rewrite(part, states)
+            self.explore()
 
-    def _rewrite(self, batch: TensorDictBase, states: list[tuple[Entries, Entries]]) -> None:
+    def _rewrite(self, batch: TensorDictBase, states: tuple[Entries, Entries]) -> None:
         """Write refreshed states into a batch; states after each step only where it holds them, one step ahead."""
         written: list[NestedKey] = []
         levels: list[tuple[str, ...]] = [()] if "steps_to_next_obs" in batch else [(), ("next",)]
-        for prefix, parts in zip(levels, zip(*states, strict=True), strict=False):
-            for key, values in zip(self._state_keys, zip(*parts, strict=True), strict=True):
+        for prefix, values in zip(levels, states, strict=False):
+            for key, value in zip(self._state_keys, values, strict=True):
                 path = (*prefix, *path_of(key))
                 stored = batch.get(path, None)
                 if stored is not None:
-                    batch.set(path, torch.cat(values).to(stored.dtype))
+                    batch.set(path, value.to(stored.dtype))
                     written.append(path)
         self._rewritten = batch, written
 

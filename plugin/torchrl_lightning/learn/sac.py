@@ -42,8 +42,6 @@ class SACModule(OffPolicyModule):
             of progress.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
-        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
-            Lightning's cost of a step over several small updates.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
             ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
@@ -75,7 +73,6 @@ class SACModule(OffPolicyModule):
         schedule: str | Schedule = "constant",
         tau: float = 0.005,
         target_interval: int = 1,
-        updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
         super().__init__(
@@ -88,7 +85,6 @@ class SACModule(OffPolicyModule):
             schedule=schedule,
             tau=tau,
             target_interval=target_interval,
-            updates_per_step=updates_per_step,
             refresh_states=refresh_states,
         )
         integer(num_critics, "num_critics")

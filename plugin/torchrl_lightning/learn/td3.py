@@ -44,8 +44,6 @@ class TD3Module(OffPolicyModule):
         schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
             of progress.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
-        updates_per_step: Number of equal parts into which each batch is cut, with one update for each; spreads
-            Lightning's cost of a step over several small updates.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
             ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
 
@@ -79,7 +77,6 @@ class TD3Module(OffPolicyModule):
         max_grad_norm: float | None = None,
         schedule: str | Schedule = "constant",
         tau: float = 0.005,
-        updates_per_step: int = 1,
         refresh_states: bool = False,
     ) -> None:
         super().__init__(
@@ -92,7 +89,6 @@ class TD3Module(OffPolicyModule):
             schedule=schedule,
             tau=tau,
             target_interval=target_interval,
-            updates_per_step=updates_per_step,
             refresh_states=refresh_states,
         )
         self.num_critics = integer(num_critics, "num_critics")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
@@ -46,43 +46,6 @@ class Transitions:
     is_init: Tensor | None = None
     states: Entries | None = None
     steps: Tensor | None = None
-
-    def chunk(self, count: int) -> list[Transitions]:
-        """Cut along the first dimension into equal parts.
-
-        Raises:
-            ValueError: The batch does not divide evenly.
-        """
-        if count == 1:
-            return [self]
-        size = self.reward.shape[0]
-        if size % count:
-            raise ValueError(
-                f"updates_per_step={count} does not divide the batch of {size}; serve batches of a multiple of {count}"
-            )
-        return [self._slice(slice(start, start + size // count)) for start in range(0, size, size // count)]
-
-    def _slice(self, rows: slice) -> Transitions:
-        def cut(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[rows]
-
-        now, after = [entry[rows] for entry in self.now], [entry[rows] for entry in self.after]
-        return replace(
-            self,
-            now=now,
-            after=after,
-            after_target=after,
-            action=self.action[rows],
-            reward=self.reward[rows],
-            terminated=self.terminated[rows],
-            done=cut(self.done),
-            discount=self.discount[rows] if isinstance(self.discount, Tensor) else self.discount,
-            weight=cut(self.weight),
-            mask=cut(self.mask),
-            is_init=cut(self.is_init),
-            states=None if self.states is None else [state[rows] for state in self.states],
-            steps=cut(self.steps),
-        )
 
     def target(self, value: Tensor) -> Tensor:
         r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
