@@ -139,5 +139,5 @@ def test_a_module_that_makes_one_update_is_refused(tmp_path):
     module.automatic_optimization = True
     with pytest.raises(ValueError, match=r"DQNModule has automatic_optimization=True.*or take updates_per_step=1"):
         fit(tmp_path, replay_data(updates_per_step=2), module)
-    with pytest.raises(ValueError, match="updates_per_step=0"):
+    with pytest.raises(ValueError, match="updates_per_step must be a positive integer"):
         replay_data(updates_per_step=0)
