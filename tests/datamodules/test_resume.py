@@ -165,8 +165,8 @@ def test_a_checkpoint_of_another_run_is_refused(settings, message, make_data):
 def test_a_state_of_another_version_is_refused(make_data):
     data = make_data()
     data.setup("fit")
-    with pytest.raises(ValueError, match="version 0, this release reads 1"):
-        data.load_state_dict({**data.state_dict(), "version": 0})
+    with pytest.raises(ValueError, match="version 0, this release reads version 1"):
+        data.load_state_dict({**data.state_dict(), "schema_version": 0})
 
 
 def test_a_state_of_other_ranks_is_refused(make_data):

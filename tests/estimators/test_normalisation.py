@@ -107,9 +107,9 @@ def test_bad_states_and_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="gamma must be between 0 and 1"):
         IntrinsicRewardNormalizer(gamma=2.0)
     normalizer = IntrinsicRewardNormalizer(0.9)
-    with pytest.raises(ValueError, match=r"gamma=0\.99, this one has 0\.9"):
+    with pytest.raises(ValueError, match=r"gamma=0\.99, this normaliser has gamma=0\.9"):
         normalizer.load_state_dict(IntrinsicRewardNormalizer(0.99).state_dict())
-    with pytest.raises(ValueError, match="forward=False, this one has True"):
+    with pytest.raises(ValueError, match="direction='backward', this normaliser has direction='forward'"):
         normalizer.load_state_dict(IntrinsicRewardNormalizer(0.9, "backward").state_dict())
     with pytest.raises(ValueError, match="lacks count"):
         normalizer.load_state_dict({})

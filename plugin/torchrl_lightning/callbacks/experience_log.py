@@ -24,7 +24,7 @@ class ExperienceLog(Callback):
     Example:
         >>> ExperienceLog(every_n_epochs=0)
         Traceback (most recent call last):
-        ValueError: every_n_epochs is no positive integer.
+        ValueError: every_n_epochs must be a positive integer, got 0.
     """
 
     def __init__(self, every_n_epochs: int = 1) -> None:

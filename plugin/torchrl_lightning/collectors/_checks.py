@@ -41,19 +41,6 @@ def number_of_batches(total_frames: int, frames_per_batch: int) -> int:
     return -(total_frames // -frames_per_batch)
 
 
-def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that a saved state fits the collector that is about to load it.
-
-    Raises:
-        ValueError: The two do not fit, or the state is that of something else.
-    """
-    for name, value in expected.items():
-        if name not in state:
-            raise ValueError(f"This is not the state of such a collector: it has no {name!r}, only {sorted(state)}.")
-        if state[name] != value:
-            raise ValueError(f"The saved collector has {name}={state[name]}, but this one has {name}={value}.")
-
-
 def read_specs(env: Any, num_envs: int, env_args: Mapping[str, Any]) -> EnvironmentSpecs:
     """Read the specs of a ready environment, or of a single one that is built for this and closed again."""
     if isinstance(env, VectorEnv):

@@ -18,7 +18,6 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning.collectors._checks import (
     check_frames,
     check_policy,
-    check_state,
     number_of_batches,
     read_specs,
 )
@@ -29,6 +28,7 @@ from torchrl_lightning.collectors._shared import SharedWeights
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.collectors.vector_env import check_env_source
+from torchrl_lightning.state import check_state, same, whole
 
 _STATE_VERSION = 1
 
@@ -242,7 +242,7 @@ class AsynchronousCollector:
     def state_dict(self) -> dict[str, int]:
         """Return the counters and the seed: scalars only."""
         return {
-            "version": _STATE_VERSION,
+            "schema_version": _STATE_VERSION,
             "num_workers": self.num_workers,
             "num_envs": self.num_envs,
             "frames_per_batch": self.frames_per_batch,
@@ -258,8 +258,12 @@ class AsynchronousCollector:
         Raises:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
-        names = ("version", "num_workers", "num_envs", "frames_per_batch")
-        check_state(state_dict, {name: self.state_dict()[name] for name in names})
+        sizes = ("num_workers", "num_envs", "frames_per_batch")
+        schema = {
+            **{name: same(getattr(self, name), "collector") for name in sizes},
+            **dict.fromkeys(("frames", "batches", "seed", "policy_version"), whole()),
+        }
+        check_state(state_dict, schema, "collector", _STATE_VERSION)
         self._stop()
         self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
         self.seed, self.policy_version = int(state_dict["seed"]), int(state_dict["policy_version"])

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._checks import check_frames, check_policy, check_state, number_of_batches, read_specs
+from torchrl_lightning.collectors._checks import check_frames, check_policy, number_of_batches, read_specs
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory, trajectory_ids
 from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
@@ -22,6 +22,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
+from torchrl_lightning.state import check_state, flag, same, whole
 
 _STATE_VERSION = 1
 
@@ -253,7 +254,7 @@ class GymnasiumCollector:
     def state_dict(self) -> dict[str, int | bool]:
         """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
         return {
-            "version": _STATE_VERSION,
+            "schema_version": _STATE_VERSION,
             "num_envs": self.num_envs,
             "frames_per_batch": self.frames_per_batch,
             "frames": self.frames,
@@ -269,7 +270,12 @@ class GymnasiumCollector:
         Raises:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
-        check_state(state_dict, {name: self.state_dict()[name] for name in ("version", "num_envs", "frames_per_batch")})
+        schema = {
+            **{name: same(getattr(self, name), "collector") for name in ("num_envs", "frames_per_batch")},
+            **dict.fromkeys(("frames", "batches", "trajectories", "seed"), whole()),
+            "static_seed": flag,
+        }
+        check_state(state_dict, schema, "collector", _STATE_VERSION)
         self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
         self._trajectories = int(state_dict["trajectories"])
         self.seed, self._static_seed = int(state_dict["seed"]), bool(state_dict["static_seed"])

@@ -27,6 +27,7 @@ from torchrl_lightning.datamodules.arguments import call_with_policy, collector_
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.state import check_state, mapping, sequence
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class ExperienceDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, from all ranks, as tensors and scalars."""
         return {
-            "version": STATE_VERSION,
+            "schema_version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self.specs),
             "ranks": gather_states(self._rank_state()),
@@ -225,11 +226,7 @@ class ExperienceDataModule(L.LightningDataModule):
         Raises:
             ValueError: The message names the first difference.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(
-                f"the checkpoint's experience state has version {state.get('version')}, this release reads "
-                f"{STATE_VERSION}. Resume with the release that wrote it."
-            )
+        check_state(state, {"fingerprint": mapping, "ranks": sequence}, "experience", STATE_VERSION)
         stored, here = state["fingerprint"], self.fingerprint()
         for name in {**stored, **here}:
             if stored.get(name) != here.get(name):

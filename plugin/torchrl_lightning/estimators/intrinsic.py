@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction
 from torchrl_lightning.scan import discounted_scan
-from torchrl_lightning.state import check_state, flag, number, tensor, whole
+from torchrl_lightning.state import check_state, number, same, tensor
 
 __all__ = ["IntrinsicRewardNormalizer"]
 
@@ -150,9 +150,9 @@ class IntrinsicRewardNormalizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics and the filter as tensors and numbers, a copy."""
         state: dict[str, Any] = {
-            "version": 1,
+            "schema_version": 1,
             "gamma": self.gamma,
-            "forward": self.direction == "forward",
+            "direction": self.direction,
             "mean": self._mean,
             "variance": self._variance,
             "count": self._count,
@@ -179,13 +179,14 @@ class IntrinsicRewardNormalizer:
         Raises:
             ValueError: says what is wrong.
         """
-        schema = {"version": whole(1, 1), "gamma": number(0), "forward": flag}
-        check_state(state, {**schema, "mean": number(), "variance": number(0), "count": number(0)}, "normaliser")
-        for key, value in (("gamma", self.gamma), ("forward", self.direction == "forward")):
-            if state[key] != value:
-                raise ValueError(
-                    f"IntrinsicRewardNormalizer: the state was saved with {key}={state[key]}, this one has {value}"
-                )
+        schema = {
+            "gamma": same(self.gamma, "normaliser"),
+            "direction": same(self.direction, "normaliser"),
+            "mean": number(),
+            "variance": number(0),
+            "count": number(0),
+        }
+        check_state(state, schema, "normaliser", version=1)
         kept = state.get("filter")
         if kept is not None:
             shape, largest = kept.shape if isinstance(kept, Tensor) else (), sys.float_info.max
