@@ -6,6 +6,12 @@
 On the CPU it is one numba pass over ``[T, N]``. Everywhere else, and under autograd, it is a torch scan: a loop over
 time while that is short, and above that two levels (scan inside blocks, scan over the blocks' carries, combine), which
 needs ``O(log T)`` times a few kernels instead of ``T``.
+
+An estimator has a compiled kernel of its own, so that temporal-difference errors, recurrence and targets are one pass.
+It goes over its rows in blocks that stay in the first-level cache: flat loops write ``x`` and ``c`` into the outputs,
+:func:`scan_rows` runs the recurrence in place, and flat loops finish the block. So the same kernel is fast from one
+environment to thousands. It gets addresses, not arrays: to turn seven tensors into arrays takes longer than to estimate
+a small rollout.
 """
 
 from __future__ import annotations
@@ -22,11 +28,13 @@ __all__ = ["discounted_scan"]
 
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
 
-# Environments are handled in tiles whose running values stay in the first-level cache. LLVM does not interleave a loop
-# that it knows to be at most 128 long, and that keeps narrow rollouts (16 environments) on the vector path as well.
-TILE = 128
+ELEMENTS = 1024  # of a kernel's block, or one row where that is longer
 BLOCK = 8  # time steps in a block of the two-level scan
 SHORT = 16  # up to here a loop over time is faster than two levels
+
+BOOL = torch.bool
+LIKE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+"""The types that the kernels are compiled for; the array tells a kernel which one its addresses point to."""
 
 
 @functools.cache
@@ -40,24 +48,61 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(function, nogil=True, error_model="numpy")
 
 
+@functools.cache
+def row_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel that calls the functions below that are made for kernels, such as :func:`scan_rows`."""
+    # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
+    globals().update(_intrinsics())
+    function.__globals__.update({callee.__name__: compiled(callee) for callee in _CALLEES})
+    return compiled(function)
+
+
+@functools.cache
+def _intrinsics() -> dict[str, Any]:
+    from numba import carray, types  # type: ignore[attr-defined]
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def pointer(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.voidptr(types.intp), generate
+
+    return {"carray": carray, "pointer": pointer}
+
+
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
     """Return whether the compiled kernels can serve these tensors: CPU, float32 or float64, no gradient wanted."""
-    if x.device.type != "cpu" or (x.dtype is not torch.float32 and x.dtype is not torch.float64):
+    if x.device.type != "cpu" or x.dtype not in LIKE:
         return False
-    if x.requires_grad and torch.is_grad_enabled():
+    return not _wants_gradient(x, *others)
+
+
+def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:
+    """Return at once whether a kernel can read these as they are: one shape, contiguous on the CPU, no gradient.
+
+    False says only that somebody must look closer. This is most of what a small rollout's estimate costs, so it
+    compares what a tensor answers from a field and calls nothing else.
+    """
+    first = floats[0]
+    if type(first) is not Tensor or first.dtype not in LIKE:
         return False
-    for other in others:  # noqa: SIM110 - a generator would cost a twentieth of a small rollout's estimate
-        if other.requires_grad and torch.is_grad_enabled():
+    shape, dtype = first.shape, first.dtype
+    for x in floats:
+        if type(x) is not Tensor or x.dtype is not dtype or x.shape != shape or not x.is_cpu or x.requires_grad:
             return False
-    return True
+        if not x.is_contiguous():
+            return False
+    for x in flags:
+        if type(x) is not Tensor or x.dtype is not BOOL or x.shape != shape or not x.is_cpu or not x.is_contiguous():
+            return False
+    return len(shape) > 0
 
 
-def matrix(x: Tensor) -> np.ndarray[Any, Any]:
-    """View a time-major tensor as a contiguous ``[T, N]`` array, copying only what is not contiguous."""
-    if x.requires_grad:
-        x = x.detach()
-    array = x.contiguous().numpy()
-    return array if array.ndim == 2 else array.reshape(len(array), -1)
+def as_plain(x: Tensor) -> Tensor:
+    """Detach and copy what a kernel cannot read as it is; numpy refuses what has no memory of its own."""
+    return torch.from_numpy(x.detach().contiguous().numpy())
 
 
 def discounted_scan(
@@ -164,54 +209,88 @@ def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
         ) from None
 
 
+def run_rows(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], *factors: float) -> Any:
+    """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and the factors."""
+    x = tensors[0]
+    return row_kernel(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), LIKE[x.dtype], *factors)
+
+
 # ----------------------------------------------------------------------------------------------------------- numba
 
 
+carray: Any = None  # these two are numba's once a kernel is compiled
+pointer: Any = None
+
+
+def floats_at(address: int, low: int, high: int, like: Any) -> Any:
+    """View the numbers from ``low`` to ``high`` of an array of the type of ``like``."""
+    return carray(pointer(address + low * like.itemsize), (high - low,), like.dtype)
+
+
+def bools_at(address: int, low: int, high: int) -> Any:
+    """View the flags from ``low`` to ``high`` of an array of bool."""
+    return carray(pointer(address + low), (high - low,), np.bool_)
+
+
+def block_of(steps: int, size: int) -> tuple[int, int]:
+    """Return the length of a row and of a block of whole rows, in elements; at least 1, so that one can step by it."""
+    width = size // max(1, steps)
+    return width, max(1, width, ELEMENTS - ELEMENTS % max(1, width))
+
+
+def first_row_is_finite(row: Any) -> bool:
+    """Return whether a recurrence that only multiplies has met neither NaN nor infinity: either reaches this row."""
+    zero = row.dtype.type(0.0)
+    check = zero
+    for i in range(len(row)):
+        check += row[i] * zero
+    return bool(check == zero)
+
+
+def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
+    """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``; ``carry`` is the row before the first."""
+    rows = len(y) // width
+    if width == 1:  # a chain that never leaves its register
+        previous = carry[0]
+        for k in range(rows):
+            t = rows - 1 - k if reverse else k
+            previous = y[t] + c[t] * previous
+            y[t] = previous
+        return
+    before = carry
+    for k in range(rows):
+        start = (rows - 1 - k if reverse else k) * width
+        y_t, c_t = y[start : start + width], c[start : start + width]
+        for n in range(width):
+            y_t[n] += c_t[n] * before[n]
+        before = y_t
+
+
+_CALLEES = (floats_at, bools_at, block_of, scan_rows, first_row_is_finite)
+
+
 def _run_numba(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out = matrix(y)
-    width = out.shape[1]
-    if initial is None:
-        y0 = np.zeros(width, out.dtype)
-    else:
-        y0 = initial.detach().expand(x.shape[1:]).reshape(-1).contiguous().numpy()
-    if c.dim() == 0:
-        compiled(_scan_constant)(matrix(x), float(c), y0, reverse, out)
-    else:
-        compiled(_scan_varying)(matrix(x), matrix(c), y0, reverse, out)
+    x, c = as_plain(x), as_plain(c)
+    y = torch.empty_like(x)
+    y0 = x.new_zeros(x.shape[1:]) if initial is None else as_plain(initial.expand(x.shape[1:]))
+    run_rows(_scan, (x, c, y0, y), c.dim() > 0, reverse)
     return y
 
 
-def _scan_constant(x: Any, discount: float, initial: Any, reverse: bool, y: Any) -> None:
-    steps, width = x.shape
-    c = x.dtype.type(discount)
-    carry = np.empty(TILE, x.dtype)
-    for start in range(0, width, TILE):
-        size = min(TILE, width - start)
-        carry[:size] = initial[start : start + size]
-        for i in range(steps):
-            t = steps - 1 - i if reverse else i
-            x_t, y_t = x[t, start : start + size], y[t, start : start + size]
-            for n in range(size):
-                value = x_t[n] + c * carry[n]
-                carry[n] = value
-                y_t[n] = value
-
-
-def _scan_varying(x: Any, discount: Any, initial: Any, reverse: bool, y: Any) -> None:
-    steps, width = x.shape
-    carry = np.empty(TILE, x.dtype)
-    for start in range(0, width, TILE):
-        size = min(TILE, width - start)
-        carry[:size] = initial[start : start + size]
-        for i in range(steps):
-            t = steps - 1 - i if reverse else i
-            x_t, y_t = x[t, start : start + size], y[t, start : start + size]
-            c_t = discount[t, start : start + size]
-            for n in range(size):
-                value = x_t[n] + c_t[n] * carry[n]
-                carry[n] = value
-                y_t[n] = value
+def _scan(
+    inputs: int, factors: int, initial: int, out: int, steps: int, size: int, like: Any, varying: bool, reverse: bool
+) -> None:
+    width, block = block_of(steps, size)
+    carry = floats_at(initial, 0, width, like)
+    c = np.full(0 if varying else min(block, size), floats_at(factors, 0, 1, like)[0])
+    for begin in range(0, size, block):
+        low, high = (max(0, size - begin - block), size - begin) if reverse else (begin, min(begin + block, size))
+        y = floats_at(out, low, high, like)
+        y[:] = floats_at(inputs, low, high, like)
+        if varying:
+            c = floats_at(factors, low, high, like)
+        scan_rows(y, c, carry, width, reverse)
+        carry = y[:width] if reverse else y[len(y) - width :]
 
 
 # ----------------------------------------------------------------------------------------------------------- torch

@@ -7,14 +7,29 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torchrl_lightning.scan import as_plain, is_plain, runs_on_numba
+
 _MISSING_FLAG = {
     "terminated": "set it where the episode ended (not by a time limit: `truncated`); it is never guessed from `done`",
     "done": "it is `terminated | truncated`, true where the trajectory breaks",
 }
 
 
-def check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
-    """Check that all tensors have one shape and device, the floats one floating dtype, and that the flags are bool."""
+def rows_of(
+    caller: str, names: tuple[str, ...], floats: tuple[Tensor, ...], flags: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...] | None:
+    """Check the inputs and return them, flags last, as the compiled kernels read them; None where torch must serve.
+
+    All must have one shape and device, the floats, which have these names, one floating dtype, and the flags, which are
+    ``terminated`` and ``done``, must be bool.
+    """
+    if is_plain(floats, flags):
+        return floats + flags
+    _check_inputs(caller, dict(zip(names, floats, strict=True)), dict(zip(_MISSING_FLAG, flags, strict=True)))
+    return tuple(map(as_plain, floats + flags)) if runs_on_numba(*floats) else None
+
+
+def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
     name, reference = next(iter(floats.items()))
     if not isinstance(reference, Tensor):
         _refuse_type(caller, name, reference)

@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, check_inputs, explain_not_finite
-from torchrl_lightning.scan import TILE, compiled, discounted_scan, matrix, runs_on_numba
+from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.scan import (
+    block_of,
+    bools_at,
+    discounted_scan,
+    first_row_is_finite,
+    floats_at,
+    run_rows,
+    scan_rows,
+)
 
 __all__ = ["gae"]
 
@@ -56,27 +64,13 @@ def gae(
     >>> gae(torch.ones(2), torch.zeros(2), torch.zeros(2), never, never, gamma=0.5, lmbda=1.0)
     (tensor([1.5000, 1.0000]), tensor([1.5000, 1.0000]))
     """
-    check_inputs(
-        "gae",
-        {"reward": reward, "value": value, "next_value": next_value},
-        {"terminated": terminated, "done": done},
-    )
+    names = ("reward", "value", "next_value")
+    rows = rows_of("gae", names, (reward, value, next_value), (terminated, done))
     gamma = check_fraction("gae", "gamma", gamma)
     decay = gamma * check_fraction("gae", "lmbda", lmbda)
-    if runs_on_numba(reward, value, next_value) and reward.numel() > 0:
-        advantage = torch.empty_like(reward, memory_format=torch.contiguous_format)
-        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
-        finite = compiled(_gae_rows)(
-            matrix(reward),
-            matrix(value),
-            matrix(next_value),
-            matrix(terminated),
-            matrix(done),
-            gamma,
-            decay,
-            matrix(advantage),
-            matrix(target),
-        )
+    if rows is not None:
+        advantage, target = torch.empty_like(rows[0]), torch.empty_like(rows[0])
+        finite = run_rows(_gae_rows, (*rows, advantage, target), gamma, decay)
     else:
         bootstrap = gamma * terminated.logical_not().to(reward.dtype)
         delta = reward + bootstrap * next_value - value
@@ -89,36 +83,35 @@ def gae(
 
 
 def _gae_rows(
-    reward: Any,
-    value: Any,
-    next_value: Any,
-    terminated: Any,
-    done: Any,
+    reward: int,
+    value: int,
+    next_value: int,
+    terminated: int,
+    done: int,
+    advantage: int,
+    target: int,
+    steps: int,
+    size: int,
+    like: Any,
     gamma: float,
     decay: float,
-    advantage: Any,
-    target: Any,
 ) -> bool:
-    steps, width = reward.shape
-    real = reward.dtype.type
+    real = like.dtype.type
     g, d, zero = real(gamma), real(decay), real(0.0)
-    carry = np.empty(TILE, reward.dtype)
-    check = zero
-    for start in range(0, width, TILE):
-        size = min(TILE, width - start)
-        end = start + size
-        carry[:] = zero
-        for t in range(steps - 1, -1, -1):
-            r, v, w = reward[t, start:end], value[t, start:end], next_value[t, start:end]
-            stop, cut = terminated[t, start:end], done[t, start:end]
-            a, target_t = advantage[t, start:end], target[t, start:end]
-            for n in range(size):
-                delta = r[n] + (zero if stop[n] else g) * w[n] - v[n]
-                # Keep the product with zero: it carries a NaN across the end of an episode to the first row.
-                estimate = delta + (zero if stop[n] | cut[n] else d) * carry[n]
-                carry[n] = estimate
-                a[n] = estimate
-                target_t[n] = estimate + v[n]
-        for n in range(size):
-            check += carry[n] * zero
-    return bool(check == zero)
+    width, block = block_of(steps, size)
+    carry = np.zeros(width, like.dtype)
+    for high in range(size, 0, -block):
+        low = max(0, high - block)
+        r, v = floats_at(reward, low, high, like), floats_at(value, low, high, like)
+        w = floats_at(next_value, low, high, like)
+        stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
+        a, y = floats_at(advantage, low, high, like), floats_at(target, low, high, like)
+        for i in range(high - low):
+            a[i] = r[i] + (zero if stop[i] else g) * w[i] - v[i]
+        for i in range(high - low):
+            y[i] = zero if stop[i] | cut[i] else d
+        scan_rows(a, y, carry, width, True)
+        carry = a[:width]
+        for i in range(high - low):
+            y[i] = a[i] + v[i]
+    return first_row_is_finite(carry)

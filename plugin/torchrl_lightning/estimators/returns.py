@@ -10,8 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, check_inputs, explain_not_finite
-from torchrl_lightning.scan import TILE, compiled, discounted_scan, matrix, runs_on_numba
+from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.scan import (
+    block_of,
+    bools_at,
+    discounted_scan,
+    first_row_is_finite,
+    floats_at,
+    run_rows,
+    scan_rows,
+)
 
 __all__ = ["discount_cumsum", "discounted_returns"]
 
@@ -44,19 +52,14 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
     >>> discounted_returns(torch.ones(3), torch.full((3,), 8.0), terminated, terminated, gamma=0.5)
     tensor([1.5000, 1.0000, 5.0000])
     """
-    check_inputs(
-        "discounted_returns",
-        {"reward": reward, "next_value": next_value},
-        {"terminated": terminated, "done": done},
-    )
+    names = ("reward", "next_value")
+    rows = rows_of("discounted_returns", names, (reward, next_value), (terminated, done))
     gamma = check_fraction("discounted_returns", "gamma", gamma)
-    if reward.numel() == 0:
+    if rows is not None:
+        target = torch.empty_like(rows[0])
+        finite = run_rows(_return_rows, (*rows, target), gamma)
+    elif reward.numel() == 0:
         return torch.empty_like(reward)
-    if runs_on_numba(reward, next_value):
-        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
-        finite = compiled(_return_rows)(
-            matrix(reward), matrix(next_value), matrix(terminated), matrix(done), gamma, matrix(target)
-        )
     else:
         cut = terminated | done
         bootstrap = gamma * (cut & ~terminated).to(reward.dtype)
@@ -99,26 +102,31 @@ def discount_cumsum(x: Any, discount: Any) -> Any:
     return discounted_scan(floats, factor).numpy()
 
 
-def _return_rows(reward: Any, next_value: Any, terminated: Any, done: Any, gamma: float, target: Any) -> bool:
-    steps, width = reward.shape
-    real = reward.dtype.type
+def _return_rows(
+    reward: int,
+    next_value: int,
+    terminated: int,
+    done: int,
+    target: int,
+    steps: int,
+    size: int,
+    like: Any,
+    gamma: float,
+) -> bool:
+    real = like.dtype.type
     g, zero = real(gamma), real(0.0)
-    carry = np.empty(TILE, reward.dtype)
-    check = zero
-    for start in range(0, width, TILE):
-        size = min(TILE, width - start)
-        end = start + size
-        carry[:size] = next_value[steps - 1, start:end]
-        for t in range(steps - 1, -1, -1):
-            r, w, y = reward[t, start:end], next_value[t, start:end], target[t, start:end]
-            stop, cut = terminated[t, start:end], done[t, start:end]
-            for n in range(size):
-                ended = stop[n] | cut[n]
-                # One of the two factors is zero; the product passes a NaN on, where a selection would hide it.
-                bootstrap = g if ended and not stop[n] else zero
-                estimate = r[n] + bootstrap * w[n] + (zero if ended else g) * carry[n]
-                carry[n] = estimate
-                y[n] = estimate
-        for n in range(size):
-            check += carry[n] * zero
-    return bool(check == zero)
+    width, block = block_of(steps, size)
+    carry = floats_at(next_value, size - width, size, like)
+    factor = np.empty(min(block, size), like.dtype)
+    for high in range(size, 0, -block):
+        low = max(0, high - block)
+        r, w = floats_at(reward, low, high, like), floats_at(next_value, low, high, like)
+        y = floats_at(target, low, high, like)
+        stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
+        for i in range(high - low):
+            # One of the two factors is zero; the product passes a NaN on, where a selection would hide it.
+            y[i] = r[i] + (g if cut[i] & (not stop[i]) else zero) * w[i]
+            factor[i] = zero if stop[i] | cut[i] else g
+        scan_rows(y, factor, carry, width, True)
+        carry = y[:width]
+    return first_row_is_finite(carry)

@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, check_inputs, explain_not_finite
-from torchrl_lightning.scan import TILE, compiled, discounted_scan, matrix, runs_on_numba
+from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.scan import (
+    block_of,
+    bools_at,
+    discounted_scan,
+    first_row_is_finite,
+    floats_at,
+    run_rows,
+    scan_rows,
+)
 
 __all__ = ["vtrace"]
 
@@ -71,30 +79,18 @@ def vtrace(
     >>> vtrace(twice_as_likely, zeros, torch.ones(2), zeros, zeros, never, never, gamma=0.5, pg_rho_clip=2.0)
     (tensor([3., 2.]), tensor([1.5000, 1.0000]))
     """
-    check_inputs(
-        "vtrace",
-        {"reward": reward, "value": value, "next_value": next_value, "log_pi": log_pi, "log_mu": log_mu},
-        {"terminated": terminated, "done": done},
-    )
+    names = ("reward", "value", "next_value", "log_pi", "log_mu")
+    rows = rows_of("vtrace", names, (reward, value, next_value, log_pi, log_mu), (terminated, done))
     gamma = check_fraction("vtrace", "gamma", gamma)
     lmbda = check_fraction("vtrace", "lmbda", lmbda)
     rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
     pg_rho_clip = rho_clip if pg_rho_clip is None else _check_clip("pg_rho_clip", pg_rho_clip)
-    if runs_on_numba(reward, value, next_value, log_pi, log_mu) and reward.numel() > 0:
-        advantage = torch.empty_like(reward, memory_format=torch.contiguous_format)
-        target = torch.empty_like(reward, memory_format=torch.contiguous_format)
-        ratio = (log_pi - log_mu).exp_()  # torch's exponential is vectorised, numba's is not
-        finite = compiled(_vtrace_rows)(
-            matrix(ratio),
-            matrix(reward),
-            matrix(value),
-            matrix(next_value),
-            matrix(terminated),
-            matrix(done),
-            (gamma, lmbda, rho_clip, c_clip, pg_rho_clip),
-            matrix(advantage),
-            matrix(target),
-        )
+    if rows is not None:
+        r, v, w, new, old, stop, cut = rows
+        ratio = (new - old).exp_()  # torch's exponential is vectorised, numba's is not
+        advantage, target = torch.empty_like(r), torch.empty_like(r)
+        tensors = (ratio, r, v, w, stop, cut, advantage, target)
+        finite = run_rows(_vtrace_rows, tensors, gamma, lmbda, rho_clip, c_clip, pg_rho_clip)
     else:
         advantage, target = _vtrace_torch(
             (log_pi - log_mu).exp(),
@@ -138,47 +134,50 @@ def _vtrace_torch(
 
 
 def _vtrace_rows(
-    ratio: Any,
-    reward: Any,
-    value: Any,
-    next_value: Any,
-    terminated: Any,
-    done: Any,
-    factors: tuple[float, float, float, float, float],
-    advantage: Any,
-    target: Any,
+    ratio: int,
+    reward: int,
+    value: int,
+    next_value: int,
+    terminated: int,
+    done: int,
+    advantage: int,
+    target: int,
+    steps: int,
+    size: int,
+    like: Any,
+    gamma: float,
+    lmbda: float,
+    rho_limit: float,
+    c_limit: float,
+    pg_limit: float,
 ) -> bool:
-    steps, width = reward.shape
-    real = reward.dtype.type
-    gamma, lmbda, rho_limit, c_limit, pg_limit = factors
+    real = like.dtype.type
     g, decay, zero = real(gamma), real(gamma * lmbda), real(0.0)
     rho_clip, c_clip, pg_rho_clip = real(rho_limit), real(c_limit), real(pg_limit)
-    carry = np.empty(TILE, reward.dtype)
-    following = np.empty(TILE, reward.dtype)
-    check = zero
-    for start in range(0, width, TILE):
-        size = min(TILE, width - start)
-        end = start + size
-        carry[:] = zero
-        following[:size] = next_value[steps - 1, start:end]
-        for t in range(steps - 1, -1, -1):
-            r, v, w = reward[t, start:end], value[t, start:end], next_value[t, start:end]
-            weight, stop, cut = ratio[t, start:end], terminated[t, start:end], done[t, start:end]
-            a, target_t = advantage[t, start:end], target[t, start:end]
-            for n in range(size):
-                ended = stop[n] | cut[n]
-                bootstrap = zero if stop[n] else g
-                rho = weight[n]
-                # Written so that a NaN fails the comparison and remains; the products with zero pass it on as well.
-                delta = (rho_clip if rho > rho_clip else rho) * (r[n] + bootstrap * w[n] - v[n])
-                trace = (zero if ended else decay) * (c_clip if rho > c_clip else rho)
-                excess = delta + trace * carry[n]
-                after = w[n] if ended else following[n]
-                a[n] = (pg_rho_clip if rho > pg_rho_clip else rho) * (r[n] + bootstrap * after - v[n])
-                corrected = excess + v[n]
-                carry[n] = excess
-                following[n] = corrected
-                target_t[n] = corrected
-        for n in range(size):
-            check += carry[n] * zero
-    return bool(check == zero)
+    width, block = block_of(steps, size)
+    carry = np.zeros(width, like.dtype)
+    following = floats_at(next_value, size - width, size, like)
+    for high in range(size, 0, -block):
+        low = max(0, high - block)
+        r, v = floats_at(reward, low, high, like), floats_at(value, low, high, like)
+        w, rho = floats_at(next_value, low, high, like), floats_at(ratio, low, high, like)
+        stop, cut = bools_at(terminated, low, high), bools_at(done, low, high)
+        a, y = floats_at(advantage, low, high, like), floats_at(target, low, high, like)
+        for i in range(high - low):
+            # Written so that a NaN fails the comparison and remains; the products with zero pass it on as well.
+            weight = rho_clip if rho[i] > rho_clip else rho[i]
+            y[i] = weight * (r[i] + (zero if stop[i] else g) * w[i] - v[i])
+        for i in range(high - low):
+            a[i] = (zero if stop[i] | cut[i] else decay) * (c_clip if rho[i] > c_clip else rho[i])
+        scan_rows(y, a, carry, width, True)
+        carry[:] = y[:width]
+        for i in range(high - low):
+            y[i] += v[i]
+        a[: len(a) - width] = y[width:]
+        a[len(a) - width :] = following
+        following = y[:width]
+        for i in range(high - low):
+            weight = pg_rho_clip if rho[i] > pg_rho_clip else rho[i]
+            after = w[i] if stop[i] | cut[i] else a[i]
+            a[i] = weight * (r[i] + (zero if stop[i] else g) * after - v[i])
+    return first_row_is_finite(carry)
