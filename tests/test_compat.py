@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
-from torchrl_lightning._compat import entries_of, last_written, new_tensordict
+from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
 
@@ -210,14 +210,6 @@ def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
     copied = pickle.loads(pickle.dumps(ours))
     assert copied._prefetch_executor._max_workers == 1
     assert copied.sample().shape == (2,)
-
-
-def test_the_last_written_cell_of_torchrls_storages() -> None:
-    theirs = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    assert last_written(theirs.storage) is None
-    for count, newest in ((3, 2), (2, 0)):
-        theirs.extend(torch.arange(count))
-        assert last_written(theirs.storage) == newest
 
 
 @pytest.mark.parametrize("build", [UniformSampler, lambda: PrioritizedSampler(6, 1.0, 1.0), lambda: SequenceSampler(1)])

@@ -64,17 +64,6 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
-def last_written(storage: Storage) -> int | None:
-    """Return the cell that was written last, if the one-dimensional storage knows: a restored one does not.
-
-    Example:
-        >>> last_written(LazyTensorStorage(4)) is None
-        True
-    """
-    cursor = getattr(storage, "_last_cursor_index", None)
-    return None if cursor is None else int(torch.as_tensor(cursor).reshape(-1)[-1])
-
-
 class OwnSignature:
     """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
 

@@ -148,7 +148,6 @@ def at_a_million() -> list[Timing]:
             "ours, sample": sample,
             "ours, write": write,
             "ours, write and sample": both,
-            "ours, over trajectories, both": ours(1_000_000, over="trajectories")[2],
             "ours, padded, both": ours(1_000_000, episode_ends="pad")[2],
             "TorchRL, write and sample": torchrl(1_000_000),
             **flashbax(1_000_000),

@@ -30,6 +30,7 @@ REQUIRED = {
     "prioritized": ("max_capacity=20", "alpha=1.0", "beta=0.5"),
     "sequence": ("batch_length=3",),
 }
+WRITERS = {"sequence": ["+writer@replay_buffer.writer=torchrl_lightning_ring"]}
 KINDS = {"uniform": UniformSampler, "prioritized": PrioritizedSampler, "sequence": SequenceSampler}
 
 
@@ -43,13 +44,14 @@ def steps(count: int, *ends: int, done_key: tuple[str, ...] = ("next", "done")) 
 
 @pytest.fixture
 def with_sampler(composed):
-    """Composes a buffer, and below it a storage and one of our samplers."""
+    """Composes a buffer, and below it a storage, one of our samplers and the writer that it needs."""
 
     def compose_buffer(buffer: str, storage: str, name: str, *fields: str) -> DictConfig:
         return composed(
             f"+replay_buffer={buffer}",
             f"+storage@replay_buffer.storage={storage}",
             f"+sampler@replay_buffer.sampler=torchrl_lightning_{name}",
+            *WRITERS.get(name, []),
             "replay_buffer.storage.max_size=20",
             "replay_buffer.batch_size=8",
             *(f"replay_buffer.sampler.{field}" for field in (*REQUIRED[name], *fields)),
@@ -102,7 +104,7 @@ def test_a_loss_hands_its_errors_back(with_sampler, house):
 
 
 def test_windows_keep_to_their_episode(with_sampler, house):
-    buffer = instantiate(with_sampler(*house, "sequence", "over=trajectories"))
+    buffer = instantiate(with_sampler(*house, "sequence"))
     buffer.extend(steps(10, 5, 6))
     starts = set()
     for _ in range(10):
@@ -117,7 +119,7 @@ def test_windows_keep_to_their_episode(with_sampler, house):
 def test_keys_and_dtypes_are_read(built):
     writer = built("writer", "ring", "done_key=[ours,over]", "init_key=[begins]", "num_envs=1")
     assert isinstance(writer, RingWriter)
-    sampler = built("sampler", "sequence", "batch_length=2", "recurrent_keys=[[agent,memory]]", "end_key=[ours,over]")
+    sampler = built("sampler", "sequence", "batch_length=2", "recurrent_keys=[[agent,memory]]")
     assert sampler.recurrent_keys == [("agent", "memory")]
     buffer = ExperienceBuffer(storage=built("storage", "ring", "max_size=9"), writer=writer, sampler=sampler)
     buffer.extend(steps(4, 1, done_key=("ours", "over")))

@@ -65,14 +65,6 @@ class Twin:
                     found[env, position] = len(window)
         return found
 
-    def trajectories(self) -> dict[tuple[int, int], set[tuple[int, int]]]:
-        """Return the stored steps of every stored trajectory."""
-        found: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        for env, steps in enumerate(self.stored):
-            for position, episode in steps:
-                found.setdefault((env, episode), set()).add((env, position))
-        return found
-
     def check(self, batch: TensorDict, batch_length: int, burn_in: int, episode_ends: str) -> None:
         """Refuse a batch with a window that there is not."""
         starts = self.starts(batch_length, burn_in, episode_ends)

@@ -50,7 +50,7 @@ def flat(**kwargs: Any) -> ExperienceBuffer:
 BUFFERS = {
     "uniform": lambda: uneven(sampler=UniformSampler()),
     "prioritized": lambda: uneven(sampler=PrioritizedSampler(SIZE, 0.6, 0.4)),
-    "sequences": lambda: uneven(sampler=SequenceSampler(1, over="trajectories")),
+    "sequences": lambda: uneven(sampler=SequenceSampler(1)),
     "even": lambda: ExperienceBuffer(
         storage=RingStorage(SIZE),
         batch_size=2,
@@ -58,7 +58,6 @@ BUFFERS = {
         sampler=SamplerWithoutReplacement(),
         transform=ObservationNorm(loc=torch.zeros(1), scale=torch.ones(1), in_keys=["a"]),
     ),
-    "flat": lambda: flat(sampler=SequenceSampler(2)),
     "torchrl": lambda: flat(sampler=SamplerWithoutReplacement()),
 }
 
@@ -68,7 +67,6 @@ PARTS = {
     "prioritized": ("sampler",),
     "sequences": ("sampler",),
     "even": ("sampler", "transform", "prefetched"),
-    "flat": ("sampler",),
     "torchrl": ("storage", "sampler", "writer"),
 }
 

@@ -9,10 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyTensorStorage,
-    TensorDictReplayBuffer,
-)
 from torchrl.modules import GRUModule, set_recurrent_mode
 
 from replay.sequence_twin import Twin, episodes
@@ -23,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict"),
 ]
 ENDS = ("inside", "across", "pad")
-OVER = ("steps", "trajectories")
 
 
 def make_buffer(num_envs: int, length: int, batch_size: int = 8, **options: Any) -> ExperienceBuffer:
@@ -50,17 +45,15 @@ writes = st.lists(
     writes,
     st.integers(1, 6),
     st.sampled_from(ENDS),
-    st.sampled_from(OVER),
     st.integers(0, 3),
     st.sampled_from([0.0, 0.1, 0.4]),
 )
 def test_windows_are_those_of_the_twin(
-    writes: list[Any], batch_length: int, episode_ends: str, over: str, burn_in: int, rate: float
+    writes: list[Any], batch_length: int, episode_ends: str, burn_in: int, rate: float
 ) -> None:
     burn_in = min(burn_in, batch_length - 1)
-    options = {"batch_length": batch_length, "episode_ends": episode_ends, "over": over, "burn_in": burn_in}
-    rule = {key: options[key] for key in ("batch_length", "episode_ends", "burn_in")}
-    twin, buffer = Twin(3, 7), make_buffer(3, 7, **options)
+    rule = {"batch_length": batch_length, "episode_ends": episode_ends, "burn_in": burn_in}
+    twin, buffer = Twin(3, 7), make_buffer(3, 7, **rule)
     for envs, steps, seed, restore in writes:
         ids = sorted(envs)
         dones = torch.rand(steps, len(ids), generator=torch.Generator().manual_seed(seed)) < rate
@@ -71,14 +64,13 @@ def test_windows_are_those_of_the_twin(
             continue
         twin.check(buffer.sample(), **rule)
         if restore:
-            old, buffer = buffer, make_buffer(3, 7, **options)
+            old, buffer = buffer, make_buffer(3, 7, **rule)
             buffer.load_state_dict(old.state_dict())
             assert (buffer.sample() == old.sample()).all()
     if starts := twin.starts(**rule):
-        batch = buffer.sample(60 * len(starts)) if over == "steps" else buffer.sample(500)
+        batch = buffer.sample(60 * len(starts))
         drawn = set(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
-        assert drawn <= set(starts)
-        assert over == "trajectories" or drawn == set(starts)
+        assert drawn == set(starts)
 
 
 # ------------------------------------------------------------------ chances
@@ -109,20 +101,6 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
     assert chisquare(list(counts.values())).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("episode_ends", ENDS)
-def test_every_trajectory_is_equally_likely_and_every_beginning_in_it(episode_ends: str) -> None:
-    options = {"batch_length": 3, "episode_ends": episode_ends, "burn_in": 1}
-    twin, buffer = uneven(**options, over="trajectories")
-    batch = buffer.sample(20_000)
-    counts = Counter(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
-    starts = set(twin.starts(**options))
-    admissible = [steps & starts for steps in twin.trajectories().values() if steps & starts]
-    assert len(admissible) > 3
-    assert chisquare([sum(counts[step] for step in steps) for steps in admissible]).pvalue > 1e-3
-    for steps in admissible:
-        assert len(steps) == 1 or chisquare([counts[step] for step in steps]).pvalue > 1e-4
-
-
 def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
     buffer = make_buffer(1, 100_000, batch_length=64)
     buffer.extend(episodes([10] * 5000 + [70] + [10] * 4000))
@@ -135,16 +113,6 @@ def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
     assert (other.sample() == buffer.sample()).all()
     buffer.extend(episodes([64]))
     assert set(buffer.sample(200)["step"][:, 0].tolist()) == {0, *range(50_000, 50_007)}
-
-
-def test_the_list_of_trajectories_stays_as_short_as_the_stored_ones() -> None:
-    buffer = make_buffer(1, 1000, batch_length=2, over="trajectories")
-    for _ in range(60):
-        buffer.extend(episodes([5] * 40))
-        buffer.sample()
-    assert len(buffer.sampler.state_dict()["trajectories"]["begin"]) <= 1024 + 200
-    ids = buffer.sample(4000)["episode"][:, 0].unique(return_counts=True)
-    assert len(ids[0]) == 40
 
 
 # ------------------------------------------------------------------ layout
@@ -221,7 +189,6 @@ def test_nested_states_under_other_keys() -> None:
         ({"batch_length": 4, "burn_in": 4}, "burn_in"),
         ({"batch_length": 4, "burn_in": -1}, "burn_in"),
         ({"batch_length": 4, "episode_ends": "over"}, "episode_ends"),
-        ({"batch_length": 4, "over": "episodes"}, "over"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
@@ -242,17 +209,16 @@ def test_nothing_stored() -> None:
     assert set(buffer.sample(50)["step"][:, 0].tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("over", OVER)
-def test_windows_longer_than_any_episode(over: str) -> None:
-    buffer = make_buffer(1, 20, batch_length=8, over=over)
+def test_windows_longer_than_any_episode() -> None:
+    buffer = make_buffer(1, 20, batch_length=8)
     buffer.extend(episodes([5, 7, 3]))
     with pytest.raises(ValueError, match=r"longest stored episode has 7 steps, windows need 8"):
         buffer.sample()
-    buffer = make_buffer(1, 20, batch_length=30, episode_ends="across", over=over)
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="across")
     buffer.extend(episodes([5, 7, 3]))
     with pytest.raises(ValueError, match=r"has 15 steps, windows need 30"):
         buffer.sample()
-    buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad", over=over)
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad")
     buffer.extend(episodes([5, 7, 3]))
     assert buffer.sample()["mask"].sum(1).max() <= 7
 
@@ -265,20 +231,16 @@ def test_unknown_ends() -> None:
     buffer = make_buffer(1, 10, batch_length=2, episode_ends="across")
     buffer.extend(episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=SequenceSampler(2), batch_size=2)
-    replay.extend(episodes([6]).exclude(("next", "done")))
-    with pytest.raises(KeyError, match="end_key"):
-        replay.sample()
 
 
 def test_a_state_of_another_kind_is_refused() -> None:
     sampler = SequenceSampler(3)
     state = sampler.state_dict()
     with pytest.raises(ValueError, match="lacks"):
-        sampler.load_state_dict({"schema_version": 1})
+        sampler.load_state_dict({"schema_version": 2})
     with pytest.raises(ValueError, match="version"):
         sampler.load_state_dict({**state, "schema_version": 9})
-    assert repr(sampler) == "SequenceSampler(3, episode_ends='inside', burn_in=0, over='steps')"
+    assert repr(sampler) == "SequenceSampler(3, episode_ends='inside', burn_in=0)"
 
 
 def test_same_seed_same_windows() -> None:

@@ -231,10 +231,7 @@ class SequenceSamplerSchema:
     batch_length: int = MISSING
     episode_ends: str = "inside"
     burn_in: int = 0
-    over: str = "steps"
     recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
-    traj_key: Any = None
-    end_key: Any = field(default_factory=lambda: ["next", "done"])
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {

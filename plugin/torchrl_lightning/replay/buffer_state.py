@@ -15,7 +15,6 @@ from torchrl_lightning.entries import Tree, tree_of
 from torchrl_lightning.replay.checks import STATE_VERSION, check_transform, check_tree
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.state import (
@@ -138,8 +137,6 @@ def _check_like(state: Any, own: Any, cells: int | None, owner: str) -> None:
 
 
 def _check_agreement(storage: Any, sampler: Any, writer: Any, state: Mapping[str, Any]) -> None:
-    if isinstance(sampler, SequenceSampler) and (flat := state["sampler"]["flat"]) is not None:
-        same(storage.max_size, "storage", "max_size")(flat["length"], "length")
     if not isinstance(storage, RingStorage) or not isinstance(writer, RingWriter):
         return
     rings, held = Rings.at(writer.length, state["writer"]["positions"]), state["storage"]

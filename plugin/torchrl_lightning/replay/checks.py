@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.state import LARGEST, check_state, described, flag, mapping, optional, same, tensor, whole
+from torchrl_lightning.state import LARGEST, check_state, described, mapping, optional, same, tensor, whole
 
 STATE_VERSION = 2
 
@@ -82,29 +82,6 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
     check_state(state_dict, schema, "writer", STATE_VERSION)
     if state_dict["index"] is not None:
         check_index_state(state_dict["index"], Rings.at(length, state_dict["positions"]))
-
-
-def check_flat_state(state_dict: Any) -> None:
-    """Refuse the state of a ring that follows TorchRL's writers.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    schema = {
-        "length": whole(1),
-        "positions": tensor(torch.int64, 1, low=0, high=LARGEST),
-        "floor": tensor(torch.int64, 1, low=0, high=LARGEST),
-        "pending": whole(),
-        "last_id": optional(whole(-LARGEST)),
-        "last_done": flag,
-        "index": mapping,
-    }
-    check_state(state_dict, schema, "flat ring")
-    position, floor, length = int(state_dict["positions"]), int(state_dict["floor"]), state_dict["length"]
-    if position < floor or (floor and position - floor < length):
-        raise ValueError(f"The flat ring state is foreign: it holds steps {floor} to {position} of {length} cells.")
-    rings = Rings.at(length, state_dict["positions"], state_dict["floor"])
-    check_index_state(state_dict["index"], rings)
 
 
 def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:

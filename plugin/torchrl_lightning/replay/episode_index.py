@@ -80,6 +80,11 @@ class EpisodeIndex(SharedArrays):
 
     # ------------------------------------------------------------------ writing
 
+    @property
+    def arrays(self) -> tuple[Ints, Flags, Ints, Flags, Ints]:
+        """What :func:`row_kernels.write_steps` keeps up to date."""
+        return self._column, self._done, self._begin, self._open, self._headless_end
+
     def write(self, env_ids: Ints | None, done: Flags, init: Flags | None) -> None:
         """Record steps about to be stored; call before the positions move.
 

@@ -1,50 +1,16 @@
-"""The steps at which windows may begin, and draws of them."""
+"""Where windows of successive steps may begin, and compiled draws of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.writer import RingWriter
 
-MAX_DRAWS = 1 << 16
-"""So many steps are drawn before all of them are looked at."""
-CHUNK = 1 << 18
-Draw = Callable[[int, int], Ints]
-"""``draw(high, count)``: integers in ``[0, high)``."""
-Starts = tuple[Ints, Ints, Ints]
-"""Environments, first positions, and last positions that may be read; each ``[B]``."""
-Candidates = tuple[int, Callable[[Ints], tuple[Ints, Ints]]]
-"""How many steps may begin a window as far as room goes, and where the n-th of them is: environment and position."""
-
-
-class IndexedRings(Protocol):
-    """Rings that know their episodes, as those of a ``RingWriter`` do."""
-
-    num_envs: int
-    length: int
-
-    @property
-    def index(self) -> EpisodeIndex | None:
-        """Where episodes begin and end, if it is known."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Next position of every environment."""
-
-    @property
-    def oldest(self) -> Tensor:
-        """Oldest stored position of every environment."""
-
-    @property
-    def common_oldest(self) -> int | None:
-        """Oldest stored position, if it is that of all environments, and all are equally filled."""
+EPISODE_ENDS = ("inside", "across", "pad")
+NO_EPISODES = (*(np.zeros(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
 @dataclass(frozen=True)
@@ -76,144 +42,113 @@ class WindowRule:
         """Whether a window ends with its episode."""
         return self.episode_ends != "across"
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether every step that has room for a window before the newest one may begin one."""
+        return not self.by_episode or not self.reach
 
-def bounds(rings: IndexedRings, env: Ints, position: Ints) -> tuple[Ints, Ints]:
-    """Return first and last position of the episodes of stored steps; a first one may be overwritten."""
-    if rings.index is None:
-        raise RuntimeError("There is no episode index.")
-    begin, end = rings.index.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
-    return begin.numpy(), end.numpy()
+    def of(self, writer: RingWriter) -> tuple[Any, ...]:
+        """Return what the kernels below are told about rings, their episodes and this rule.
+
+        All steps that have room for a window before the newest one of their environment are candidates. They are
+        ranked by environment, then by age.
+        """
+        episodes = NO_EPISODES if writer.index is None else writer.index.arrays
+        options = (self.reach, self.burn_in, self.by_episode, self.episode_ends == "pad")
+        return writer.length, writer.positions.numpy(), writer.oldest.numpy(), episodes, options
 
 
-def draw_steps(rings: IndexedRings, rule: WindowRule, count: int, draw: Draw) -> Starts | None:
-    """Draw beginnings, every admissible one equally likely, by drawing steps and rejecting those that are none.
-
-    Only steps that are at least ``rule.reach`` before the newest of their environment are drawn, so that none has to be
-    rejected unless an episode ends in between.
+def draw(
+    ranks: Any,
+    relative: bool,
+    length: int,
+    positions: Any,
+    oldest: Any,
+    episodes: Any,
+    options: Any,
+    cells: Any,
+    mask: Any,
+    found: int,
+) -> int:
+    """Lay out the windows that begin at candidates of these ranks, where those may begin one (numba).
 
     Args:
-        rings: what is stored.
-        rule: which steps are admissible.
-        count: how many to draw.
-        draw: source of random integers.
+        ranks: of candidates, ``[n]`` float64.
+        relative: whether ranks are shares of their number, in [0, 1).
+        length: cells of a ring.
+        positions: next position of every environment, ``[N]``.
+        oldest: oldest stored position of every environment, ``[N]``.
+        episodes: arrays of the episode index.
+        options: of the rule: reach, burn-in, whether windows end with their episode, and whether they are padded.
+        cells: receives windows, ``[B, T]``, from row ``found`` on.
+        mask: receives which steps count, ``[B, T]``.
+        found: how many rows are filled already.
 
     Returns:
-        What was drawn; None if too many steps were rejected.
+        How many rows are filled then; -1 if there are no candidates.
     """
-    candidates = _aligned(rings, rule.reach) or _unaligned(rings, rule.reach)
-    if candidates is None:
-        return None
-    total, locate = candidates
-    sure = not rule.by_episode or not rule.reach
-    found: list[tuple[Ints, Ints]] = []
-    missing, drawn, size = count, 0, count if sure else 2 * count
-    while missing:
-        env, start = locate(draw(total, size))
-        if not sure:
-            if rings.index is None:
-                raise RuntimeError("There is no episode index.")
-            last = (start + rule.reach) % rings.length * rings.num_envs + env
-            kept = rings.index.covers(last, start).nonzero()[0][:missing]
-            env, start = env[kept], start[kept]
-        found.append((env, start))
-        missing, drawn = missing - len(env), drawn + size
-        if missing and drawn >= min(MAX_DRAWS, max(total, 64)):
-            return None
-        size = min(4 * size, MAX_DRAWS)
-    if len(found) > 1:
-        env, start = (np.concatenate(part) for part in zip(*found, strict=True))
-    return env, start, bounds(rings, env, start)[1] if rule.episode_ends == "pad" else start + rule.reach
+    column, _, begin, running, headless_end = episodes
+    reach, burn_in, by_episode, pad = options
+    width, size, steps = len(positions), length * len(positions), cells.shape[1]
+    until, total = np.empty(width, np.int64), 0
+    for env in range(width):
+        total += max(0, positions[env] - oldest[env] - reach)
+        until[env] = total
+    if total == 0:
+        return -1
+    for i in range(len(ranks)):
+        if found == len(cells):
+            break
+        rank = min(int(ranks[i] * total if relative else ranks[i]), total - 1)
+        env = int(np.searchsorted(until, rank, side="right"))
+        start = positions[env] - reach - (until[env] - rank)
+        # A first step notes its own position or a later one, any other step where its episode began.
+        if by_episode and reach and column[(start + reach) % length * width + env] > start:
+            continue
+        end = start + steps - 1
+        if pad:
+            noted = column[start % length * width + env]
+            first = start if noted >= start else noted
+            if running[env] and first == begin[env]:
+                last = positions[env] - 1
+            elif first < oldest[env]:
+                last = headless_end[env]
+            else:
+                last = column[first % length * width + env]
+            end = min(end, last)
+        cell = start % length * width + env
+        for step in range(steps):
+            cells[found, step] = cell
+            mask[found, step] = burn_in <= step <= end - start
+            if step < end - start:  # padding repeats the last step
+                cell += width
+                if cell >= size:
+                    cell -= size
+        found += 1
+    return found
 
 
-def _aligned(rings: IndexedRings, reach: int) -> Candidates | None:
-    oldest = rings.common_oldest
-    if oldest is None:
-        return None
-    num_envs = rings.num_envs
-    total = (int(rings.positions.numpy()[0]) - oldest - reach) * num_envs
-
-    def locate(rank: Ints) -> tuple[Ints, Ints]:
-        slot, env = np.divmod(rank, num_envs)
-        return env, slot + oldest
-
-    return (total, locate) if total > 0 else None
-
-
-def _unaligned(rings: IndexedRings, reach: int) -> Candidates | None:
-    oldest = rings.oldest.numpy()
-    room = np.maximum(rings.positions.numpy() - oldest - reach, 0)
-    until = room.cumsum()
-    shift = oldest - until + room
-    total = int(until[-1])
-
-    def locate(rank: Ints) -> tuple[Ints, Ints]:
-        env = np.searchsorted(until, rank, side="right")
-        return env, rank + shift[env]
-
-    return (total, locate) if total > 0 else None
+def all_starts(length: int, positions: Any, oldest: Any, episodes: Any, options: Any) -> Any:
+    """Return the ranks, as float64, of all candidates that may begin a window (numba): O(stored steps)."""
+    reach, _, by_episode, _ = options
+    column, width = episodes[0], len(positions)
+    kept, found, rank = np.empty((positions - oldest).sum(), np.float64), 0, 0
+    for env in range(width):
+        for start in range(oldest[env], positions[env] - reach):
+            kept[found] = rank
+            found += not by_episode or not reach or column[(start + reach) % length * width + env] <= start
+            rank += 1
+    return kept[:found]
 
 
-def all_starts(rings: IndexedRings, rule: WindowRule) -> Starts:
-    """Find all admissible beginnings, in order: O(stored steps)."""
-    found: list[Starts] = []
-    newest = rings.positions.numpy() - 1
-    for env, start in steps_since(rings, rings.oldest.numpy()):
-        end = bounds(rings, env, start)[1] if rule.by_episode else newest[env]
-        kept = start + rule.reach <= end
-        found.append((env[kept], start[kept], end[kept]))
-    return _joined(found)
-
-
-def longest_run(rings: IndexedRings, rule: WindowRule) -> int:
-    """Count the steps of the longest stored episode, or of the fullest ring across episodes: O(stored steps)."""
-    if not rule.by_episode:
-        return int((rings.positions - rings.oldest).max())
-    runs = (bounds(rings, env, start)[1] - start + 1 for env, start in steps_since(rings, rings.oldest.numpy()))
-    return max((int(run.max()) for run in runs), default=0)
-
-
-def steps_since(rings: IndexedRings, first: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield environments and positions of the steps from ``first`` (``[num_envs]``) to the newest, in pieces."""
-    count = np.maximum(rings.positions.numpy() - first, 0)
-    until = count.cumsum()
-    total = int(until[-1])
-    for low in range(0, total, CHUNK):
-        rank = np.arange(low, min(low + CHUNK, total))
-        env = np.searchsorted(until, rank, side="right")
-        yield env, first[env] + rank - (until - count)[env]
-
-
-def lay_out(rings: IndexedRings, rule: WindowRule, starts: Starts, steps: Ints) -> tuple[Ints, Flags | None]:
-    """Compute the cells ``[B, T]`` of windows, and which steps count (None: all).
-
-    Padding repeats the last cell of the episode.
-
-    Args:
-        rings: what is stored.
-        rule: what a window is.
-        starts: drawn beginnings.
-        steps: ``0 .. rule.length - 1``.
-    """
-    env, start, end = starts
-    first = start % rings.length * rings.num_envs + env
-    mask: Flags | None = None
-    if rule.episode_ends == "pad":
-        left = (end - start)[:, None]
-        mask = steps <= left
-        steps = np.minimum(steps, left)
-    cells = first[:, None] + steps * rings.num_envs
-    size = rings.length * rings.num_envs
-    if int(np.maximum.reduce(first)) + rule.length * rings.num_envs > size:
-        cells[cells >= size] -= size
-    if rule.burn_in:
-        mask = np.ones(cells.shape, np.bool_) if mask is None else mask
-        mask[:, : rule.burn_in] = False
-    return cells, mask
-
-
-def _joined(found: list[Starts]) -> Starts:
-    if not found:
-        none = np.zeros(0, np.int64)
-        return none, none, none
-    env, start, end = (np.concatenate(part) for part in zip(*found, strict=True))
-    return env, start, end
+def longest_run(length: int, positions: Any, oldest: Any, episodes: Any, options: Any) -> int:
+    """Count the steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
+    by_episode = options[2]
+    width, longest = len(positions), 0
+    for env in range(width):
+        run = 0
+        for position in range(oldest[env], positions[env]):
+            begins = by_episode and episodes[0][position % length * width + env] >= position
+            run = 1 if begins else run + 1
+            longest = max(longest, run)
+    return longest
