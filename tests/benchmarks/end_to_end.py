@@ -120,7 +120,12 @@ def command_settings() -> Iterator[dict[str, Any]]:
 def fit(module: L.LightningModule, data: L.LightningDataModule, epochs: int, command: bool = False) -> float:
     """Train, and return the speed from the second epoch on."""
     start = StartWatch()
-    plain: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "callbacks": []}
+    plain: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "callbacks": [],
+    }
     with command_settings() if command else contextlib.nullcontext(plain) as settings:
         L.Trainer(
             accelerator="cpu",
