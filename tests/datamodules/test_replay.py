@@ -140,15 +140,15 @@ def test_n_step_returns_sum_what_follows(tmp_path):
     buffer = experience(UniformSampler, n_steps=3, gamma=0.5)
     data = replay_data(buffer, warmup_frames=120, num_envs=2, frames_per_update=2.0)
     rollouts = []
-    collect = data._collect
+    collect = data._next_rollout
 
     def keep(policy):
-        rollouts.append(collect(policy))
+        rollouts.append(collect(policy).clone())
         return rollouts[-1]
 
-    data._collect = keep
+    data._next_rollout = keep
     module, _ = fit(tmp_path, data, dqn(Recorder))
-    steps = torch.cat(list(rollouts), 1)
+    steps = torch.stack(rollouts, 1)
     for _, frames, _, batch in module.seen:
         newest = frames // 2 - 1
         for row in batch:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors._memory import RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, bare_call
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.collectors._memory import FLAGS, RolloutMemory
+from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.collectors._stepper import Array, VectorStepper
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
-from torchrl_lightning.entries import next_key, path_of
+from torchrl_lightning.entries import Path, join, level_of, next_key
 
 
 class RolloutLoop:
-    """The loop that fills rollout memories step by step; batches, frames and seeds are the collector's concern."""
+    """The loop that fills rollout memories step by step; batches, frames and seeds are the collector's concern.
+
+    What the policy reads lies in one TensorDict ``[N]``, made once, so that a rollout goes on where any other ended.
+    """
 
     def __init__(
         self,
@@ -33,69 +37,122 @@ class RolloutLoop:
             raise ValueError(f"clip_actions=True needs a Box of actions, got {stepper.env.single_action_space}.")
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
         self.clip_actions = clip_actions
-        self._action_spec = specs.action.expand(specs.num_envs, *specs.action.shape)
+        num_envs = specs.num_envs
+        self._action_spec = specs.action.expand(num_envs, *specs.action.shape)
+        self._action_shape = tuple(self._action_spec.shape)
+        flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
+        self._step = TensorDict(flags, [num_envs])
+        self._starts = flags["is_init"].numpy()[:, 0]
+        self._observations: list[Array] = []
+        for key, space in zip(stepper.keys, stepper.spaces, strict=True):
+            spec = specs.observation[key]
+            value = torch.zeros(num_envs, *spec.shape, dtype=spec.dtype)
+            self._step[key] = value
+            self._observations.append(value.numpy().reshape(num_envs, *(space.shape or ())))
+        self._states = {key: value.clone() for key, value in self.states.items()}
+        for key, value in self._states.items():
+            self._step[key] = value
+        self._next_states = {key: join((), next_key(key)) for key in self.states}
+        self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
-    def reset(self, memory: RolloutMemory, seeds: Sequence[int] | None) -> None:
-        """Start the rollout with a new episode in every environment."""
-        for source, target in zip(self.stepper.reset(seeds), memory.observation_views[0], strict=True):
+    def reset(self, seeds: Sequence[int] | None) -> None:
+        """Begin a new episode in every environment."""
+        for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
-        memory.is_init[0] = True
+        self._starts[:] = True
         for key, value in self.states.items():
-            memory.states[key][0].copy_(value)
+            self._states[key].copy_(value)
 
     def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
-        """Fill a memory whose first row is set, and yield the index of each completed step.
+        """Fill a memory, and yield the number of each completed step.
 
         Raises:
             KeyError: The policy does not write ``action`` or the next value of a recurrent state.
             TypeError: The policy returns something other than a TensorDict.
             ValueError: Actions have the wrong shape or are NaN.
         """
-        bare = None if random else bare_call(self.policy)
-        policy: Any = self._draw if random or self.policy is None else bare or self.policy
-        move = device.type != "cpu"
-        actions: list[Array] = []
-        states = [] if random else [(view, next_key(key), key) for key, view in memory.state_views.items()]
-        for t, step in enumerate(memory.inputs()):
-            given = step.to(device) if move else step
-            if t:
-                written = policy(given)
-                for key, view in memory.output_views:
-                    value = written.get(key)
-                    if value is None:
-                        raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
-                    view[t].copy_(value)
-            else:
-                actions = self._first_step(policy, given, memory, [key for _, key, _ in states], bare is not None)
-                outputs = dict(memory.output_views)
-            for view, key, _ in states:
-                view[t + 1].copy_(outputs[key][t])
-            action = actions[t]
-            if action.dtype.kind == "f" and np.isnan(action).any():
-                raise ValueError(
-                    f"The policy chose NaN actions at step {t} of the rollout in environments "
-                    f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
-                    "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
-                )
-            self._step(memory, t, action)
-            if not random and memory.is_init_views[t + 1].any():
-                started = memory.is_init[t + 1, :, 0]
-                for view, _, name in states:
-                    view[t + 1][started] = self.states[name][started]
+        act = self._draw if random or self.policy is None else self._actor(device)
+        for t in range(memory.steps):
+            for source, target in zip(self._observations, memory.observations[t], strict=True):
+                np.copyto(target, source)
+            memory.starts[t][:] = self._starts
+            for key, state in self._states.items():
+                memory.states[key][t].copy_(state)
+            outputs = act()
+            if not t and not memory.fits(outputs):
+                self._check_outputs(outputs)
+                memory.reserve(outputs)
+            for key, views in memory.outputs.items():
+                value = outputs.get(key)
+                if value is None:
+                    raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
+                views[t].copy_(value)
+            for key, state in self._states.items():
+                state.copy_(outputs[self._next_states[key]])
+            self._advance(memory, t)
+            if self._states and self._starts.any():
+                for key, state in self._states.items():
+                    state[self._starts] = self.states[key][self._starts]
             yield t
-        if random:
-            self._hold_states(memory)
 
-    def _step(self, memory: RolloutMemory, t: int, action: Array) -> None:
+    def _actor(self, device: torch.device) -> Callable[[], Outputs]:
+        policy, step, bare = self.policy, self._step, bare_call(self.policy)
+        move = device.type != "cpu"
+        if bare is not None:
+            return lambda: bare(step.to(device) if move else step)
+        assert policy is not None
+
+        def dispatched() -> Outputs:
+            # The policy writes into what it is given, which must not be there at the next step.
+            if move:
+                given: TensorDictBase = step.to(device)
+            elif self._is_nested:
+                given = step.copy()
+            else:
+                given = new_tensordict(dict(level_of(step)), step.batch_size)
+            before = dict(_leaves(given))
+            return policy_outputs(before, policy(given))
+
+        return dispatched
+
+    def _draw(self) -> Outputs:
+        # The recurrent states keep their initial values, so that the batch has its usual keys.
+        return {"action": self._action_spec.rand(), **{self._next_states[key]: self.states[key] for key in self.states}}
+
+    def _check_outputs(self, outputs: Outputs) -> None:
+        missing = [key for key in ("action", *self._next_states.values()) if key not in outputs]
+        if missing:
+            raise KeyError(
+                f"The policy does not write {', '.join(map(repr, missing))}; it writes "
+                f"{', '.join(map(repr, outputs)) or 'nothing'}. Name it in the policy's out_keys."
+            )
+        shape = tuple(outputs["action"].shape)
+        if shape != self._action_shape:
+            raise ValueError(
+                f"The policy writes actions of shape {shape}, but the environment takes {self._action_shape}: "
+                f"{self.specs.action}. Discrete actions are integers here, not one-hot vectors "
+                "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
+            )
+
+    def _advance(self, memory: RolloutMemory, t: int) -> None:
+        """Step the environment with the actions of step ``t``, and write what comes of it."""
         stepper = self.stepper
+        action = memory.actions[t]
+        if action.dtype.kind == "f" and np.isnan(action).any():
+            raise ValueError(
+                f"The policy chose NaN actions at step {t} of the rollout in environments "
+                f"{np.flatnonzero(np.isnan(action.reshape(len(action), -1)).any(1)).tolist()}: "
+                "its weights or its inputs are not finite. Look at the learning rate and the gradient norm."
+            )
         if action.dtype != stepper.action_dtype:
             action = action.astype(stepper.action_dtype)
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
-        leaves, memory.reward_views[t][:], terminated, truncated, info = stepper.step(action)
-        memory.terminated_views[t][:], memory.truncated_views[t][:] = terminated, truncated
-        done = np.logical_or(terminated, truncated, out=memory.is_init_views[t + 1])
-        successor = memory.next_observation_views[t]
+        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(action)
+        memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
+        done = np.logical_or(terminated, truncated, out=self._starts)
+        memory.done[t][:] = done
+        successor = memory.next_observations[t]
         for source, target in zip(leaves, successor, strict=True):
             np.copyto(target, source)
         if done.any():
@@ -103,46 +160,18 @@ class RolloutLoop:
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source
-        for source, target in zip(leaves, memory.observation_views[t + 1], strict=True):
+        for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
 
-    def _draw(self, step: TensorDictBase) -> TensorDictBase:
-        return step.set("action", self._action_spec.rand())
 
-    def _first_step(
-        self, policy: Any, step: TensorDictBase, memory: RolloutMemory, next_states: Sequence[NestedKey], bare: bool
-    ) -> list[Array]:
-        """Call the policy for the first time, find out what it writes, and reserve memory for it."""
-        before = {} if bare else dict(step.items(include_nested=True, leaves_only=True))
-        written = policy(step)
-        outputs = check_outputs(dict(written), next_states) if bare else policy_outputs(before, written, next_states)
-        action = outputs["action"]
-        expected = tuple(self._action_spec.shape)
-        if tuple(action.shape) != expected:
-            raise ValueError(
-                f"The policy writes actions of shape {tuple(action.shape)}, but the environment takes {expected}: "
-                f"{self.specs.action}. Discrete actions are integers here, not one-hot vectors "
-                "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
-            )
-        memory.allocate_outputs({key: (value.shape, value.dtype) for key, value in outputs.items()})
-        for key, view in memory.output_views:
-            view[0].copy_(outputs[key])
-        return list(memory.outputs["action"].numpy().reshape(memory.steps, *self.stepper.action_shape))
-
-    def _hold_states(self, memory: RolloutMemory) -> None:
-        # Without a policy the recurrent states keep their initial values, and the batch still has its usual keys.
-        for key, value in self.states.items():
-            memory.states[key][:] = value
-            memory.outputs[next_key(key)] = memory.states[key][:-1].clone()
-
-
-def policy_outputs(
-    before: Mapping[NestedKey, Tensor], written: object, next_states: Sequence[NestedKey] = ()
-) -> dict[NestedKey, Tensor]:
+def policy_outputs(before: Mapping[Path, Tensor], written: object) -> dict[NestedKey, Tensor]:
     """List what a policy wrote, without private keys (those with a leading underscore).
 
+    Args:
+        before: What it was given.
+        written: What it returned.
+
     Raises:
-        KeyError: ``action`` or the next value of a recurrent state is missing.
         TypeError: The result is not a TensorDict, or has entries that are not tensors.
     """
     if not isinstance(written, TensorDictBase):
@@ -151,26 +180,19 @@ def policy_outputs(
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
         )
     outputs: dict[NestedKey, Tensor] = {}
-    for raw, value in written.items(include_nested=True, leaves_only=True):
-        key = unravel_key(raw)
-        if before.get(key) is value or any(name.startswith("_") for name in path_of(key)):
+    for path, value in _leaves(written):
+        if before.get(path) is value or any(name.startswith("_") for name in path):
             continue
+        key = join((), path)
         if not isinstance(value, Tensor):
             raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
         outputs[key] = value
-    return check_outputs(outputs, next_states)
-
-
-def check_outputs(outputs: dict[NestedKey, Tensor], next_states: Sequence[NestedKey] = ()) -> dict[NestedKey, Tensor]:
-    """Refuse what a policy wrote if ``action`` or the next value of a recurrent state is missing.
-
-    Raises:
-        KeyError: It is.
-    """
-    missing = [key for key in ("action", *next_states) if key not in outputs]
-    if missing:
-        raise KeyError(
-            f"The policy does not write {', '.join(map(repr, missing))}; it writes "
-            f"{', '.join(map(repr, outputs)) or 'nothing'}. Name it in the policy's out_keys."
-        )
     return outputs
+
+
+def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in level_of(data).items():
+        if isinstance(value, TensorDictBase):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 
@@ -21,23 +18,30 @@ def check_seed(seed: int | None) -> int:
     return seed
 
 
-@contextmanager
-def isolated_rng(seed: int | None, device: torch.device) -> Iterator[None]:
+class IsolatedRng:
     """Run a block with its own torch random stream, and restore the global one afterwards.
 
     Distributions can only draw from torch's global generators, so these are reseeded for the time being.
+
+    Args:
+        seed: Of the block's stream; None goes on with the global one.
+        device: Where the block draws, beside the CPU.
     """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        if seed is not None:
-            for generator in generators:
-                generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        if self._seed is not None:
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)

@@ -17,7 +17,7 @@ from torchrl_lightning.collectors._checks import check_policy
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
-from torchrl_lightning.collectors._rng import check_seed, isolated_rng
+from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
@@ -25,7 +25,6 @@ from torchrl_lightning.collectors.vector_env import make_vector_env
 from torchrl_lightning.ranges import integer
 
 _MAX_ENVS = 32
-_STEPS = 32  # steps between two looks at who has finished
 
 
 def play_episodes(
@@ -78,7 +77,7 @@ def play_episodes(
         with (
             torch.no_grad(),
             EvaluationMode(policy),
-            isolated_rng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
+            IsolatedRng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
             return _play(stepper, policy, num_episodes, seed)
@@ -91,8 +90,8 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     specs = environment_specs(stepper.env)
     count = specs.num_envs
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
-    memory = RolloutMemory(specs, stepper, _STEPS, loop.states)
-    loop.reset(memory, None if seed is None else spawn_seeds(seed, "episodes", count=count))
+    memory = RolloutMemory(specs, stepper, 1, loop.states)
+    loop.reset(None if seed is None else spawn_seeds(seed, "episodes", count=count))
     quota = num_episodes // count + (np.arange(count) < num_episodes % count)
     first_row = np.concatenate([[0], np.cumsum(quota)[:-1]])
     played = np.zeros(count, dtype=np.int64)
@@ -105,22 +104,18 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     }
     device = policy_device(policy)
     while (played < quota).any():
-        for t in loop.steps(memory, device):
-            returns += memory.reward_views[t]
+        for _ in loop.steps(memory, device):
+            returns += memory.rewards[0]
             lengths += 1
-            ended = memory.is_init_views[t + 1]
-            if not ended.any():
-                continue
-            counted = np.flatnonzero(ended & (played < quota))
-            rows = first_row[counted] + played[counted]
-            result["episode_return"][rows] = returns[counted]
-            result["episode_length"][rows] = lengths[counted]
-            result["terminated"][rows] = memory.terminated_views[t][counted]
-            result["truncated"][rows] = memory.truncated_views[t][counted]
-            played[counted] += 1
-            returns[ended], lengths[ended] = 0, 0
-            if (played >= quota).all():
-                break
-        else:
-            memory.begin(memory)
+        ended = memory.done[0]
+        if not ended.any():
+            continue
+        counted = np.flatnonzero(ended & (played < quota))
+        rows = first_row[counted] + played[counted]
+        result["episode_return"][rows] = returns[counted]
+        result["episode_length"][rows] = lengths[counted]
+        result["terminated"][rows] = memory.terminated[0][counted]
+        result["truncated"][rows] = memory.truncated[0][counted]
+        played[counted] += 1
+        returns[ended], lengths[ended] = 0, 0
     return TensorDict({key: torch.from_numpy(value) for key, value in result.items()}, [num_episodes])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -15,11 +15,11 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._checks import check_frames, check_policy, number_of_batches, read_specs
 from torchrl_lightning.collectors._loop import RolloutLoop
-from torchrl_lightning.collectors._memory import Array, RolloutMemory, trajectory_ids
-from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
-from torchrl_lightning.collectors._rng import check_seed, isolated_rng
+from torchrl_lightning.collectors._memory import Array, RolloutMemory
+from torchrl_lightning.collectors._policy import Policy, PolicyDevice, load_weights, recurrent_states
+from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
+from torchrl_lightning.collectors.seeds import numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
 from torchrl_lightning.state import check_state, flag, same, whole
@@ -120,13 +120,14 @@ class GymnasiumCollector:
         self.closed = False
         self.frames = 0
         self._batches = 0  # since the collector was seeded
+        self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
         self._static_seed = False
         self._loop: RolloutLoop | None = None
-        self._evaluation = EvaluationMode(policy)
-        self._last: RolloutMemory | None = None
-        self._last_ids: Array = np.empty(0, dtype=np.int64)
+        self._evaluation, self._policy_device = EvaluationMode(policy), PolicyDevice(policy)
+        self._memory: RolloutMemory | None = None  # that is written again and again
+        self._ids: Array = np.arange(self.num_envs)  # of the trajectories that are running
         self._same_td: TensorDict | None = None
 
     # -- environment -------------------------------------------------------------------------------------------------
@@ -172,43 +173,81 @@ class GymnasiumCollector:
 
     def iterator(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; an error shuts the collector down."""
+        yield from self._until_spent(self.rollout)
+
+    def rollout(self) -> TensorDict:
+        """Collect one batch, even beyond ``total_frames``."""
+        return self._yielded(self._filled(fresh=not self.return_same_td).batch())
+
+    def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
+        """Yield what iteration yields in the layout of a ring, for a reader that copies it at once.
+
+        The memory is the same each time, and each TensorDict over it is made once.
+
+        Args:
+            leave_out: First names of entries that are not wanted.
+
+        Yields:
+            ``[N]`` if a batch is one step of every environment, else ``[T, N]`` named ``("time", None)``.
+
+        Example:
+            >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2, total_frames=4, seed=0)
+            >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
+            [(2,), (2,)]
+        """
+        kind = type(self)
+        overridden = any(
+            getattr(kind, name) is not getattr(GymnasiumCollector, name) for name in ("__iter__", "iterator", "rollout")
+        )
+        if overridden or self.storing_device not in (None, torch.device("cpu")):
+            for batch in self:
+                yield batch.exclude(*leave_out).transpose(0, 1)
+            return
+        yield from self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
+
+    def _until_spent(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
         while self.total_frames < 0 or self.frames < self.total_frames:
             try:
-                batch = self.rollout()
+                batch = collect()
             except BaseException:
                 self.shutdown(raise_on_error=False)
                 raise
             yield batch
 
-    def rollout(self) -> TensorDict:
-        """Collect one batch, even beyond ``total_frames``."""
+    def _filled(self, fresh: bool) -> RolloutMemory:
         loop = self._built()
+        memory = None if fresh else self._memory
+        if memory is None:
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
+            self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
-        device = self.device or policy_device(self.policy)
-        begin_anew = self._needs_reset or self.reset_at_each_batch or self._last is None
+        device = self.device or self._policy_device()
+        begin_anew = self._needs_reset or self.reset_at_each_batch
         self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
-        reuse = self._last if self.return_same_td else None
-        memory = reuse or RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
         with (
             torch.no_grad(),
             self._evaluation,
             set_exploration_type(self.exploration_type),
-            isolated_rng(spawn_seed(self.seed, "policy", self._batches), device),
+            IsolatedRng(numbered_seed(self._policy_seed, self._batches), device),
         ):
             if begin_anew:
-                loop.reset(memory, self._reset_seeds())
-                self._last_ids = np.arange(self._trajectories, self._trajectories + self.num_envs)
+                loop.reset(self._reset_seeds())
+                self._ids = np.arange(self._trajectories, self._trajectories + self.num_envs)
                 self._trajectories += self.num_envs
-            elif self._last is not None:
-                memory.begin(self._last)
             for _ in loop.steps(memory, device, random):
                 pass
-        done = (memory.terminated | memory.truncated).numpy()[..., 0]
-        ids, self._last_ids, self._trajectories = trajectory_ids(self._last_ids, done, self._trajectories)
-        self._last, self._needs_reset = memory, False
+        self._number_trajectories(memory)
+        self._needs_reset = False
         self._batches += 1
         self.frames += self.frames_per_batch
-        return self._yielded(memory.finish(ids))
+        return memory
+
+    def _number_trajectories(self, memory: RolloutMemory) -> None:
+        """Assign numbers to the trajectories of a rollout, in the order in which they begin."""
+        memory.trajectories[:] = self._ids
+        for t, env in zip(*(where.tolist() for where in memory.ends.nonzero()), strict=True):
+            memory.trajectories[t + 1 :, env] = self._ids[env] = self._trajectories
+            self._trajectories += 1
 
     def _yielded(self, batch: TensorDict) -> TensorDict:
         if self.storing_device is not None:
@@ -218,6 +257,12 @@ class GymnasiumCollector:
         if self._same_td is None or set(self._same_td.keys(True, True)) != set(batch.keys(True, True)):
             self._same_td = batch
         return self._same_td.update_(batch)
+
+    @property
+    def _policy_seed(self) -> int:
+        if self._spawned[0] != self.seed:
+            self._spawned = self.seed, spawn_seed(self.seed, "policy")
+        return self._spawned[1]
 
     def _reset_seeds(self) -> list[int]:
         seeds = spawn_seeds(self.seed, "environment", self._batches, count=self.num_envs)
@@ -292,7 +337,7 @@ class GymnasiumCollector:
         if self.closed:
             return
         self.closed = True
-        loop, self._loop, self._last, self._same_td = self._loop, None, None, None
+        loop, self._loop, self._memory, self._same_td = self._loop, None, None, None
         try:
             if close_env and loop is not None:
                 loop.stepper.close()

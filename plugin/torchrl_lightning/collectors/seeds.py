@@ -6,6 +6,7 @@ from zlib import crc32
 
 import numpy as np
 
+_INT64 = 0xFFFFFFFFFFFFFFFF
 _INT31 = 0x7FFFFFFF  # some environments hand their seed to C libraries that take 31 bits
 
 
@@ -31,6 +32,23 @@ def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
     key = [crc32(step.encode()) if isinstance(step, str) else step for step in path]
     words = np.random.SeedSequence(seed, spawn_key=key).generate_state(count, np.uint64)
     return [int(word) & _INT31 for word in words]
+
+
+def numbered_seed(seed: int, number: int) -> int:
+    """Derive the seed of one of very many equal parts, such as the steps of a run, in a microsecond (SplitMix64).
+
+    Args:
+        seed: A spawned seed.
+        number: Which part.
+
+    Example:
+        >>> numbered_seed(7, 0) == numbered_seed(7, 1), numbered_seed(7, 0) == numbered_seed(8, 0)
+        (False, False)
+    """
+    mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _INT64
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _INT64
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _INT64
+    return (mixed ^ mixed >> 31) >> 1
 
 
 def spawn_seed(seed: int, *path: str | int) -> int:

@@ -111,6 +111,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self._specs: EnvironmentSpecs | None = None
         self._stream: Iterator[TensorDictBase] | None = None
         self._origins = RowOrigins(None)
+        self._acting = EvaluationMode()
         self._restored: dict[str, Any] | None = None
         self._num_evaluations = 0
 
@@ -344,7 +345,9 @@ class ExperienceDataModule(L.LightningDataModule):
             else:
                 self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
             self._origins = RowOrigins(self.collector)
-            self._stream = iter(self.collector)
+            # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
+            self._acting = EvaluationMode(policy if self._make_collector is not None else None)
+            self._stream = self._rollouts(self.collector)
             self._restore_run()
         return self._stream
 
@@ -362,24 +365,33 @@ class ExperienceDataModule(L.LightningDataModule):
         if self._restored is not None and "rng" in self._restored:
             torch.set_rng_state(self._restored.pop("rng"))
 
+    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
+        """Return the stream of a collector's rollouts."""
+        return iter(collector)
+
     def _collect(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
-        stream = self._start(policy)
-        update_weights = getattr(self.collector, "update_policy_weights_", None)
-        if update_weights is not None and self._make_collector is not None:
-            update_weights()
-        # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
-        with EvaluationMode(policy if self._make_collector is not None else None):
-            rollout = next(stream, None)
+        rollout = self._next_rollout(policy)
         if rollout is None:
-            logger.warning("the collector ended after %d frames; training stops.", self.frames)
-            if self.trainer is not None:
-                self.trainer.should_stop = True
             return None
         if rollout.ndim == 1:
             rollout = rollout.unsqueeze(0)
             rollout.names = [None, "time"]
         return self._origins.numbered(rollout)
+
+    def _next_rollout(self, policy: Any) -> TensorDictBase | None:
+        """Return the next rollout as the collector delivers it; None when it has ended."""
+        stream = self._start(policy)
+        update_weights = getattr(self.collector, "update_policy_weights_", None)
+        if update_weights is not None and self._make_collector is not None:
+            update_weights()
+        with self._acting:
+            rollout = next(stream, None)
+        if rollout is None:
+            logger.warning("the collector ended after %d frames; training stops.", self.frames)
+            if self.trainer is not None:
+                self.trainer.should_stop = True
+        return rollout
 
     def _count(self, rollout: TensorDictBase) -> None:
         """Count the frames of a rollout that is ready to be learned from, on all ranks."""

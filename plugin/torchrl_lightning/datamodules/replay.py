@@ -25,7 +25,7 @@ from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.ranges import integer, not_negative, positive
-from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
+        self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._hooks = ReplayHooks(self)
         self._episodes = FinishedEpisodes(self.num_envs)
@@ -287,6 +288,9 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
         """Step the environments once more; return False when the collector has ended."""
+        self._start(module.policy)
+        if self._writes_rows:
+            return self._collect_rows(module, buffer)
         rollout = self._collect(module.policy)
         if rollout is None:
             return False
@@ -301,6 +305,41 @@ class ReplayDataModule(ExperienceDataModule):
             buffer.extend(rollout)
         else:
             buffer.extend(rollout, env_ids=ids)
+        return True
+
+    def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
+        """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
+        buffer = self._require_buffer()
+        reused_rows = getattr(collector, "reused_rows", None)
+        # A transform, another storage or a documented buffer may keep what it is given.
+        copies = (
+            isinstance(buffer.storage, RingStorage)
+            and isinstance(buffer.writer, RingWriter)
+            and not buffer.has_transform
+            and type(buffer).extend is ExperienceBuffer.extend
+        )
+        self._writes_rows = reused_rows is not None and copies
+        if reused_rows is None or not copies:
+            return super()._rollouts(collector)
+        rows: Iterator[TensorDictBase] = reused_rows(self._left_out(buffer))
+        return rows
+
+    def _collect_rows(self, module: Any, buffer: ExperienceBuffer) -> bool:
+        """Do the same from a stream of rows ``[N]``, or ``[T, N]`` for several steps, which are written as they are."""
+        rows = self._next_rollout(module.policy)
+        if rows is None:
+            return False
+        following = rows.get("next")
+        reward, done = (
+            leaf.unsqueeze(1) if rows.ndim == 1 else leaf.transpose(0, 1)
+            for leaf in (following.get("reward"), following.get("done"))
+        )
+        self._count(rows)
+        self._snapshot = None
+        self._episodes.add(reward, done, cut=self.reset_at_each_batch)
+        if self.reset_at_each_batch:
+            _cut_off(rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1))
+        buffer.extend(rows)
         return True
 
     def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
