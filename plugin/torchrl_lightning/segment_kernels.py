@@ -160,14 +160,60 @@ def prefetch(address: int) -> None:
     """Do nothing; the intrinsic takes this place where a kernel is compiled."""
 
 
+@functools.cache
+def copying_intrinsic() -> Any:
+    """Build ``copy_bytes(target, source, size)`` for kernels, between addresses."""
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        target, source = (builder.inttoptr(address, pointer) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    def copy_bytes(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+        return types.void(types.intp, types.intp, types.intp), generate
+
+    return intrinsic(copy_bytes)
+
+
+def copy_bytes(target: int, source: int, size: int) -> None:
+    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
+
+
+@functools.cache
+def loading_intrinsic() -> Any:
+    """Build ``load(address)`` for kernels: the int64 that lies there."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+
+    def load(typing_context: Any, address: Any) -> Any:
+        return types.int64(types.intp), generate
+
+    return intrinsic(load)
+
+
+def load(address: int) -> int:
+    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
+    return address
+
+
 _CALLEES = {"climb": climb, "descend": descend}
 
 
 @functools.cache
 def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel that may call :func:`climb` and :func:`descend`, without importing numba before it is needed."""
+    """Compile a kernel that may call those of this module, without importing numba before it is needed."""
     # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
-    globals()["prefetch"] = prefetch_intrinsic()
+    intrinsics = {"prefetch": prefetch_intrinsic(), "copy_bytes": copying_intrinsic(), "load": loading_intrinsic()}
+    globals().update(intrinsics)
     for name, callee in _CALLEES.items():
         globals()[name] = compiled(callee)
     return compiled(_CALLEES.get(function.__name__, function))

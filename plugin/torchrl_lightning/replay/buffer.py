@@ -296,33 +296,28 @@ class ExperienceBuffer(BufferBase):
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
         storage, sampler, writer = self.parts
-        module = type(sampler).__module__
-        own = module.startswith("torchrl_lightning.")
-        if not storage.is_prefix and module.startswith("torchrl."):
+        own = getattr(sampler, "reads_rings", False)
+        if not own:
             storage.check_even(type(sampler).__name__)
-        stamped: tuple[str, ...] = ()
-        if isinstance(writer, RingWriter):
-            where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
-            info["write_position"] = writer.stamp(where)
-            stamped = ("write_position",)
-        if isinstance(sampler, SequenceSampler):
-            return read_windows(storage, index, info)
         if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
             (index,) = index
-        if not isinstance(index, Tensor) or index.ndim != 1 or not storage.is_prefix:
-            batch = storage.get(index)
-            batch.set("index", torch.as_tensor(index))
-        else:
-            device = storage.device
-            index = moved(index, device)
-            if not own:
-                storage.check_filled(index)
-            entries = storage.gather(index)
-            entries["index"] = index
-            # A fifth of the time that setting them one by one takes.
-            for key in [key for key in info if isinstance(key, str)] if own else stamped:
+        if not isinstance(index, Tensor) or index.dtype is not torch.int64:
+            index = integers(index, "Cells")
+        device = storage.device
+        index = moved(index, device)
+        if isinstance(writer, RingWriter):
+            info["write_position"] = writer.stamp(index)
+        if isinstance(sampler, SequenceSampler):
+            return read_windows(storage, index, info)
+        if self._n_step is not None and not own:
+            storage.check_filled(index)
+        entries = storage.gather(index)
+        entries["index"] = index
+        # A fifth of the time that setting them one by one takes.
+        for key in [key for key in info if isinstance(key, str)] if own else ("write_position",):
+            if key in info:
                 entries[key] = moved(info.pop(key), device)
-            batch = new_tensordict(entries, index.shape, None, device)
+        batch = new_tensordict(entries, index.shape, None, device)
         for key, value in info.items():
             batch.set(key, value)
         return batch

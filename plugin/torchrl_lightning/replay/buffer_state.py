@@ -139,7 +139,8 @@ def _check_like(state: Any, own: Any, cells: int | None, owner: str) -> None:
 def _check_agreement(storage: Any, sampler: Any, writer: Any, state: Mapping[str, Any]) -> None:
     if not isinstance(storage, RingStorage) or not isinstance(writer, RingWriter):
         return
-    rings, held = Rings.at(writer.length, state["writer"]["positions"]), state["storage"]
+    held, positions = state["storage"], state["writer"]["positions"]
+    rings = Rings.at(writer.length, positions, state["writer"]["oldest"])
     filled, listed = rings.filled_cells(), held["cells"]
     if held["count"] != len(filled) or (listed is None) != rings.is_even or not (rings.is_even or listed.equal(filled)):
         raise ValueError(f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}.")

@@ -2,58 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
+from torchrl_lightning.replay import row_kernels
+from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.segment_kernels import jitted
 
-SMALL = 1024
-"""Up to this many rows, numpy is faster because its overhead is smaller."""
-TAKEN = 1 << 20
-"""Up to this many bytes, numpy gathers faster; beyond, torch may use several threads."""
 _PLANS = 16
+_RAW = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+_EVERYTHING: frozenset[Path] = frozenset()
 
-Runs = Sequence[tuple[int, int, int]]
-"""Pieces to copy: (first row of the data, first cell, how many)."""
+Names = tuple[str | None, ...] | None
+Level = list[tuple[str, Any]]
+"""One level of what is read: a key, and the level below or the place of a leaf."""
+
+
+class _Reading(NamedTuple):
+    """How some of the leaves are read."""
+
+    level: Level
+    leaves: list[Tensor]
+    middle: int  # from here on, the leaves lie below "next"
+    rows: list[tuple[tuple[int, ...], Any, torch.dtype | None]]  # shape and numpy's dtype; what to view that as
+    table: Ints
 
 
 class Cells:
     """Leaves that share their first dimension.
 
+    On the CPU, one compiled call copies the rows of all leaves between their addresses.
+
     Args:
-        tree: nested dict of the leaves.
+        tree: nested dict of the leaves, each in one piece.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> cells = Cells({"a": torch.zeros(4, dtype=torch.long)})
-        >>> cells.copy(cells.match(TensorDict({"a": torch.tensor([5, 6])}, [2]), 2), [(0, 1, 2)])
-        >>> cells.gather(torch.tensor([2, 0]))["a"].tolist()
-        [6, 0]
+        >>> cells.scatter(cells.match(TensorDict({"a": torch.tensor([5, 6])}, [2]), 2), torch.arange(2))
+        >>> cells.gather(torch.tensor([2, 1]))["a"].tolist()
+        [0, 6]
     """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
         self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
-        self._view()
+        self.count = len(self.leaves[0])
+        self._on_cpu = all(leaf.device.type == "cpu" for leaf in self.leaves)
+        self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
         self._plans: dict[int, Plan] = {}
+        self._view()
 
     def _view(self) -> None:
-        self._address = self.leaves[0].data_ptr()
-        arrays = [_array(leaf) for leaf in self.leaves]
-        self._arrays = [] if any(array is None for array in arrays) else arrays
-        self._reading = _reading(self.tree, iter(arrays))
+        self._address = self._probe.data_ptr()
+        self._table = _table(self.leaves)
+        self._readings: dict[frozenset[Path], _Reading] = {}
 
     def _follow(self) -> None:
-        # Sharing a storage with another process moves its memory; the arrays would still point to the old one.
-        if self.leaves[0].data_ptr() != self._address:
+        # Sharing a storage with another process moves its memory.
+        if self._probe.data_ptr() != self._address:
             self._view()
 
     def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
@@ -76,24 +92,25 @@ class Cells:
             )
         return found
 
-    def copy(self, leaves: list[Tensor], runs: Runs) -> None:
-        """Copy matched leaves into runs of cells, slice by slice."""
+    def addresses(self, leaves: list[Tensor]) -> tuple[Ints, Ints] | None:
+        """Return where matched leaves and their cells lie, as :func:`row_kernels.write_steps` takes it.
+
+        A leaf that is not in one piece is replaced by a copy, in the list; that must live as long as the addresses.
+
+        Returns:
+            ``sources`` and ``leaves``; None where a leaf has no address on the CPU.
+        """
+        if not self._on_cpu:
+            return None
         self._follow()
-        stores: list[Any] = self.leaves
-        rows: list[Any] = leaves
-        whole = leaves[0].shape[0]
-        if self._arrays and whole <= SMALL:
-            try:
-                stores, rows = self._arrays, [leaf.numpy() for leaf in leaves]
-            except (TypeError, RuntimeError):  # lazily conjugated tensors, foreign subclasses
-                stores, rows = self.leaves, leaves
-        for row, cell, count in runs:
-            if row or count != whole:
-                for store, leaf in zip(stores, rows, strict=True):
-                    store[cell : cell + count] = leaf[row : row + count]
-            else:
-                for store, leaf in zip(stores, rows, strict=True):
-                    store[cell : cell + count] = leaf
+        sources = []
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is not Tensor:
+                return None
+            if not leaf.is_contiguous() or leaf.is_neg() or leaf.is_conj():
+                leaf = leaves[place] = leaf.resolve_conj().resolve_neg().contiguous()
+            sources.append(leaf.data_ptr())
+        return np.array(sources, np.int64), self._table
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into scattered cells, by one indexed copy each."""
@@ -102,75 +119,92 @@ class Cells:
             store.index_copy_(0, index, leaf)
 
     def gather(
-        self, index: Tensor, names: Names = None, skip: Collection[Path] = (), after: Tensor | None = None
+        self,
+        index: Tensor,
+        names: Names = None,
+        skip: Collection[Path] = _EVERYTHING,
+        after: Tensor | None = None,
+        limit: int | None = None,
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (any shape, on the device of the leaves), unchecked.
+        """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves).
 
         Nested levels become TensorDicts of the index's shape.
 
         Args:
-            index: cells, int64.
+            index: cells.
             names: names of the dimensions of nested levels.
             skip: leaves that are not read.
             after: the cells, of the same shape, of which everything below ``"next"`` is read; ``index`` if None.
+            limit: on the CPU, cells from this one on are refused; by default those that do not exist.
 
         Raises:
-            IndexError: a cell beyond the last one.
+            IndexError: a cell is refused.
         """
         self._follow()
-        return _gather(self._reading, index, _rows(index), names, skip, after)
+        skip = frozenset(skip)
+        reading = self._readings.get(skip)
+        if reading is None:
+            reading = self._readings[skip] = self._prepare(skip)
+        shape = index.shape
+        if not self._on_cpu:
+            rows = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
+            found = [
+                leaf.index_select(0, rows[place >= reading.middle]).view(shape + leaf.shape[1:])
+                for place, leaf in enumerate(reading.leaves)
+            ]
+            return _entries(reading.level, found, shape, names, index.device)
+        index = index.contiguous()
+        after = index if after is None else after.contiguous()
+        sizes, found = tuple(shape), []
+        for tail, dtype, view in reading.rows:
+            leaf = torch.from_numpy(np.empty(sizes + tail, dtype))
+            found.append(leaf if view is None else leaf.view(view))
+        refused = jitted(row_kernels.gather)(
+            np.array([leaf.data_ptr() for leaf in found], np.int64), reading.table, reading.middle,
+            index.data_ptr(), after.data_ptr(), index.numel(), self.count if limit is None else limit,
+        )  # fmt: skip
+        if refused >= 0:
+            raise IndexError("A cell holds nothing.")
+        return _entries(reading.level, found, shape, names, index.device)
+
+    def _prepare(self, skip: frozenset[Path]) -> _Reading:
+        kept = sorted((path for path in self.places if path not in skip), key=_is_next)
+        leaves = [self.leaves[self.places[path]] for path in kept]
+        numbers = {path: number for number, path in enumerate(kept)}
+        middle = sum(not _is_next(path) for path in kept)
+        return _Reading(_level(self.tree, numbers), leaves, middle, [_rows(leaf) for leaf in leaves], _table(leaves))
 
 
-Names = tuple[str | None, ...] | None
-Reading = list[tuple[Path, Any, Any, int]]
-"""One level of the tree: path, then the level below, or a leaf, its array and up to how many rows numpy reads."""
+def _is_next(path: Path) -> bool:
+    return len(path) > 1 and path[0] == "next"
 
 
-def _reading(tree: Tree, arrays: Iterator[NDArray[Any] | None], above: Path = ()) -> Reading:
-    level: Reading = []
-    for key, leaf in tree.items():
-        path = (*above, key)
-        if isinstance(leaf, dict):
-            level.append((path, _reading(leaf, arrays, path), None, -1))
-        else:
-            array = next(arrays)
-            size = max(1, leaf[:1].numel() * leaf.element_size())
-            level.append((path, leaf, array, 0 if array is None else TAKEN // size))
-    return level
+def _table(leaves: list[Tensor]) -> Ints:
+    table = [(leaf.data_ptr(), leaf[:1].numel() * leaf.element_size()) for leaf in leaves]
+    return np.array(table, np.int64).reshape(-1, 2)
 
 
-def _rows(index: Tensor) -> NDArray[Any] | None:
-    return index.numpy() if index.device.type == "cpu" else None
-
-
-def _gather(
-    level: Reading,
-    index: Tensor,
-    rows: NDArray[Any] | None,
-    names: Names,
-    skip: Collection[Path],
-    after: Tensor | None = None,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    count, shape = index.numel(), index.shape
-    for path, leaf, array, most in level:
-        if path in skip:
-            continue
-        if most < 0:
-            if after is None or path != ("next",):
-                below = _gather(leaf, index, rows, names, skip)
-            else:
-                below = _gather(leaf, after, _rows(after), names, skip)
-            found[path[-1]] = new_tensordict(below, shape, names, index.device)
-        elif rows is not None and count <= most:
-            found[path[-1]] = torch.from_numpy(array.take(rows, 0))
-        else:
-            found[path[-1]] = leaf.index_select(0, index.reshape(-1)).view(shape + leaf.shape[1:])
-    return found
-
-
-def _array(leaf: Tensor) -> NDArray[Any] | None:
+def _rows(leaf: Tensor) -> tuple[tuple[int, ...], Any, torch.dtype | None]:
     try:
-        return leaf.numpy()
-    except (TypeError, RuntimeError):  # another device, or a dtype that numpy does not know
-        return None
+        return tuple(leaf.shape[1:]), torch.empty(0, dtype=leaf.dtype).numpy().dtype, None
+    except TypeError:  # unknown to numpy
+        return tuple(leaf.shape[1:]), _RAW[leaf.element_size()], leaf.dtype
+
+
+def _level(tree: Tree, numbers: dict[Path, int], above: Path = ()) -> Level:
+    return [
+        (key, _level(leaf, numbers, (*above, key)) if isinstance(leaf, dict) else numbers[(*above, key)])
+        for key, leaf in tree.items()
+        if isinstance(leaf, dict) or (*above, key) in numbers
+    ]
+
+
+def _entries(
+    level: Level, found: list[Tensor], shape: torch.Size, names: Names, device: torch.device
+) -> dict[str, Any]:
+    return {
+        key: found[place]
+        if type(place) is int
+        else new_tensordict(_entries(place, found, shape, names, device), shape, names, device)
+        for key, place in level
+    }

@@ -13,7 +13,7 @@ from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensor
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.state import LARGEST, check_state, described, mapping, optional, same, tensor, whole
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
@@ -75,13 +75,17 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
         "num_envs": same(num_envs, "writer"),
         "length": same(length, "writer"),
         "positions": tensor(torch.int64, num_envs, low=0, high=LARGEST),
+        "oldest": tensor(torch.int64, num_envs, low=0, high=LARGEST),
         "era": whole(),
         "write_count": whole(),
         "index": optional(mapping),
     }
     check_state(state_dict, schema, "writer", STATE_VERSION)
+    rings = Rings.at(length, state_dict["positions"], state_dict["oldest"])
+    if not rings.oldest.equal(state_dict["oldest"]) or bool((rings.filled < 0).any()):
+        raise ValueError("The writer state is foreign: its oldest steps cannot be stored.")
     if state_dict["index"] is not None:
-        check_index_state(state_dict["index"], Rings.at(length, state_dict["positions"]))
+        check_index_state(state_dict["index"], rings)
 
 
 def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:

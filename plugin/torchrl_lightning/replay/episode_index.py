@@ -10,10 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.replay.episode_kernels import write_row
 from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.replay.sharing import SharedArrays
-from torchrl_lightning.scan import compiled
 
 Flags = NDArray[np.bool_]
 
@@ -59,24 +57,10 @@ class EpisodeIndex(SharedArrays):
         self._begin: Ints = np.zeros(self.num_envs, np.int64)  # of the running (or, if not open, the last) episode
         self._open: Flags = np.zeros(self.num_envs, np.bool_)
         self._headless_end: Ints = np.full(self.num_envs, -1, np.int64)
-        self._all_open = False
-        self._bind()
 
     def attach(self, positions: Ints, floor: Ints) -> None:
         """Use the arrays of the writer after they moved."""
         self._positions, self._floor = positions, floor
-
-    def follow(self) -> None:
-        """Refresh what other processes may have changed."""
-        self._all_open = bool(self._open.all())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rows": None, "_done_rows": None}
-
-    def _bind(self) -> None:
-        super()._bind()
-        self._rows = self._column.reshape(self.length, self.num_envs)
-        self._done_rows = self._done.reshape(self.length, self.num_envs)
 
     # ------------------------------------------------------------------ writing
 
@@ -85,75 +69,14 @@ class EpisodeIndex(SharedArrays):
         """What :func:`row_kernels.write_steps` keeps up to date."""
         return self._column, self._done, self._begin, self._open, self._headless_end
 
-    def write(self, env_ids: Ints | None, done: Flags, init: Flags | None) -> None:
-        """Record steps about to be stored; call before the positions move.
-
-        Args:
-            env_ids: whose steps, ``[M]``; None for all, evenly placed.
-            done: whether a step ends its episode, ``[T, M]``.
-            init: whether a step begins one even if the one before did not end, ``[T, M]``.
-        """
-        if env_ids is None and len(done) == 1 and self._all_open and (init is None or not init.any()):
-            self._write_row(done[0])
-        else:
-            self._write_many(np.arange(self.num_envs) if env_ids is None else env_ids, done, init)
-            self._all_open = bool(self._open.all())
-
-    def _write_row(self, done: Flags) -> None:
-        position = int(self._positions[0])
-        if compiled(write_row)(self._rows, self._done_rows, self._begin, self._headless_end, done, position):
-            self._close(np.flatnonzero(done), position)
-
-    def _close(self, env: Ints, position: int) -> None:
-        begin = self._begin[env]
-        headless = begin <= position - self.length
-        self._headless_end[env[headless]] = position
-        kept = env[~headless]
-        self._column[self._cell(kept, self._begin[kept])] = position
-        self._open[env] = False
-        self._all_open = False
-
-    def _write_many(self, env: Ints, done: Flags, init: Flags | None) -> None:
-        steps, start = len(done), self._positions[env]
-        starts = np.empty_like(done)
-        starts[0] = ~self._open[env]
-        starts[1:] = done[:-1]
-        if init is not None:
-            self.cut(env[init[0] & self._open[env]])
-            starts |= init
-        oldest = np.maximum(start + steps - self.length, self._floor[env])
-        self.keep_headless_end(env, start, oldest)
-
-        position = start + np.arange(steps)[:, None]
-        begin = np.where(starts, position, -1)
-        begin[0] = np.where(starts[0], start, self._begin[env])
-        np.maximum.accumulate(begin, axis=0, out=begin)
-        kept = slice(max(0, steps - self.length), None)
-        cells = self._cell(env, position[kept])
-        self._column[cells] = begin[kept]
-        self._done[cells] = done[kept]
-
-        ends = np.empty_like(done)  # what begins after a step, ends it
-        ends[:-1], ends[-1] = starts[1:], done[-1]
-        row, who = np.nonzero(ends)
-        self._note_ends(env[who], begin[row, who], position[row, who], oldest[who])
-        self._begin[env], self._open[env] = begin[-1], ~done[-1]
-
-    def _note_ends(self, env: Ints, begin: Ints, end: Ints, oldest: Ints) -> None:
-        kept = begin >= oldest
-        self._column[self._cell(env[kept], begin[kept])] = end[kept]
-        headless = ~kept & (end >= oldest)
-        self._headless_end[env[headless]] = end[headless]
-
-    def keep_headless_end(self, env: Ints, start: Ints, oldest: Ints) -> None:
+    def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
         """Remember where episodes end whose first step, which knows it, is about to go.
 
         Args:
             env: whose, ``[M]``.
-            start: their next positions, ``[M]``.
             oldest: what will be the oldest steps, ``[M]``.
         """
-        survives = (oldest < start) & (oldest > np.maximum(start - self.length, self._floor[env]))
+        survives = (oldest < self._positions[env]) & (oldest > self._oldest(env))
         env, oldest = env[survives], oldest[survives]
         begin, end = self._bounds(env, oldest)
         lost = begin < oldest
@@ -163,16 +86,15 @@ class EpisodeIndex(SharedArrays):
         """End the running episodes at their newest step, unfinished: what comes next does not continue them."""
         env = np.arange(self.num_envs) if env_ids is None else env_ids
         env = env[self._open[env]]
-        if env.size:
-            newest = self._positions[env] - 1
-            oldest = np.maximum(self._positions[env] - self.length, self._floor[env])
-            self._note_ends(env, self._begin[env], newest, oldest)
-            self._open[env] = False
-            self._all_open = False
+        begin, newest = self._begin[env], self._positions[env] - 1
+        kept = begin >= self._oldest(env)
+        self._column[self._cell(env[kept], begin[kept])] = newest[kept]
+        self._headless_end[env[~kept]] = newest[~kept]
+        self._open[env] = False
 
     def clear(self) -> None:
         """Forget everything."""
-        self._open[:], self._begin[:], self._headless_end[:], self._all_open = False, 0, -1, False
+        self._open[:], self._begin[:], self._headless_end[:] = False, 0, -1
 
     # ------------------------------------------------------------------ reading
 
@@ -298,7 +220,6 @@ class EpisodeIndex(SharedArrays):
         self._begin[:] = state_dict["begin"].numpy()
         self._open[:] = state_dict["open"].numpy()
         self._headless_end[:] = state_dict["headless_end"].numpy()
-        self._all_open = bool(self._open.all())
 
 
 def _array(value: Tensor) -> Ints:
@@ -312,4 +233,4 @@ def flag_of(value: Tensor, steps: int) -> Flags:
     array: Flags = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()
     if array.size > len(array):
         array = np.any(array.reshape(len(array), -1), axis=1)
-    return array.reshape(steps, -1)
+    return np.ascontiguousarray(array.reshape(steps, -1))

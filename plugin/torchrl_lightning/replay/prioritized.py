@@ -73,6 +73,8 @@ class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
         ([1, 2, 2, 2], [1.0, 0.333..., 0.333..., 0.333...])
     """
 
+    reads_rings = True
+
     def __init__(
         self,
         max_capacity: int,

@@ -63,6 +63,8 @@ class SequenceSampler(OwnGenerator, Sampler):
         (torch.Size([2, 4]), [None, 'time'], True)
     """
 
+    reads_rings = True
+
     def __init__(
         self,
         batch_length: int,

@@ -18,6 +18,7 @@ from torchrl_lightning.entries import (
     check_tensordict,
     leaves_of,
     map_leaves,
+    moved,
     row_bytes,
     to_tensordict,
     tree_of,
@@ -28,7 +29,7 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import integers
+from torchrl_lightning.replay.rings import integers, integers_below
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
 
 if TYPE_CHECKING:
@@ -223,12 +224,20 @@ class RingStorage(StorageBase):
     # ------------------------------------------------------------------ reading
 
     def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`."""
+        """Read entries of the cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`.
+
+        Raises:
+            IndexError: a cell holds nothing; over unevenly filled rings or on a device, that is not looked at.
+        """
         assert self.cells is not None
-        if self.n_step is None:
-            return self.cells.gather(index, names, skip)
-        writer = self.writer
-        return self.n_step.gather(self.cells, None if writer is None else writer.index, index, names, skip)
+        if self.n_step is not None:
+            writer = self.writer
+            return self.n_step.gather(self.cells, None if writer is None else writer.index, index, names, skip)
+        try:
+            return self.cells.gather(index, names, skip, limit=len(self) if self.is_prefix else None)
+        except IndexError:
+            self.check_filled(index)
+            raise
 
     def get(self, index: Any) -> TensorDictBase:
         """Read cells: copies for a tensor of indices of any shape, a view for anything else.
@@ -250,7 +259,8 @@ class RingStorage(StorageBase):
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
         index = integers(index, "Cells").to(self.device)
-        self.check_filled(index)
+        if not self.is_prefix or not index.is_cpu:
+            self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
         return new_tensordict(self.gather(index, names), index.shape, names, index.device)
 
@@ -306,7 +316,7 @@ class RingStorage(StorageBase):
         self.check_even("RandomSampler")
         generator = self.generator
         device = self.device if generator is None else generator.device
-        return torch.randint(len(self), (count,), generator=generator, device=device).to(self.device)
+        return moved(integers_below(len(self), count, generator, device), self.device)
 
     def check_seam(self) -> None:
         """Refuse readers that take neighbouring cells for successive steps, where they are not.
@@ -370,10 +380,8 @@ class RingStorage(StorageBase):
             data = to_tensordict(state_dict["data"], torch.Size([count])).to(self.device)
             leaves = self.check(data, count)
             assert self.cells is not None
-            if count and cells is None:
-                self.cells.copy(leaves, [(0, 0, count)])
-            elif count:
-                self.cells.scatter(leaves, cells)
+            if count:
+                self.cells.scatter(leaves, torch.arange(count) if cells is None else cells)
         self.record_cursor(state_dict["cursor"])
         self.set_length(count)
 

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import OwnGenerator
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay.rings import integers_below
 from torchrl_lightning.replay.sampling import ring_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.state import check_state, flag, generator
@@ -41,6 +42,8 @@ class UniformSampler(OwnGenerator, Sampler):
         >>> sorted(buffer.sample()["a"].tolist())
         [0, 1, 2]
     """
+
+    reads_rings = True
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class UniformSampler(OwnGenerator, Sampler):
 
     def _integers(self, high: int, count: int) -> Tensor:
         rng = self.generator
-        return torch.randint(high, (count,), generator=rng, device=rng.device).cpu()
+        return integers_below(high, count, rng, rng.device).cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and generator: tensors and scalars."""

@@ -19,8 +19,13 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Ints, Rings, integers
+from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.segment_kernels import jitted
+
+_INTS, _FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
+NO_INDEX = (_INTS, _FLAGS, _INTS, _FLAGS, _INTS)
 
 _WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
 
@@ -144,8 +149,6 @@ class RingWriter(WriterBase, Rings):
         if not emptied and (seen == self._positions).all():
             return
         self._refresh()
-        if self.index is not None:
-            self.index.follow()
         start = np.maximum(np.zeros_like(seen) if emptied else seen, self._oldest())
         counts = torch.from_numpy(self._positions - start)
         env = torch.repeat_interleave(torch.from_numpy(self._ids), counts)
@@ -190,91 +193,82 @@ class RingWriter(WriterBase, Rings):
         check_tensordict(data)
         ids = None if env_ids is None else self._check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
-        rows = data.shape[0] if data.ndim == 1 else -1
+        shape = data.shape
+        rows = shape[0] if len(shape) == 1 else -1
         if not rows:
             return torch.zeros(0, dtype=torch.int64)
         if rows < 1 or rows % width:
             raise ValueError(
-                f"Got data of batch size {list(data.shape)} for {width} environments; expected [{width}] (one step of "
+                f"Got data of batch size {list(shape)} for {width} environments; expected [{width}] (one step of "
                 f"each) or a multiple of it, time-major ([T * {width}])."
             )
         storage: Any = self.storage
         # Checked before the storage, which takes its schema from the first rows that it checks.
         if self.track_episodes and not self.write_count and self._entry(data, None, self.done_key) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
+        steps = rows // width
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
-        flags = self._flags(data, leaves, rows // width)
-        if ids is None and self._common is not None:
-            index = self._write_even(data, leaves, rows // width, flags)
-        else:
-            index = self._write_uneven(data, leaves, ids, rows // width, flags)
-        self.write_count += rows
-        self._note_seen()
-        self.notify(index)
-        return index
-
-    def _write_even(
-        self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int, flags: tuple[Flags, Flags | None] | None
-    ) -> Tensor:
-        start, width, length = self._common or 0, self.num_envs, self.length
-        skipped = max(0, steps - length)
-        slot, count = (start + skipped) % length, steps - skipped
-        first = min(count, length - slot)
-        rows = steps * width
-        begin = start % length * width
-        index = torch.from_numpy(np.arange(begin, begin + rows))
-        if skipped or first < count:
-            index %= length * width
-        if flags is not None and self.index is not None:
-            self.index.write(None, *flags)
-        storage: Any = self.storage
-        if leaves is None:
-            storage.set(index[skipped * width :], data[skipped * width :] if skipped else data)
-        else:
-            runs = [(skipped * width, slot * width, first * width)]
-            if first < count:
-                runs.append(((skipped + first) * width, 0, (count - first) * width))
-            storage.cells.copy(leaves, runs)
-            if width == 1:
-                storage.record_cursor((start + steps - 1) % length)
-            if self._even and start >= length:
-                storage.touch()
-            else:
-                storage.set_length(
-                    min(start + steps, length) * width if self._even else self._filled_after(None, steps)
+        done, init = self._flags(data, leaves, steps)
+        addresses = None if leaves is None else storage.cells.addresses(leaves)
+        if addresses is None:
+            cells = self._cells(ids, steps)
+            skipped = max(0, steps - self.length) * width
+            if leaves is not None:
+                self.claim(ids, steps)
+                storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
+            elif self.num_envs > 1 and (ids is not None or not self._aligned):
+                raise ValueError(
+                    f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
                 )
-        self._common = start + steps
-        self._positions += steps
-        if not self._even:
-            self._refresh()
-        return index
+            else:
+                storage.set(cells[skipped:], data[skipped:] if skipped else data)
+            addresses = NO_LEAVES
+        return self.advance(addresses, ids, steps, done, init)
 
-    def _write_uneven(
-        self,
-        data: TensorDictBase,
-        leaves: list[Tensor] | None,
-        ids: Ints | None,
-        steps: int,
-        flags: tuple[Flags, Flags | None] | None,
-    ) -> Tensor:
+    def claim(self, ids: Ints | None, steps: int) -> None:
+        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written.
+
+        Args:
+            ids: the environments, or None for all.
+            steps: how many of each.
+        """
         env = self._ids if ids is None else ids
-        if leaves is None and self.num_envs > 1:
-            raise ValueError(
-                f"{type(self.storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
-            )
-        position = self._positions[env] + np.arange(steps)[:, None]
-        index = torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
-        skipped = max(0, steps - self.length) * len(env)
-        if flags is not None and self.index is not None:
-            self.index.write(env, *flags)
-        storage: Any = self.storage
-        if leaves is None:
-            storage.set(index[skipped:], data[skipped:] if skipped else data)
+        positions = self._positions[env]
+        oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
+        if self.index is not None:
+            self.index.keep_headless_end(env, oldest)
+        self._floor[env] = oldest
+        self._settle()
+
+    def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
+        """Write steps, move the positions past them, and record their episodes: all of it or nothing.
+
+        Args:
+            leaves: where rows and cells lie (:meth:`Cells.addresses`); empty for rows that are in their cells already.
+            ids: the environments, or None for all.
+            steps: how many of each.
+            done: whether a step ends its episode, ``[steps, M]``; empty where there is no episode index.
+            init: whether a step begins one, ``[steps, M]``; may be empty.
+
+        Returns:
+            The cells, ``[steps * M]``.
+        """
+        env, together = (self._ids, self._aligned) if ids is None else (ids, False)
+        cells = np.empty(steps * len(env), np.int64)
+        jitted(write_steps)(
+            *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
+            *(NO_INDEX if self.index is None else self.index.arrays), done, init,
+        )  # fmt: skip
+        if self._even and together:
+            self._set_length(min(int(self._positions[0]), self.length) * self.num_envs)
         else:
-            storage.cells.scatter([leaf[skipped:] for leaf in leaves] if skipped else leaves, index[skipped:])
-            storage.set_length(self._filled_after(env, steps))
-        self._positions[env] += steps
-        self._refresh()
+            self._settle()
+        storage: Any = self.storage
+        if self.num_envs == 1 and isinstance(storage, RingStorage):
+            storage.record_cursor(int(cells[-1]))
+        self._note_seen()
+        index = torch.from_numpy(cells)
+        self.notify(index)
         return index
 
     def _check_ids(self, env_ids: Tensor) -> Ints:
@@ -286,20 +280,35 @@ class RingWriter(WriterBase, Rings):
             )
         return ids
 
-    def _flags(
-        self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int
-    ) -> tuple[Flags, Flags | None] | None:
+    def _cells(self, ids: Ints | None, steps: int) -> Tensor:
+        env = self._ids if ids is None else ids
+        position = self._positions[env] + np.arange(steps)[:, None]
+        return torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
+
+    def _settle(self) -> None:
+        self._refresh()
+        self._set_length(int((self._positions - self._oldest()).sum()))
+
+    def _set_length(self, filled: int) -> None:
+        storage = self.storage
+        if isinstance(storage, RingStorage):
+            if len(storage) == filled:
+                storage.touch()
+            else:
+                storage.set_length(filled)
+
+    def _flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
         if self.index is None and (self.track_episodes is False or self.write_count):
-            return None
+            return NO_FLAGS, NO_FLAGS
         done = self._entry(data, leaves, self.done_key)
-        if self.index is None:
-            if done is None:
-                return None
+        if self.index is None and done is not None:
             self._make_index()
+        if self.index is None:
+            return NO_FLAGS, NO_FLAGS
         if done is None:
             raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
         init = self._entry(data, leaves, self.init_key)
-        return flag_of(done, steps), None if init is None else flag_of(init, steps)
+        return flag_of(done, steps), NO_FLAGS if init is None else flag_of(init, steps)
 
     def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, key: NestedKey) -> Tensor | None:
         if leaves is None:
@@ -329,7 +338,7 @@ class RingWriter(WriterBase, Rings):
         check_owner(self._process, self.is_shared)
         super().clear(empty_write_count)
         self._counters[1] += self._positions.max()
-        self._positions[:] = 0
+        self._positions[:] = self._floor[:] = 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
@@ -339,9 +348,11 @@ class RingWriter(WriterBase, Rings):
 
     def stamp(self, index: Tensor) -> Tensor:
         """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
-        if self._common is not None:
-            return torch.from_numpy(np.full(index.shape, self._common + self._era))
-        return self.snapshot()[index.cpu() % self.num_envs]
+        if not self._aligned:
+            return self.snapshot()[index.cpu() % self.num_envs]
+        stamps = np.empty(index.shape, np.int64)
+        stamps.fill(self._positions[0] + self._counters[1])
+        return torch.from_numpy(stamps)
 
     def snapshot(self) -> Tensor:
         """Return how far every ring is written, over all restarts, ``[num_envs]``; a copy."""
@@ -360,6 +371,7 @@ class RingWriter(WriterBase, Rings):
             "num_envs": self.num_envs,
             "length": self.length,
             "positions": self.positions.clone(),
+            "oldest": self.oldest,
             "era": self._era,
             "write_count": self.write_count,
             "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
@@ -373,6 +385,7 @@ class RingWriter(WriterBase, Rings):
         """
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
+        self._floor[:] = state_dict["oldest"].numpy()
         self._counters[:] = state_dict["write_count"], state_dict["era"]
         self._refresh()
         self.index = None

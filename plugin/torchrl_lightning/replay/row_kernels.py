@@ -1,0 +1,149 @@
+"""Compiled writing and reading of cells: all leaves, positions and the episode index in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchrl_lightning import segment_kernels
+
+NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
+NO_FLAGS = np.empty((0, 0), np.bool_)
+
+AHEAD = 8  # rows whose memory is asked for before they are read
+LINE = 64  # bytes of a cache line
+
+
+def write_steps(
+    sources: Any,
+    leaves: Any,
+    cells: Any,
+    ids: Any,
+    together: bool,
+    steps: int,
+    length: int,
+    positions: Any,
+    floor: Any,
+    counters: Any,
+    column: Any,
+    done_column: Any,
+    begin: Any,
+    running: Any,
+    headless_end: Any,
+    done: Any,
+    init: Any,
+) -> None:
+    """Write steps of some environments, time-major (numba). No signal of Python interrupts it.
+
+    Args:
+        sources: addresses of the rows of each leaf, ``[L]``; none for rows that are in their cells already.
+        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
+        cells: receives where the rows went, ``[steps * M]``.
+        ids: the environments, ``[M]``.
+        together: whether they are all environments in order, at the same position: rows are copied in one piece.
+        steps: how many of each.
+        length: cells of a ring.
+        positions: of the next steps, ``[num_envs]``; moved.
+        floor: nothing is stored below, ``[num_envs]``; moved.
+        counters: rows written, first.
+        column: of the episode index, as what follows; see there.
+        done_column: ``[length * num_envs]``.
+        begin: ``[num_envs]``.
+        running: ``[num_envs]``.
+        headless_end: ``[num_envs]``.
+        done: whether a step ends its episode, ``[steps, M]``; empty if there is no index.
+        init: whether a step begins one even if the one before did not end, ``[steps, M]``; may be empty.
+    """
+    count, num_envs = len(ids), len(positions)
+    for i in range(count):
+        env = ids[i]
+        start, lowest = positions[env], floor[env]
+        # What will be overwritten is forgotten first.
+        floor[env] = max(lowest, start + steps - length)
+        for step in range(steps):
+            position = start + step
+            cell = position % length * num_envs + env
+            cells[step * count + i] = cell
+            if len(done) == 0:
+                continue
+            oldest = max(position - length, lowest)
+            if running[env] and len(init) and init[step, i]:
+                running[env] = False
+                if begin[env] >= oldest:
+                    column[begin[env] % length * num_envs + env] = position - 1
+                else:
+                    headless_end[env] = position - 1
+            # The oldest step goes; was it the first of its episode, which knows where that ends?
+            if oldest == position - length and column[cell] >= oldest:
+                headless_end[env] = column[cell]
+            if not running[env]:
+                begin[env] = position
+            column[cell], done_column[cell] = begin[env], done[step, i]
+            running[env] = not done[step, i]
+            if done[step, i]:
+                if begin[env] >= max(position - length + 1, lowest):
+                    column[begin[env] % length * num_envs + env] = position
+                else:
+                    headless_end[env] = position
+    skipped = max(0, steps - length)  # the later ones would overwrite them
+    for leaf in range(len(sources)):
+        source, (target, size) = sources[leaf], leaves[leaf]
+        if together:
+            slot, left = (positions[ids[0]] + skipped) % length, steps - skipped
+            source += skipped * count * size
+            while left > 0:
+                rows = min(left, length - slot)
+                segment_kernels.copy_bytes(target + slot * count * size, source, rows * count * size)
+                source += rows * count * size
+                slot, left = 0, left - rows
+        else:
+            for row in range(skipped * count, steps * count):
+                segment_kernels.copy_bytes(target + cells[row] * size, source + row * size, size)
+    for i in range(count):
+        positions[ids[i]] += steps
+    counters[0] += steps * count
+
+
+def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count: int, limit: int) -> int:
+    """Read cells (numba).
+
+    Args:
+        targets: addresses that the rows go to, ``[L]``.
+        leaves: address of the cells and bytes of a row of each leaf, ``[L, 2]``.
+        middle: from this leaf on, the cells ``after`` are read.
+        cells: address of the numbers of the cells, int64.
+        after: address of as many others, or the same.
+        count: how many.
+        limit: cells from this one on are refused, and negative ones.
+
+    Returns:
+        Place of the first refused cell, or -1.
+    """
+    index = np.empty(count, np.int64)
+    for leaf in range(len(leaves)):
+        if leaf == 0 or (leaf == middle and after != cells):
+            numbers = cells if leaf < middle else after
+            for i in range(count):
+                index[i] = segment_kernels.load(numbers + 8 * i)
+                if index[i] < 0 or index[i] >= limit:
+                    return i
+        target, (source, size) = targets[leaf], leaves[leaf]
+        # A copy of a known size is one instruction.
+        if size == 1:
+            for i in range(count):
+                segment_kernels.copy_bytes(target + i, source + index[i], 1)
+        elif size == 4:
+            for i in range(count):
+                segment_kernels.copy_bytes(target + i * 4, source + index[i] * 4, 4)
+        elif size == 8:
+            for i in range(count):
+                segment_kernels.copy_bytes(target + i * 8, source + index[i] * 8, 8)
+        else:
+            for i in range(count):
+                if i + AHEAD < count:
+                    ahead = source + index[i + AHEAD] * size
+                    for line in range(ahead, ahead + min(size, 4 * LINE), LINE):
+                        segment_kernels.prefetch(line)
+                segment_kernels.copy_bytes(target + i * size, source + index[i] * size, size)
+    return -1
