@@ -133,18 +133,16 @@ class AgentModule(ReportingModule):
 
     # -- optimizers -------------------------------------------------------------------------------------------------
 
-    def build_optimizers(
-        self, actor: list[nn.Parameter], critic: list[nn.Parameter], others: list[nn.Parameter] | None = None
-    ) -> list[torch.optim.Optimizer]:
+    def build_optimizers(self, actor: list[nn.Parameter], critic: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         """Return one optimizer over all parameters, or a second one over the critics' own."""
-        others, self._groups = others or [], {}
+        self._groups = {}
         main = self.optimizer or self._default_optimizer
         if self.critic_optimizer is None:
-            return [self.build_optimizer(main, "grad_norm", actor, critic, others)]
-        if not actor and not others:
+            return [self.build_optimizer(main, "grad_norm", actor, critic)]
+        if not actor:
             return [self.build_optimizer(self.critic_optimizer, "grad_norm", critic)]
         return [
-            self.build_optimizer(main, "grad_norm", actor, others),
+            self.build_optimizer(main, "grad_norm", actor),
             self.build_optimizer(self.critic_optimizer, "critic_grad_norm", critic),
         ]
 

@@ -151,8 +151,10 @@ class ActorCriticModule(AgentModule):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer, or a second one for the critic's own parameters."""
         actor, critic = list(self.policy.parameters()), list(self.critic.parameters())
-        extra = list(self.intrinsic.predictor_parameters()) if self.intrinsic is not None else []
-        return self.build_optimizers(actor, critic, extra)
+        if self.intrinsic is not None:
+            actor += self.intrinsic.predictor_parameters()
+        # Each update moves all of them: under one optimizer they are one part.
+        return self.build_optimizers(*((actor, critic) if self.critic_optimizer else (actor + critic, [])))
 
     def add_coefficient(self, name: str, value: float, schedule: str | Schedule) -> None:
         """Register a coefficient of the loss that follows a schedule, as a buffer: it is part of a checkpoint."""
