@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.ranges import integer
 
 
-class ExperienceLog(Callback):
+class ExperienceLog(SparseCallback):
     """Log the DataModule's ``metrics()``: returns, lengths, timings, and the buffer's own metrics.
 
     It writes to the loggers directly, because ``self.log`` costs about 0.4 ms for each key, which is a tenth of the

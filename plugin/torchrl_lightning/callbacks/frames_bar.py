@@ -10,12 +10,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from torchrl_lightning.callbacks.sparse import SparseCallback
+
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # In a file, every refresh is a new line.
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class FramesProgressBar(ProgressBar):
+class FramesProgressBar(SparseCallback, ProgressBar):
     """Show frames, frames per second, time left, and the latest training and evaluation returns.
 
     Lightning's own bar counts the mini-batches of an epoch, which does not tell how far a run has come. This one shows

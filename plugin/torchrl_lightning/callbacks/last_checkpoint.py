@@ -10,10 +10,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from torchrl_lightning.callbacks.sparse import SparseCallback
+
 logger = logging.getLogger(__name__)
 
 
-class LastCheckpoint(Checkpoint):
+class LastCheckpoint(SparseCallback, Checkpoint):
     """Keep the end of a run, however it ends, in one file that each new state replaces.
 
     The state is written after each evaluation, at the end of training, and when Ctrl-C or an exception ends it. A run

@@ -28,6 +28,7 @@ from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, mapping, sequence
+from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,8 @@ class ExperienceDataModule(L.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
+        if isinstance(batch, UpdateBatches):
+            return batch  # moves each of its batches itself
         leaf = next(batch.values(True, True), None) if isinstance(batch, TensorDictBase) else None
         if leaf is not None and leaf.device == device:
             return batch

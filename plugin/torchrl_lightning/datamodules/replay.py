@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -156,6 +156,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
+        self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._hooks = ReplayHooks(self)
         self._episodes = FinishedEpisodes(self.num_envs)
@@ -204,9 +205,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the batch that the module learns from: its loss writes the new priorities into it."""
-        trainer = self.trainer
-        if trainer is not None and trainer.training and not isinstance(batch, UpdateBatches):
-            self._served = batch
+        if self._is_drawn:
+            self._is_drawn, self._served = False, batch
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
@@ -235,7 +235,7 @@ class ReplayDataModule(ExperienceDataModule):
             if number > 0:
                 self.take_back()
             self._in_step = made + number
-            with _outside_autocast():
+            with _outside_autocast() if number > 0 else nullcontext():
                 batch = self._draw()
             if batch is None:
                 return
@@ -244,26 +244,26 @@ class ReplayDataModule(ExperienceDataModule):
                 self._metrics = {**self._seconds, **self._episodes.summary()}
             if is_spent and self.trainer is not None:
                 self.trainer.should_stop = True
-            # Of a single batch, Lightning takes care itself.
-            yield batch if self.updates_per_step == 1 else self._transferred(batch)
+            if self.updates_per_step > 1:  # of a single batch, Lightning takes care itself
+                batch = self._transferred(batch)
+            yield batch
             if is_spent:
                 return
 
     def _draw(self) -> TensorDictBase | None:
         """Collect what the next update waits for, and return its batch; None when the collector has ended."""
-        module, buffer = self._module(), self._require_buffer()
+        buffer = self._require_buffer()
         # For buffers whose documented ``sample`` returns something other than TensorDicts.
         sample = getattr(buffer, "sample_tensordict", buffer.sample)
         began = time.perf_counter()
-        if self._frames_missing() > 0 or not len(buffer):
-            left_out = self._left_out(buffer)
-            while self._frames_missing() > 0 or not len(buffer):
-                if not self._collect_frames(module, buffer, left_out):
-                    return None
+        while self._waits_for_frames() or not len(buffer):
+            if not self._collect_frames(self._module(), buffer, self._left_out(buffer)):
+                return None
         drawing = time.perf_counter()
         batch: TensorDictBase = sample(self.batch_size)
         self._snapshot = None
         self.updates += 1
+        self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
         return batch
@@ -271,20 +271,19 @@ class ReplayDataModule(ExperienceDataModule):
     def _transferred(self, batch: TensorDictBase) -> TensorDictBase:
         """Do to a batch of several what Lightning does to a batch."""
         batch = self.on_before_batch_transfer(batch, 0)
-        if self.trainer is None:
-            return batch
-        moved: TensorDictBase = self.trainer.strategy.batch_to_device(batch)
+        if self.trainer is not None:
+            batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)
+        moved: TensorDictBase = self.on_after_batch_transfer(batch, 0)
         return moved
 
-    def _frames_missing(self) -> float:
-        """Return how many more frames the next update waits for."""
-        ratio, frames = self._ratio, self.frames // self.world_size
-        wanted = (self.warmup_frames + self._refilled - frames) * ratio.denominator + self.updates * ratio.numerator
-        return wanted / ratio.denominator
+    def _waits_for_frames(self) -> bool:
+        """Return whether the next update needs more frames than there are."""
+        frames = self.warmup_frames + self._refilled - self.frames // self.world_size
+        return frames * self._ratio.denominator + self.updates * self._ratio.numerator > 0
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected and all updates that they allow are served."""
-        return super()._is_spent() and self._frames_missing() > 0
+        return super()._is_spent() and self._waits_for_frames()
 
     def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
         """Step the environments once more; return False when the collector has ended."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+
+from torchrl_lightning.callbacks.sparse import SparseCallback
 
 if TYPE_CHECKING:
     from torchrl_lightning.datamodules.replay import ReplayDataModule
 
 
-class ReplayHooks(Callback):
+class ReplayHooks(SparseCallback):
     """Take priorities back after each update, and write the buffer with each checkpoint.
 
     Lightning calls no hook of a DataModule at these two moments. The DataModule puts this callback before all others,
