@@ -44,3 +44,23 @@ def test_a_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.M
 def test_a_huge_size_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"needs .* free in the memory of cpu"):
         RolloutStorage(2**50).allocate(ROW)
+
+
+@pytest.mark.parametrize("steps", [5, 4])
+def test_a_rollouts_memory_is_taken_over_only_where_that_is_asked_for_and_fits(steps: int) -> None:
+    turned = make_rollout(steps, 3).transpose(0, 1).contiguous().transpose(0, 1)  # [N, T] over time-major memory
+    expected = turned.clone()
+    given, taken, copied, tall = (GAEBuffer(5, bootstrap=False) for _ in range(4))
+    given.insert_data_slice(turned)
+    taken.insert_data_slice(turned, copy=False)
+    copied.insert_data_slice(turned.contiguous(), copy=False)
+    tall.insert_data_slice(turned.clone(), copy=False)
+    states = [buffer.rollout.transpose(0, 1) for buffer in (given, taken, copied, tall)]
+    assert all((state == expected).all() for state in states)
+    same = [buffer.rollout["action"].data_ptr() == turned["action"].data_ptr() for buffer in (given, taken, copied)]
+    assert same == [False, steps == 5, False]
+    taken.before_gradients()
+    assert set(turned.keys(True, True)) == set(expected.keys(True, True))
+    again = GAEBuffer(5, bootstrap=False)
+    again.load_state_dict(taken.state_dict())
+    assert (again.get_all_buffer_data() == taken.get_all_buffer_data()).all()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
+from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import EpisodeTracker
@@ -193,7 +194,9 @@ class OnPolicyDataModule(ExperienceDataModule):
             return False
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
-        buffer.insert_data_slice(rollout)
+        # Of TorchRL's collectors, some yield the same memory again.
+        fresh = isinstance(self.collector, GymnasiumCollector) and not self.collector.return_same_td
+        buffer.insert_data_slice(rollout, copy=not fresh)
         annotate = getattr(module, "annotate", None)
         if annotate is not None:
             annotate(buffer.rollout)

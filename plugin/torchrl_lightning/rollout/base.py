@@ -109,23 +109,27 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def insert_data_slice(self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None) -> None:
+    def insert_data_slice(
+        self, new_data: TensorDictBase | Mapping[str, Any], time_dim: int | None = None, *, copy: bool = True
+    ) -> None:
         """Replace the stored data by a rollout.
 
         Args:
             new_data: ``[N, T]`` with a dimension named ``"time"``, or any order with ``time_dim``; or a dict with the
                 documented names, time-major ``[T, N, ...]``. Results of an earlier estimate in it are left out.
             time_dim: which dimension is time.
+            copy: if False, the buffer may keep the memory itself, where it is time-major and fills the buffer; then
+                nobody else may write to it.
         """
         if not isinstance(new_data, TensorDictBase):
             new_data, time_dim = from_documented(new_data, 2, self.documented_keys), 0
-        time_dim = self.writer.time_dim if time_dim is None else time_dim
         data = self._without_results(new_data)
         if len(self.transform):
             data = self.transform.inv(data)
-        self.writer.prepare(data, time_dim, 0)
+        rollout = self.writer.prepare(data, self.writer.time_dim if time_dim is None else time_dim, 0)
         self.empty()
-        self.sampler.extend(self.writer.write(data, time_dim))
+        self.writer.write(rollout, copy=copy)
+        self.sampler.restart()
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
         """Drop what an estimate wrote: its results, and the values that it computed.
@@ -133,20 +137,22 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         Computed values come together with the successors' values and the results; given ones come alone. Once data is
         stored, values are dropped if the stored data has none.
         """
-        present, schema = set(data.keys(include_nested=True)), self.storage.schema
-        drop = [key for key in self.result_keys if key in present]
-        computed = [key for key, _ in keyed_leaves(data) if self._is_value(key)]
+        schema = self.storage.schema
+        drop = [key for key in self.result_keys if data.get(key, None) is not None]
+        computed = self._values_in(data)
         if schema:
             drop += [key for key in computed if key not in schema]
         elif drop:
-            roots = [key for key in computed if next_key(key) in present]
+            roots = [key for key in computed if next_key(key) in computed]
             drop += [*roots, *(next_key(key) for key in roots)]
         return data.exclude(*drop) if drop else data
 
-    def _is_value(self, key: NestedKey) -> bool:
-        here = path_of(key)
-        inner = here[1:] if here[0] == "next" and len(here) > 1 else here
-        return any(inner[: len(path_of(value))] == path_of(value) for value in self.computed_keys)
+    def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the values in ``data``, the successors' included."""
+        roots = [
+            root for key in self.computed_keys for root in (key, next_key(key)) if data.get(root, None) is not None
+        ]
+        return [key for key, _ in keyed_leaves(data) if any(under(key, root) for root in roots)] if roots else []
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -258,7 +264,7 @@ class OnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
             documented_names: return a dict with the documented names instead, time-major.
         """
         schema = self.storage.schema
-        given = [key for key in schema if self._is_value(key) and path_of(key)[0] != "next"]
+        given = [key for key in self._values_in(self.rollout) if key in schema and path_of(key)[0] != "next"]
         told = [key for key in (next_key(key) for key in given) if key not in schema]
         data = self.rollout.exclude(*told).clone()
         data = data.cpu() if data_to_cpu else data

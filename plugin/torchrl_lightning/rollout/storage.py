@@ -110,6 +110,23 @@ class RolloutStorage(StorageBase):
         self.data = out
         self.schema = describe(row, 1)
 
+    def adopt(self, rollout: TensorDictBase) -> bool:
+        """Take over the memory of a rollout ``[size, N]`` instead of copying it.
+
+        Returns:
+            Whether it could: every leaf must be in one piece, on this device and for all steps.
+        """
+        leaves = dict(keyed_leaves(rollout))
+        fits = all(value.is_contiguous() and value.device == self.device for value in leaves.values())
+        if rollout.shape[0] != self.size or not fits:
+            return False
+        self.data = TensorDict(_nest(leaves), rollout.shape)
+        self.schema = describe(self.data, 2)
+        self.num_envs = rollout.shape[1]
+        self.max_size = rollout.shape.numel()
+        self._finish_write(self.size)
+        return True
+
     def _check_room(self, row: Schema, rows: int) -> None:
         needed = rows * sum(math.prod(shape) * dtype.itemsize for shape, dtype in row.values())
         check_room(

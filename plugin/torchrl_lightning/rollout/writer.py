@@ -75,11 +75,15 @@ class RolloutWriter(WriterBase):
     def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
         """Append a rollout and return the written cells ``(t, n)``, in the order of ``data``."""
         storage, time_dim = self._target, self.time_dim if time_dim is None else time_dim
-        self.prepare(data, time_dim, storage.num_steps)
-        return self.write(data, time_dim)
+        rollout = self.prepare(data, time_dim, storage.num_steps)
+        cells = self.write(rollout)
+        if data.ndim == 2 and time_axis(data, time_dim) == 1:
+            cells = cells.unflatten(0, (rollout.shape[0], -1)).transpose(0, 1).flatten(0, 1)
+        # TorchRL's tensordict buffer cannot attach (t, n) pairs where the first sizes agree; it can attach the rows.
+        return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
 
-    def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> None:
-        """Check that ``data`` may be written from step ``start`` on; change nothing."""
+    def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
+        """Check that ``data`` may be written from step ``start`` on and view it as ``[T, N]``; change nothing."""
         check_tensordict(data)
         rollout = time_major(data, time_dim)
         steps, size = rollout.shape[0], self._target.size
@@ -89,21 +93,22 @@ class RolloutWriter(WriterBase):
             stored = f" after {start} stored ones; call empty() first" if start else ""
             raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
         self._check(rollout, 2)
+        return rollout
 
-    def write(self, data: TensorDictBase, time_dim: int | None) -> Tensor:
-        """Write a rollout that :meth:`prepare` accepted."""
+    def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
+        """Write a rollout that :meth:`prepare` returned and return its cells, in order of time.
+
+        With ``copy=False`` the storage takes over its memory where that fits.
+        """
         storage = self._target
-        rollout = time_major(data, time_dim)
         start, steps = storage.num_steps, rollout.shape[0]
-        storage.set(slice(start, start + steps), rollout)
+        if copy or not storage.adopt(rollout):
+            storage.set(slice(start, start + steps), rollout)
         storage.tail = self._tail(rollout[-1])
         self.write_count += steps
         cells = self._cells(start, steps)
         self.notify(cells)
-        if data.ndim == 2 and time_axis(data, time_dim) == 1:
-            cells = cells.unflatten(0, (steps, -1)).transpose(0, 1).flatten(0, 1)
-        # TorchRL's tensordict buffer cannot attach (t, n) pairs where the first sizes agree; it can attach the rows.
-        return cells[:, 0] if cells.shape[0] == data.shape[0] else cells
+        return cells
 
     def add(self, data: TensorDictBase) -> int:
         """Append one step of all environments, ``[N]``, and return its row."""
