@@ -67,6 +67,14 @@ def sequences(specs: Any, module: Any, rows: int, steps: int, generator: torch.G
     return batch
 
 
+def shake_targets(module: Any) -> None:
+    """Move the target networks away from those that they follow."""
+    with torch.no_grad():
+        for name, parameter in module.targets.named_parameters():
+            if "weight" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
 class FakeReplay(L.LightningDataModule):
     """Random batches, the same for the same number of frames; keeps what the module wrote into them."""
 

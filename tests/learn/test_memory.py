@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from learn.replay_fakes import BOX, DISCRETE, sequences
+from learn.replay_fakes import BOX, DISCRETE, sequences, shake_targets
 from torchrl_lightning.learn import DQNModule, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
-from torchrl_lightning.learn.memory import successor_layout
-from torchrl_lightning.learn.transitions import read_transitions
+from torchrl_lightning.learn.memory import remember, successor_layout
+from torchrl_lightning.learn.transitions import Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 CASES = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
@@ -23,10 +23,13 @@ def make(case: str, cell: str, layers: int, **kwargs: Any) -> tuple[OffPolicyMod
     torch.manual_seed(0)
     cls, specs = CASES[case]
     module = cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs)
-    for name, buffer in module.loss.named_buffers():
-        if name.startswith("target_") and "weight" in name:
-            buffer += 0.1 * torch.randn_like(buffer)
+    shake_targets(module)
     return module, specs
+
+
+def behind(module: OffPolicyModule, batch: TensorDict) -> Transitions:
+    read = read_transitions(batch, module._keys, 0.9, module._state_keys)
+    return remember(read, module.memory, module.targets.memory)
 
 
 def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,15 +63,14 @@ def test_features_are_those_of_an_unroll(cell: str, layers: int, ends: str) -> N
         batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
     if ends == "first":
         batch["is_init"][::2, 0] = True
-    loss = module.loss
-    result = loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
-    online_now, online_after = unroll(loss.memory_network, batch)
-    _, target_after = unroll(loss.target_memory, batch)
+    result = behind(module, batch)
+    online_now, online_after = unroll(module.memory, batch)
+    _, target_after = unroll(module.targets.memory, batch)
     torch.testing.assert_close(result.now[0], online_now)
     torch.testing.assert_close(result.after[0], online_after)
     torch.testing.assert_close(result.after_target[0], target_after)
     weight = torch.randn_like(online_now)
-    parameters = list(loss.memory_network.parameters())
+    parameters = list(module.memory.parameters())
     gradients = [torch.autograd.grad((weight * x).sum(), parameters) for x in (result.now[0], online_now)]
     for mine, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
@@ -93,19 +95,16 @@ def test_layout_equals_its_twin(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_torchrls_over_the_features(case: str) -> None:
-    """Behind the memory everything is TorchRL's loss on flat transitions; weights and mask count steps."""
+def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> None:
+    """Which equal TorchRL's; weights and mask count steps."""
     module, specs = make(case, "gru", 1)
     batch = sequences(specs, module, 6, 5)
     batch["mask"] = torch.rand(6, 5) < 0.7
     batch["priority_weight"] = (torch.rand(6, 1) + 0.1).expand(6, 5)
-    loss = module.loss
     read = read_transitions(batch, module._keys, module.gamma, module._state_keys)
-    # TorchRL has one entry for the successor; ours sees it with two memories.
-    loss.target_memory_network_params.data.update_(loss.memory_network_params.data)
-    remembered = loss.remember(read)
     torch.manual_seed(2)
-    mine, error = loss.terms(read)
+    mine, error = module.compute(read)
+    remembered = behind(module, batch)
     flat = TensorDict(
         {
             "remembered": remembered.now[0].detach(),
@@ -116,22 +115,22 @@ def test_losses_are_torchrls_over_the_features(case: str) -> None:
         },
         [6, 5],
     )
+    rows = read_transitions(flat.reshape(-1), ["remembered"], module.gamma)
+    rows.after_target = [remembered.after_target[0].flatten(0, 1)]
     torch.manual_seed(2)
-    theirs = loss(flat.reshape(-1))
-    names = {"loss_value": "loss"}
+    expected, expected_error = module.terms(rows)
     for name, value in mine.items():
-        if name.startswith("loss_"):
-            torch.testing.assert_close(value, theirs[names.get(name, name)], rtol=1e-5, atol=1e-6)
-    assert error.shape == (6, 5)
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(error.flatten(), expected_error)
     assert (error[~batch["mask"]] == 0).all()
 
 
 @pytest.mark.parametrize("case", ["sac", "td3"])
 def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
-    module, specs = make(case, "gru", 1)
+    module, specs = make(case, "gru", 1, target_interval=1)
     batch = sequences(specs, module, 6, 5)
-    terms, _ = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
-    memory = list(module.loss.memory_network_params.parameters())
+    terms, _ = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    memory = list(module.memory.parameters())
     unused = torch.autograd.grad(terms["loss_actor"], memory, allow_unused=True, retain_graph=True)
     assert all(gradient is None for gradient in unused)
     torch.autograd.grad(terms["loss_qvalue"], memory)  # raises where there is none
@@ -147,7 +146,7 @@ def test_burn_in_warms_the_memory_but_does_not_count() -> None:
     batch["mask"][:, :3] = False
 
     def value(batch: TensorDict) -> torch.Tensor:
-        terms, _ = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        terms, _ = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
         return terms["loss_value"].detach()
 
     reference, other = value(batch), batch.clone()
@@ -169,7 +168,7 @@ def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
     results = []
     for filler in (0.0, 5.0):
         batch["observation"][1, 3:] = filler
-        terms, error = module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        terms, error = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
         results.append((terms["loss_value"].detach(), error))
     torch.testing.assert_close(results[0], results[1])
 
@@ -178,7 +177,7 @@ def test_flat_batches_are_refused() -> None:
     module, specs = make("dqn", "gru", 1)
     batch = sequences(specs, module, 4, 6)[:, 0]
     with pytest.raises(ValueError, match="SequenceSampler"):
-        module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
     with pytest.raises(KeyError, match="recurrent_state"):
         read_transitions(batch.exclude("recurrent_state"), module._keys, 0.9, module._state_keys)
 
@@ -200,12 +199,12 @@ def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> N
     batch["steps_to_next_obs"] = steps
     assert expected_mask[:, :2].all()
     assert not expected_mask[:, 3:].all()
-    now, after = unroll(module.loss.memory_network, raw)
+    now, after = unroll(module.memory, raw)
     for flags in ("first", "last"):
         if flags == "last":  # as TorchRL's transform leaves them with done_keys=[]
             ahead = torch.arange(window) + steps - 1
             batch["next", "done"] = raw["next", "done"].gather(1, ahead.unsqueeze(-1))
-        result = module.loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        result = behind(module, batch)
         torch.testing.assert_close(result.now[0], now[:, :window])
         assert result.mask is not None
         assert torch.equal(result.mask, expected_mask)
@@ -215,7 +214,7 @@ def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> N
     # Padding repeats a step: the window ends before it.
     batch["mask"] = torch.ones(rows, window, dtype=torch.bool)
     batch["mask"][0, 4:] = False
-    result = module.loss.remember(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    result = behind(module, batch)
     last = [t + int(steps[0, t]) - 1 for t in range(window)]
     expected_mask[0] = torch.tensor([end < 3 or (end == 3 and bool(raw["next", "done"][0, 3])) for end in last])
     assert result.mask is not None
@@ -229,4 +228,4 @@ def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int)
     batch["steps_to_next_obs"] = torch.full((4, length), 3)
     batch["mask"] = (torch.arange(length) >= burn_in).expand(4, length)
     with pytest.raises(ValueError, match=f"{burn_in} only warm up, hold no successor that lies 3 steps"):
-        module.loss.terms(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))

@@ -16,7 +16,16 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from learn.fakes import trainer
 from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, FakeReplay, sequences, transitions
-from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
+from torchrl_lightning.learn import (
+    DQNModule,
+    MLPNetwork,
+    OffPolicyModule,
+    RecurrentNetwork,
+    SACModule,
+    TD3Module,
+    off_policy,
+)
+from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.updates import UpdateBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
@@ -41,15 +50,11 @@ def data(case: str, module: OffPolicyModule, **kwargs: Any) -> FakeReplay:
 def test_fit_updates_every_parameter_and_logs_over_frames(case: str, network: str) -> None:
     module = small(case, network, learning_rate=0.01).build(CASES[case][1])
     before = {name: value.clone() for name, value in module.named_parameters()}
-    targets = {name: value.clone() for name, value in module.named_buffers() if "target_" in name and "params" in name}
     fit, stream = trainer(), data(case, module)
     fit.fit(module, datamodule=stream)
     assert before
     assert all(not torch.equal(before[name], value) for name, value in module.named_parameters())
-    now = dict(module.named_buffers())
-    weights = [name for name in targets if "weight" in name]
-    assert weights
-    assert all(not torch.equal(targets[name], now[name]) for name in weights)
+    assert any(name.startswith("targets.") for name in before)
     assert fit.callback_metrics["step"] == 60
     assert fit.callback_metrics["eval/return"] == 2.0
     epoch = module.epoch_metrics
@@ -125,25 +130,11 @@ def test_target_networks_follow_by_share_or_by_copy(tau: float, interval: int) -
 
 
 def weights(module: OffPolicyModule) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = module.loss
-    flat = [
-        torch.cat([value.detach().reshape(-1) for _, value in sorted(parameters.items(True, True), key=str)])
-        for parameters in (loss.value_network_params, loss.target_value_network_params)
-    ]
-    return flat[0].clone(), flat[1].clone()
-
-
-def test_the_target_network_is_the_one_that_is_updated() -> None:
-    """The direct forward's copy and TorchRL's parameters are the same tensors, also after a move."""
-    module = small("sac", "gru").build(BOX)
-    for moved in (module, module.to(torch.float64).to(torch.float32)):
-        loss = moved.loss
-        bound = [id(p) for p in loss.target_memory._parameters.values()]
-        bound += [id(p) for m in loss.target_memory.modules() for p in m._parameters.values()]
-        held = {id(p) for p in loss.target_memory_network_params.values(True, True)}
-        assert set(bound) == held
-        cells = loss.target_memory.memory.gru
-        assert {id(p) for p in cells._flat_weights} <= held
+    online, target = (
+        torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
+        for network in (module.q_network, module.targets.q_network)
+    )
+    return online, target
 
 
 def test_epsilon_follows_the_frames() -> None:
@@ -264,30 +255,44 @@ def test_three_optimizers() -> None:
     module = small("sac", optimizer=freeze, critic_optimizer=partial(torch.optim.SGD, lr=0.1), alpha_optimizer=freeze)
     module.build(BOX)
     actor = [p.clone() for p in module.policy.parameters()]
-    alpha = module.loss.log_alpha.clone()
-    critics = [p.clone() for p in module.loss.qvalue_network_params.parameters()]
+    alpha = module.log_alpha.clone()
+    critics = [p.clone() for p in module.critics.parameters()]
     fit = trainer(max_epochs=1)
     fit.fit(module, datamodule=data("sac", module))
     assert len(fit.optimizers) == 3
     assert all(torch.equal(a, b) for a, b in zip(actor, module.policy.parameters(), strict=True))
-    assert torch.equal(alpha, module.loss.log_alpha)
-    learnt = module.loss.qvalue_network_params.parameters()
+    assert torch.equal(alpha, module.log_alpha)
+    learnt = module.critics.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(critics, learnt, strict=True))
 
 
 def test_gradients_are_clipped() -> None:
     module = small("dqn", optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=1e-3).build(DISCRETE)
-    before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    before = torch.nn.utils.parameters_to_vector(module.q_network.parameters()).detach().clone()
     trainer(max_epochs=1).fit(module, datamodule=data("dqn", module, batches=1))
-    after = torch.nn.utils.parameters_to_vector(module.parameters())
+    after = torch.nn.utils.parameters_to_vector(module.q_network.parameters())
     assert float((after - before).norm().detach()) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_loss_gives_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by dynamo, not compiled: that would take a minute."""
+    monkeypatch.setattr(off_policy, "compiled", lambda function: torch.compile(function, backend="eager"))
+    results = []
+    for compiled in (False, True):
+        module = small(case, compile=compiled).build(CASES[case][1])
+        torch.manual_seed(1)
+        part = read_transitions(transitions(CASES[case][1], 16), ["observation"], 0.9)
+        torch.manual_seed(2)
+        results.append(module.compute(part))
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_alpha_rises_where_entropy_is_too_low() -> None:
     for target, sign in ((100.0, 1), (-100.0, -1)):
         module = small("sac", target_entropy=target, learning_rate=0.01).build(BOX)
         trainer(max_epochs=1).fit(module, datamodule=data("sac", module))
-        assert float(module.loss.log_alpha.detach()) * sign > 0
+        assert float(module.log_alpha.detach()) * sign > 0
 
 
 def test_mixed_precision_trains() -> None:

@@ -10,9 +10,11 @@ from tensordict import TensorDict
 from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs import MultiStepTransform
 from torchrl.modules import TanhNormal
+from torchrl.objectives import DQNLoss, LossModule, SACLoss, SoftUpdate, TD3Loss, ValueEstimators
 
-from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, transitions
+from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, shake_targets, transitions
 from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
+from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_action_critic
 from torchrl_lightning.learn.squashed import SquashedHead
 from torchrl_lightning.learn.transitions import read_transitions
 
@@ -34,10 +36,71 @@ def make(case: str) -> tuple[OffPolicyModule, Any]:
     torch.manual_seed(0)
     cls, specs, kwargs = CASES[case]
     module = cls(MLPNetwork([32, 32], "relu"), **kwargs).build(specs)
-    for name, buffer in module.loss.named_buffers():
-        if "target_" in name and "network" in name and "weight" in name:
-            buffer += 0.1 * torch.randn_like(buffer)
+    shake_targets(module)
     return module, specs
+
+
+def torchrls(module: Any, specs: Any) -> LossModule:
+    """Build TorchRL's loss over the module's networks and targets."""
+    if isinstance(module, DQNModule):
+        options = {"double_dqn": module.double_q, "delay_value": True, "action_space": module.q_network.action_space}
+        loss: Any = DQNLoss(module.q_network, loss_function=module.loss_function, **options)
+        SoftUpdate(loss, eps=0.5)  # it warns where nothing updates its targets
+        loss.target_value_network_params.data.update_(TensorDict.from_module(module.targets.q_network).data)
+    else:
+        critics = [build_action_critic(specs, module.network) for _ in range(module.num_critics)]
+        common = {"num_qvalue_nets": len(critics), "loss_function": module.loss_function}
+        if isinstance(module, SACModule):
+            loss = SACLoss(
+                module.actor_network,
+                critics,
+                alpha_init=float(module.log_alpha.detach().exp()),
+                fixed_alpha=not isinstance(module.log_alpha, torch.nn.Parameter),
+                target_entropy=module.target_entropy,
+                **common,
+            )
+        else:
+            head = module.actor_network.head
+            bounds = (head.center - head.half_range, head.center + head.half_range)
+            loss = TD3Loss(module.actor_network, critics, bounds=bounds, **common)
+            # TorchRL expects both in units of the action.
+            del loss.policy_noise, loss.noise_clip
+            loss.policy_noise = module.policy_noise * head.half_range
+            loss.noise_clip = module.noise_clip * head.half_range
+        SoftUpdate(loss, eps=0.5)
+        if isinstance(module, TD3Module):
+            loss.target_actor_network_params.data.update_(TensorDict.from_module(module.targets.actor_network).data)
+        for ours, theirs in (
+            (module.critics, loss.qvalue_network_params),
+            (module.targets.critics, loss.target_qvalue_network_params),
+        ):
+            for mine, stacked in zip(stacks(ours), learnt(theirs), strict=True):
+                stacked.data.copy_(mine.data)
+    loss.loss_mask_key = "mask"
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=module.gamma)
+    return loss
+
+
+def stacks(critics: CriticEnsemble) -> list[torch.Tensor]:
+    """Return weight and bias of each layer, ``[N, ...]`` each."""
+    return [tensor for pair in zip(critics.weights, critics.biases, strict=True) for tensor in pair]
+
+
+def learnt(parameters: Any) -> list[torch.Tensor]:
+    """Return the same of TorchRL's stacked parameters."""
+    layers = sorted({key[:-1] for key in parameters.keys(True, True) if key[-1] == "weight"})
+    return [parameters[(*layer, name)] for layer in layers for name in ("weight", "bias")]
+
+
+def pairs(module: Any, loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return our parameters and TorchRL's, in one order."""
+    if isinstance(module, DQNModule):
+        return list(module.q_network.parameters()), list(loss.value_network_params.parameters())
+    ours = [*module.actor_network.parameters(), *stacks(module.critics)]
+    theirs = [*loss.actor_network_params.parameters(), *learnt(loss.qvalue_network_params)]
+    if isinstance(getattr(module, "log_alpha", None), torch.nn.Parameter):
+        ours, theirs = [*ours, module.log_alpha], [*theirs, loss.log_alpha]
+    return ours, theirs
 
 
 def with_extras(batch: TensorDict, extras: str) -> TensorDict:
@@ -55,11 +118,10 @@ def with_extras(batch: TensorDict, extras: str) -> TensorDict:
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
     module, specs = make(case)
-    loss = module.loss
-    parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    loss = torchrls(module, specs)
     batch = with_extras(transitions(specs, 64), extras)
     torch.manual_seed(3)
-    mine, error = loss.terms(read_transitions(batch, ["observation"], module.gamma))
+    mine, error = module.terms(read_transitions(batch, ["observation"], module.gamma))
     torch.manual_seed(3)
     theirs = loss(batch)
     mine = {name: value for name, value in mine.items() if name.startswith("loss_")}
@@ -70,9 +132,12 @@ def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
     assert mine.keys() == theirs.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-6)
-    gradients = [torch.autograd.grad(sum(terms.values()), parameters) for terms in (mine, theirs)]
-    for ours, torchrls in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, torchrls, rtol=1e-5, atol=1e-6)
+    parameters = pairs(module, loss)
+    gradients = [
+        torch.autograd.grad(sum(terms.values()), own) for terms, own in zip((mine, theirs), parameters, strict=True)
+    ]
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     # Ours is the absolute error; TorchRL's DQN and TD3 write its square.
     written = batch["td_error"].reshape(-1)
     expected = written if case.startswith("sac") else written.sqrt()
@@ -89,30 +154,39 @@ def test_what_the_mask_hides_may_be_anything(case: str) -> None:
     for filler in (0.0, torch.nan):
         batch["next", "reward"][~batch["mask"]] = filler
         torch.manual_seed(3)
-        terms, error = module.loss.terms(read_transitions(batch, ["observation"], 0.9))
+        terms, error = module.terms(read_transitions(batch, ["observation"], 0.9))
         total = sum(value for name, value in terms.items() if name.startswith("loss_"))
-        parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         results.append([total, error, *torch.autograd.grad(total, parameters)])
     for clean, hidden in zip(*results, strict=True):
         assert torch.equal(clean, hidden)
 
 
-def test_critics_behind_convolutions_equal_torchrls() -> None:
+def test_critics_behind_convolutions_run_one_after_the_other() -> None:
     specs = type(BOX)(
         observation=Composite(pixels=Unbounded((1, 12, 12)), vector=Unbounded(3)), action=BOX.action, num_envs=1
     )
     network = CNNNetwork(channels=[4], kernels=[4], strides=[2], hidden_sizes=[8])
     torch.manual_seed(0)
+    critics = [ActionValue(specs, network) for _ in range(2)]
+    ensemble = CriticEnsemble(critics)
+    entries = [torch.rand(6, 1, 12, 12), torch.randn(6, 3)]
+    action = torch.rand(6, 2, requires_grad=True)
+    values = ensemble(entries, action)
+    expected = torch.stack([critic(*entries, action).squeeze(-1) for critic in critics])
+    torch.testing.assert_close(values, expected)
+    detached = ensemble(entries, action, detached=True)
+    torch.testing.assert_close(detached, expected)
+    gradients = torch.autograd.grad(detached.sum(), [action, *ensemble.parameters()], allow_unused=True)
+    torch.testing.assert_close(gradients[0], torch.autograd.grad(expected.sum(), action)[0])
+    assert gradients[1:] == (None,) * (len(gradients) - 1)
     module = SACModule(network).build(specs)
     batch = transitions(BOX, 6).exclude("observation", ("next", "observation"))
     for place in (batch, batch["next"]):
-        place["pixels"], place["vector"] = torch.rand(6, 1, 12, 12), torch.randn(6, 3)
-    torch.manual_seed(3)
-    mine, _ = module.loss.terms(read_transitions(batch, ["pixels", "vector"], 0.99))
-    torch.manual_seed(3)
-    theirs = module.loss(batch)
-    for name in ("loss_qvalue", "loss_actor", "loss_alpha"):
-        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
+        place["pixels"], place["vector"] = entries
+    terms, _ = module.terms(read_transitions(batch, ["pixels", "vector"], 0.99))
+    (terms["loss_qvalue"] + terms["loss_actor"]).backward()
+    assert all(parameter.grad is not None for parameter in module.critics.parameters())
 
 
 def test_squashed_samples_and_probabilities_are_torchrls() -> None:
@@ -164,7 +238,7 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(KeyError, match="next"):
         read_transitions(batch.exclude("next"), ["observation"], 0.9)
     with pytest.raises(ValueError, match="smooth_l1"):
-        DQNModule(loss_function="huber").build(DISCRETE)
+        DQNModule(loss_function="huber")
     with pytest.raises(TypeError, match="SAC or TD3"):
         DQNModule().build(BOX)
     for cls in (SACModule, TD3Module):

@@ -54,6 +54,7 @@ class DQNSchema:
     tau: float = 0.005
     target_interval: int = 1
     refresh_states: bool = False
+    compile: bool = False
 
 
 @dataclass
@@ -127,6 +128,7 @@ class SACSchema:
     tau: float = 0.005
     target_interval: int = 1
     refresh_states: bool = False
+    compile: bool = False
 
 
 @dataclass
@@ -152,6 +154,7 @@ class TD3Schema:
     schedule: Any = "constant"
     tau: float = 0.005
     refresh_states: bool = False
+    compile: bool = False
 
 
 @dataclass

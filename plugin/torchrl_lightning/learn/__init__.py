@@ -19,7 +19,6 @@ from torchrl_lightning.learn.sac import SACModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, CosineSchedule, LinearSchedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.td3 import TD3Module
-from torchrl_lightning.learn.td_losses import DirectDQNLoss, DirectSACLoss, DirectTD3Loss
 from torchrl_lightning.learn.vtrace import VTraceModule
 
 __all__ = [
@@ -32,9 +31,6 @@ __all__ = [
     "CosineSchedule",
     "Critic",
     "DQNModule",
-    "DirectDQNLoss",
-    "DirectSACLoss",
-    "DirectTD3Loss",
     "EpsilonGreedyPolicy",
     "ExploringPolicy",
     "LinearSchedule",

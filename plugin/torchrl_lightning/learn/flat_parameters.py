@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,52 @@ def settled_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that must stay where they lie: cuDNN lays those of a recurrent layer out in its own way."""
     layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     return {parameter for layer in layers for parameter in layer.parameters() if parameter.is_cuda}
+
+
+def alike(
+    parameters: Iterable[nn.Parameter], settled: Iterable[nn.Parameter], parts: Mapping[nn.Parameter, int] | None = None
+) -> list[list[nn.Parameter]]:
+    """Group the parameters that can lie in one tensor: by part, type and device, without the settled ones."""
+    left_alone = set(settled)
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter not in left_alone:
+            kind = (parts or {}).get(parameter), parameter.dtype, parameter.device
+            groups.setdefault(kind, []).append(parameter)
+    return list(groups.values())
+
+
+def merged(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return two lists of tensors as few long ones: neighbours in both lists' memory become one flat view.
+
+    Example:
+        >>> left, right = torch.arange(6.0), torch.zeros(6)
+        >>> pairs = merged([left[:2], left[2:4], left[5:]], [right[:2], right[2:4], right[5:]])
+        >>> pairs[0]
+        [tensor([0., 1., 2., 3.]), tensor([5.])]
+    """
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for pair in zip(left, right, strict=True):
+        if runs and all(_adjacent(before, after) for before, after in zip(runs[-1][-1], pair, strict=True)):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    sides = tuple([_span([pair[side].detach() for pair in run]) for run in runs] for side in (0, 1))
+    return sides[0], sides[1]
+
+
+def _adjacent(before: Tensor, after: Tensor) -> bool:
+    return (
+        before.is_contiguous()
+        and after.is_contiguous()
+        and before.dtype == after.dtype
+        and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and before.storage_offset() + before.numel() == after.storage_offset()
+    )
+
+
+def _span(run: list[Tensor]) -> Tensor:
+    return run[0] if len(run) == 1 else run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,))
 
 
 class _Segment:
@@ -112,27 +158,15 @@ class OptimizedParameters:
         self._segments: list[_Segment] = []
         if type(optimizer) in _ELEMENTWISE and not optimizer.state:
             part_of = {parameter: number for number, part in enumerate(parts) for parameter in part}
-            left_alone = set(settled)
+            left_alone = {*settled, *(parameter for parameter in part_of if not parameter.requires_grad)}
             for group in optimizer.param_groups:
-                self._flatten(group["params"], part_of, left_alone)
+                segments = [_Segment(members) for members in alike(group["params"], left_alone, part_of)]
+                flat = {parameter for segment in segments for parameter in segment.parameters}
+                rest = [parameter for parameter in group["params"] if parameter not in flat]
+                group["params"] = [*(segment.flat for segment in segments), *rest]
+                self._segments += segments
         # What the optimizer steps.
         self._stepped: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def _flatten(
-        self, parameters: list[nn.Parameter], part_of: dict[nn.Parameter, int], left_alone: set[nn.Parameter]
-    ) -> None:
-        alike: dict[object, list[nn.Parameter]] = {}
-        rest: list[nn.Parameter] = []
-        for parameter in parameters:
-            fits = type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_contiguous()
-            if fits and parameter not in left_alone:
-                kind = part_of.get(parameter), parameter.dtype, parameter.device
-                alike.setdefault(kind, []).append(parameter)
-            else:
-                rest.append(parameter)
-        segments = [_Segment(members) for members in alike.values()]
-        self._segments += segments
-        parameters[:] = [*(segment.flat for segment in segments), *rest]
 
     def clear(self) -> None:
         """Drop all gradients, before a backward pass."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictParams, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
 from torchrl_lightning.learn.actors import linear_head, observation_entries
-from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
+from torchrl_lightning.learn.networks import FlatEntries, MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.trunks import FEATURES
 
@@ -143,44 +144,69 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
     return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
 
 
-class CriticEnsemble:
-    """Several critics of one kind, on stacked parameters as TorchRL's losses keep them.
+class CriticEnsemble(nn.Module):
+    """Several critics of one kind, as one module.
 
-    Perceptrons run as batched matrix products, other encoders one after the other.
+    Perceptrons run as batched matrix products over stacked weights, other encoders one after the other.
 
     Args:
-        critic: One of them, which defines the computation.
-        parameters: The stacked parameters, ``[N, ...]`` each.
+        critics: The critics, each with its own first weights.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Bounded, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (1,)))
+        >>> critics = CriticEnsemble([ActionValue(specs, MLPNetwork([8], "relu")) for _ in range(2)])
+        >>> critics([torch.zeros(5, 3)], torch.zeros(5, 1)).shape
+        torch.Size([2, 5])
     """
 
-    def __init__(self, critic: ValueOperator, parameters: TensorDictParams) -> None:
-        # Not registered: the parameters belong to a loss, and stay the same objects when it moves.
-        self.module: ActionValue = critic.module
-        self.parameters: dict[str, Tensor] = {
-            key.removeprefix("module."): value for key, value in parameters.flatten_keys(".").items()
-        }
-        self.size = int(parameters.shape[0]) if parameters.shape else len(next(iter(self.parameters.values())))
-        self.layers = self._layers()
+    critics: nn.ModuleList | None
+    center: Tensor
+    half_range: Tensor
 
-    def __call__(self, entries: Entries, action: Tensor, *, detached: bool = False) -> Tensor:
+    def __init__(self, critics: Sequence[ActionValue]) -> None:
+        super().__init__()
+        self.size = len(critics)
+        first = critics[0]
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self._layers: list[Any] = []
+        if not isinstance(first.encoder, MLPEncoder):
+            self.critics = nn.ModuleList(critics)
+            return
+        self.critics, self.flat = None, first.encoder.flat
+        self.register_buffer("center", first.center, persistent=False)
+        self.register_buffer("half_range", first.half_range, persistent=False)
+        for same in zip(*(_layers_of(critic) for critic in critics), strict=True):
+            if isinstance(same[0], nn.Linear):
+                weight, bias = (
+                    nn.Parameter(torch.stack([getattr(layer, name).detach() for layer in same]))
+                    for name in ("weight", "bias")
+                )
+                self.weights.append(weight)
+                self.biases.append(bias)
+                self._layers.append((weight, bias))
+            else:
+                self._layers.append(same[0])
+
+    def forward(self, entries: Entries, action: Tensor, *, detached: bool = False) -> Tensor:
         """Return the values ``[N, *B]``; detached, gradients flow to entries and action only."""
-        if self.layers is not None:
+        if self.critics is None:
             return self._perceptron(entries, action, detached)
-        parts = {key: (value.detach() if detached else value).unbind(0) for key, value in self.parameters.items()}
-        return torch.stack(
-            [
-                functional_call(self.module, {key: value[i] for key, value in parts.items()}, (*entries, action))
-                for i in range(self.size)
-            ]
-        ).squeeze(-1)
+        if not detached:
+            return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
+        frozen = [{name: value.detach() for name, value in critic.named_parameters()} for critic in self.critics]
+        values = [
+            functional_call(critic, parameters, (*entries, action))
+            for critic, parameters in zip(self.critics, frozen, strict=True)
+        ]
+        return torch.stack(values).squeeze(-1)
 
     def _perceptron(self, entries: Entries, action: Tensor, detached: bool) -> Tensor:
-        center, half_range = self.parameters["center"][0], self.parameters["half_range"][0]
-        encoder: Any = self.module.encoder
-        x = encoder.flat(*entries, (action - center) / half_range)
+        x = self.flat(*entries, (action - self.center) / self.half_range)
         shape = x.shape[:-1]
         x = x.reshape(1, -1, x.shape[-1]).expand(self.size, -1, -1)
-        for layer in self.layers or ():
+        for layer in self._layers:
             if isinstance(layer, tuple):
                 weight, bias = (tensor.detach() for tensor in layer) if detached else layer
                 x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
@@ -188,18 +214,11 @@ class CriticEnsemble:
                 x = layer(x)
         return x.reshape(self.size, *shape)
 
-    def _layers(self) -> list[Any] | None:
-        encoder = self.module.encoder
-        if not isinstance(encoder, MLPEncoder):
-            return None
-        layers: list[Any] = []
-        for prefix, root in (("encoder.layers", encoder.layers), ("last", self.module.last)):
-            for name, layer in root.named_modules(prefix=prefix):
-                if isinstance(layer, nn.Linear):
-                    layers.append((self.parameters[f"{name}.weight"], self.parameters[f"{name}.bias"]))
-                elif not isinstance(layer, nn.Sequential):
-                    layers.append(layer)
-        return layers
+
+def _layers_of(critic: ActionValue) -> list[nn.Module]:
+    """Return the linear layers and activations of a perceptron, in the order in which they run."""
+    parts = [*critic.encoder.modules(), *critic.last.modules()]
+    return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder | FlatEntries)]
 
 
 def write_error(batch: TensorDictBase, error: Tensor) -> None:

@@ -1,82 +1,71 @@
-"""Networks that run on the parameters of a TorchRL loss, and the updaters of its target parameters."""
+"""Target networks: copies that follow the networks which learn."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
-from torchrl.objectives import HardUpdate, LossModule, SoftUpdate
 
-from torchrl_lightning.entries import path_of
-
-Module = TypeVar("Module", bound=nn.Module)
+from torchrl_lightning._modules import EvaluationMode
+from torchrl_lightning.learn.flat_parameters import addresses, alike, lay_flat, merged, settled_parameters
 
 
-def on_parameters(network: Module, parameters: TensorDictParams) -> Module:
-    """Return a copy of a network that computes with the given parameter tensors.
+class TargetNetworks(nn.Module):
+    r"""Copies of networks that follow them, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
 
-    TorchRL swaps a network's parameters at each call, which costs more than a small network. Here it is done once:
-    moving a loss to a device keeps its tensor objects, so the copy follows.
+    They lie here under the networks' names and have no gradient. Compute with them inside ``with targets.evaluation``:
+    Lightning warns of modules that are in evaluation mode all the time.
 
     Args:
-        network: Defines the computation.
-        parameters: As ``TensorDict.from_module(network)`` lays them out.
+        networks: The networks to follow, which are not registered here.
 
     Example:
-        >>> from tensordict import TensorDict
         >>> network = nn.Linear(2, 1)
-        >>> parameters = TensorDictParams(TensorDict.from_module(nn.Linear(2, 1)).data, no_convert=True)
-        >>> on_parameters(network, parameters).weight is parameters["weight"]
-        True
-    """
-    copy = deepcopy(network)
-    for key, tensor in parameters.items(True, True):
-        *path, name = path_of(key)
-        owner: Any = copy.get_submodule(".".join(path))
-        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
-    for module in copy.modules():
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-    return copy.requires_grad_(False) if not _trains(parameters) else copy
-
-
-def _trains(parameters: TensorDictParams) -> bool:
-    return any(tensor.requires_grad for tensor in parameters.values(True, True))
-
-
-class FusedSoftUpdate(SoftUpdate):
-    r"""TorchRL's ``SoftUpdate`` in one call: \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
-
-    Args:
-        loss: A loss with target parameters.
-        tau: Share of the online parameters.
+        >>> targets = TargetNetworks({"network": network})
+        >>> _ = nn.init.constant_(network.bias, 4.0), nn.init.constant_(targets.network.bias, 0.0)
+        >>> targets.follow(0.25)
+        >>> targets.network.bias.tolist()
+        [1.0]
     """
 
-    def __init__(self, loss: LossModule, *, tau: float) -> None:
-        super().__init__(loss, tau=tau)
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, network in networks.items():
+            self.add_module(name, deepcopy(network).requires_grad_(False))
+        online = [parameter for network in networks.values() for parameter in network.parameters()]
+        # Plain attributes: none of them is registered a second time.
+        self.__dict__["_parameter_pairs"] = online, list(self.parameters())
+        self.__dict__["_buffer_pairs"] = [
+            (ours, theirs, name)
+            for key, network in networks.items()
+            for ours, theirs in zip(self.get_submodule(key).modules(), network.modules(), strict=True)
+            for name in ours._buffers.keys() - ours._non_persistent_buffers_set
+        ]
+        self.__dict__["evaluation"] = EvaluationMode(self)
+        self._addresses: list[int] = []
+        self._runs: tuple[list[Tensor], list[Tensor]] = [], []
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Move the target parameters."""
-        if self._pairs is None:
-            sources = dict(self._sources.items(True, True))
-            targets = {
-                (key[0].removeprefix("target_"), *key[1:]): value for key, value in self._targets.items(True, True)
-            }
-            self._pairs = [targets[key] for key in sources], list(sources.values())
-        torch._foreach_lerp_(*self._pairs, 1.0 - self.eps)
+    def follow(self, tau: float) -> None:
+        """Move parameters towards those of the networks by a fraction ``tau``; with 1 they become equal.
 
-
-def build_updater(loss: LossModule, tau: float) -> SoftUpdate | HardUpdate:
-    """Return the updater that moves target parameters by a fraction ``tau``; with 1 it copies them.
-
-    Raises:
-        ValueError: ``tau`` is not in (0, 1].
-    """
-    if not 0.0 < tau <= 1.0:
-        raise ValueError(f"tau={tau} must be in (0, 1]: 1 copies the online parameters, smaller values follow them")
-    return HardUpdate(loss, value_network_update_interval=0) if tau == 1.0 else FusedSoftUpdate(loss, tau=tau)
+        What else a state dict of the networks holds, such as running means, is copied.
+        """
+        online, own = self._parameter_pairs
+        if addresses([*online, *own]) != self._addresses:
+            # Where the followed parameters lie in one tensor, these do too, and all move at once.
+            for members in alike(own, settled_parameters(self)):
+                lay_flat(members)
+            self._runs, self._addresses = merged(online, own), addresses([*online, *own])
+        torch._foreach_lerp_(self._runs[1], self._runs[0], tau)
+        for ours, theirs, name in self._buffer_pairs:
+            buffer = theirs._buffers[name]
+            if buffer is not None:
+                ours._buffers[name].copy_(buffer)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import FramesDecay, NoisyPolicy
 from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.off_policy import OffPolicyModule
-from torchrl_lightning.learn.q_networks import build_action_critic
-from torchrl_lightning.learn.sac import critic_parameters
+from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
+from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor
-from torchrl_lightning.learn.td_losses import DirectTD3Loss
+from torchrl_lightning.learn.td_losses import check_distance, smoothed, td_loss
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.learn.trunks import RecurrentTrunk
 from torchrl_lightning.ranges import integer
 
 
 class TD3Module(OffPolicyModule):
-    """TD3 (Fujimoto et al., 2018), over TorchRL's ``TD3Loss``; continuous bounded actions.
+    r"""TD3 (Fujimoto et al., 2018); continuous bounded actions.
+
+    It minimises, with target networks \(\bar Q_i, \bar\pi\) and clipped noise \(\epsilon\):
+    critics \(\sum_i d(Q_i(s, a), r + \gamma \min_j \bar Q_j(s', \bar\pi(s') + \epsilon))\), actor \(-Q_1(s, \pi(s))\).
 
     All noise is in units of half the action range. ``target_interval`` also delays the policy, as in the paper.
 
@@ -46,6 +47,7 @@ class TD3Module(OffPolicyModule):
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
             ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
+        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 1.29 of the time.
 
     Example:
         >>> import torch
@@ -57,6 +59,8 @@ class TD3Module(OffPolicyModule):
         >>> module.policy(TensorDict(observation=torch.zeros(4, 3), batch_size=4))["action"].shape
         torch.Size([4, 1])
     """
+
+    followed = ("actor_network", "critics")
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class TD3Module(OffPolicyModule):
         schedule: str | Schedule = "constant",
         tau: float = 0.005,
         refresh_states: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(
             network,
@@ -90,43 +95,53 @@ class TD3Module(OffPolicyModule):
             tau=tau,
             target_interval=target_interval,
             refresh_states=refresh_states,
+            compile=compile,
         )
         self.num_critics = integer(num_critics, "num_critics")
         self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
-        self.loss_arguments: dict[str, Any] = {
-            "loss_function": loss_function,
-            "policy_noise": policy_noise,
-            "noise_clip": noise_clip,
-        }
+        self.loss_function, self.policy_noise, self.noise_clip = check_distance(loss_function), policy_noise, noise_clip
+        self._moves_actor = True
 
-    def build_loss(
-        self, specs: Any, network: Network, memory: RecurrentTrunk | None
-    ) -> tuple[DirectTD3Loss, NoisyPolicy]:
-        """Return the loss and the policy."""
-        actor = build_deterministic_actor(specs, network)
-        critics = [build_action_critic(specs, network) for _ in range(self.num_critics)]
-        loss = DirectTD3Loss(actor, critics, memory, gamma=self.gamma, **self.loss_arguments)
-        return loss, NoisyPolicy(actor, memory)
+    def build_networks(self, specs: Any, network: Network) -> NoisyPolicy:
+        """Build actor, critics and policy."""
+        self.actor_network = build_deterministic_actor(specs, network)
+        self.critics = CriticEnsemble([ActionValue(specs, network) for _ in range(self.num_critics)])
+        return NoisyPolicy(self.actor_network, self.memory)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return actor and critics (with the memory)."""
         return {
-            "actor": list(self.loss.actor_network_params.parameters()),
-            "critic": critic_parameters(self.loss),
+            "actor": list(self.actor_network.parameters()),
+            "critic": [*self.critics.parameters(), *self.memory_parameters()],
         }
 
-    def terms(self, batch: Transitions) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the parts of the loss; the policy's part only at every ``target_interval``-th update."""
-        terms: tuple[Mapping[str, Tensor], Tensor] = self.loss.terms(batch, with_actor=self._moves_actor)
-        return terms
+    def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return ``terms``; the policy's part only at every ``target_interval``-th update."""
+        self._moves_actor = (self.updates + 1) % self.target_interval == 0
+        return super().compute(batch)
 
-    @property
-    def _moves_actor(self) -> bool:
-        return (self.updates + 1) % self.target_interval == 0
+    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return the parts of the loss and the mean value, and the greatest absolute errors ``[*B]``."""
+        targets = self.require_built(self.targets)
+        with torch.no_grad():
+            actor = targets.actor_network
+            action = smoothed(
+                actor.head.squashed(actor.trunk.encoder(*batch.after_target)), self.policy_noise, self.noise_clip
+            )
+            after = targets.critics(batch.after_target, actor.head.scale(action))
+            target = batch.target(after.amin(0))
+        values = self.critics(batch.now, batch.action)
+        loss, error = td_loss(values, target, self.loss_function, batch.mask)
+        terms = {"loss_qvalue": batch.mean(loss), "value": batch.mean(values[0].detach())}
+        if self._moves_actor:
+            actor, now = self.actor_network, batch.fixed
+            action = actor.head(actor.trunk.encoder(*now))
+            terms["loss_actor"] = -batch.mean(self.critics(now, action, detached=True)[0])
+        return terms, error
 
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the policy's parameters if its update is delayed."""
-        return [] if self._moves_actor else self.parameter_groups()["actor"]
+        return [] if self._moves_actor else list(self.actor_network.parameters())
 
     def exploration(self, frames: int) -> float:
         """Return the deviation of the exploration noise."""

@@ -47,6 +47,11 @@ class Transitions:
     states: Entries | None = None
     steps: Tensor | None = None
 
+    @property
+    def fixed(self) -> Entries:
+        """``now`` without a gradient into a memory."""
+        return [entry.detach() for entry in self.now]
+
     def target(self, value: Tensor) -> Tensor:
         r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
         return torch.addcmul(self.reward, self.discount * value, (~self.terminated).to(value.dtype))
