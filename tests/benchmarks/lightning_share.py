@@ -29,8 +29,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
 
 import lightning as L
-import torch
-from torch import nn
 
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule, environment_specs, make_vector_env
 from torchrl_lightning.learn import DQNModule, MLPNetwork
@@ -93,8 +91,7 @@ def by_hand(count: int) -> float:
     """Return the same, without Lightning."""
     env = make_vector_env("CartPole-v1", NUM_ENVS)
     module = make_module().build(environment_specs(env))
-    parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=module.learning_rate, fused=True)
+    (optimizer,), (optimized,) = module.configure_optimizers(), module._groups.values()
     buffer = make_buffer(NUM_ENVS)
     collector = GymnasiumCollector(
         env, module.policy, frames_per_batch=NUM_ENVS, num_envs=NUM_ENVS, seed=0, init_random_frames=WARMUP
@@ -110,12 +107,13 @@ def by_hand(count: int) -> float:
             buffer.extend(next(stream).exclude("collector", "done", "terminated", "truncated"))
             frames += NUM_ENVS
         batch = buffer.sample(BATCH)
-        terms, batch["td_error"] = module.loss.terms(read_transitions(batch, ["observation"], module.gamma))
-        optimizer.zero_grad()
+        optimized.clear()
+        terms, batch["td_error"] = module.compute(read_transitions(batch, ["observation"], module.gamma))
         sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
-        nn.utils.clip_grad_norm_(parameters, 10.0)
+        optimized.gather()
+        optimized.clip(10.0)
         optimizer.step()
-        module.updater.step()
+        module.targets.follow(module.tau)
         buffer.update_tensordict_priority(batch)
         module.policy.amount.fill_(module.exploration(frames))
     seconds = time.process_time() - began

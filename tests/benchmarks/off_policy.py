@@ -32,11 +32,12 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
-from torchrl.objectives import SoftUpdate
+from torchrl.objectives import DQNLoss, SACLoss, SoftUpdate, TD3Loss, ValueEstimators
 
 from learn.replay_fakes import transitions
 from torchrl_lightning.datamodules.replay import ReplayDataModule
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
+from torchrl_lightning.learn.q_networks import build_action_critic
 from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
 
@@ -49,23 +50,35 @@ SHARE_BUDGET = 0.15
 
 def direct_update(module: OffPolicyModule, batch: Any) -> Contender:
     """Return an update as the module makes it, without Lightning."""
-    parameters = [parameter for parameter in module.loss.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
+    (optimizer,), (optimized,) = module.configure_optimizers(), module._groups.values()
 
     def update() -> None:
-        optimizer.zero_grad()
-        terms, _ = module.loss.terms(read_transitions(batch, ["observation"], 0.99))
+        optimized.clear()
+        terms, _ = module.compute(read_transitions(batch, ["observation"], module.gamma))
         sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
-        nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
+        optimized.gather()
+        optimized.clip(GRAD_NORM)
         optimizer.step()
-        module.updater.step()
+        module.targets.follow(module.tau)
 
     return update
 
 
-def torchrl_update(module: OffPolicyModule, batch: Any) -> Contender:
+def torchrls_loss(module: OffPolicyModule, specs: Any) -> Any:
+    """Return TorchRL's loss over networks of the same sizes."""
+    if isinstance(module, DQNModule):
+        loss: Any = DQNLoss(module.q_network, delay_value=True, double_dqn=True, action_space="categorical")
+    else:
+        critics = [build_action_critic(specs, module.network) for _ in range(2)]
+        more = {} if isinstance(module, SACModule) else {"action_spec": specs.action}
+        loss = (SACLoss if isinstance(module, SACModule) else TD3Loss)(module.actor_network, critics, **more)
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=module.gamma)
+    return loss
+
+
+def torchrl_update(module: OffPolicyModule, specs: Any, batch: Any) -> Contender:
     """Return the same update through TorchRL's forward, its target updater and Adam as it comes."""
-    loss = module.loss
+    loss = torchrls_loss(module, specs)
     parameters = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     optimizer, updater = torch.optim.Adam(parameters, lr=1e-4), SoftUpdate(loss, tau=0.005)
 
@@ -88,7 +101,8 @@ def updates() -> dict[str, list[Timing]]:
         modules = [cls(MLPNetwork([WIDTH, WIDTH], "relu")).build(specs) for _ in range(2)]
         title = f"{cls.__name__}, one update, batch {BATCH}, {WIDTH} x {WIDTH}"
         results[title] = compare(
-            {"ours": direct_update(modules[0], batch), "TorchRL": torchrl_update(modules[1], batch)}, repetitions=9
+            {"ours": direct_update(modules[0], batch), "TorchRL": torchrl_update(modules[1], specs, batch)},
+            repetitions=9,
         )
     return results
 
@@ -105,10 +119,11 @@ class BareDQN(DQNModule):
 
     def update(self, loss: Tensor) -> dict[str, Tensor]:
         """As the base, with torch's own optimizer."""
-        for parameter in self._groups[0]:
-            parameter.grad = None
+        (optimized,) = self._groups.values()
+        optimized.clear()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._groups[0], self.max_grad_norm or 0.0)
+        optimized.gather()
+        norm = optimized.clip(self.max_grad_norm or 0.0)
         self.raw.step()
         return {"grad_norm": norm}
 

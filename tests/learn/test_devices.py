@@ -129,7 +129,7 @@ def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torc
     far = batch.unsqueeze(0).to(there[0])
     there[1](memory)
     part = read_transitions(far, ["observation"], 0.99, module._state_keys)
-    module._rewrite(far, [refreshed_states(part, memory)])
+    module._rewrite(far, refreshed_states(part, memory))
     far["td_error"] = part.reward.abs() + 1.0
     keys = module.rewritten_keys(far)
     assert keys

@@ -91,7 +91,7 @@ class ActorCriticModule(AgentModule):
             max_grad_norm=max_grad_norm,
             schedule=schedule,
         )
-        self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type)
+        self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type, "loss_critic_type")
         self.clip_value, self.normalize_advantage = clip_value, normalize_advantage
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
         self.distribution, self.initial_std = distribution, initial_std

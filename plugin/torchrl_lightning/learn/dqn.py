@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
+from torchrl_lightning.learn.losses import check_distance
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import build_q_network
 from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.learn.td_losses import check_distance, double_q_value, td_loss, value_of_action
+from torchrl_lightning.learn.td_losses import double_q_value, td_loss, value_of_action
 from torchrl_lightning.learn.transitions import Transitions
 
 
@@ -94,7 +95,8 @@ class DQNModule(OffPolicyModule):
             refresh_states=refresh_states,
             compile=compile,
         )
-        self.double_q, self.dueling, self.loss_function = double, dueling, check_distance(loss_function)
+        self.double_q, self.dueling = double, dueling
+        self.loss_function = check_distance(loss_function, "loss_function")
         if max(epsilon_start, epsilon_end) > 1.0:
             raise ValueError(f"epsilon is a probability, got epsilon_start={epsilon_start}, epsilon_end={epsilon_end}")
         self.epsilon = FramesDecay(epsilon_start, epsilon_end, epsilon_frames)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 
 
 def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
@@ -70,22 +70,22 @@ def critic_loss(
     """
     _same_shape(value, target)
     if clip_value is None or old_value is None:
-        return _DISTANCES[distance](value, target)
+        return DISTANCES[distance](value, target)
     _same_shape(value, old_value)
     clipped = old_value + (value - old_value).clamp(-clip_value, clip_value)
-    far = _DISTANCES[distance](value, target, reduction="none")
-    return torch.maximum(far, _DISTANCES[distance](clipped, target, reduction="none")).mean()
+    far = DISTANCES[distance](value, target, reduction="none")
+    return torch.maximum(far, DISTANCES[distance](clipped, target, reduction="none")).mean()
 
 
-def check_distance(name: str) -> str:
-    """Return the name of a distance for :func:`critic_loss`.
+def check_distance(distance: str, name: str) -> str:
+    """Return the name of a distance between values, given as the argument ``name``.
 
     Raises:
         ValueError: It is unknown.
     """
-    if name not in _DISTANCES:
-        raise ValueError(f"loss_critic_type is {name!r}; expected one of {', '.join(_DISTANCES)}.")
-    return name
+    if distance not in DISTANCES:
+        raise ValueError(f"{name} is {distance!r}; expected one of {', '.join(DISTANCES)}.")
+    return distance
 
 
 def standardized(advantage: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class OffPolicyModule(AgentModule):
 
     @abstractmethod
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
-        """Return the parts of the loss (``loss_...``) and diagnostics, scalars all, and the absolute errors ``[*B]``."""
+        """Return the parts of the loss (``loss_...``) and diagnostics, scalars, and the absolute errors ``[*B]``."""
 
     def report(self) -> dict[str, float]:
         """Return learning rate and exploration."""

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import StochasticPolicy
+from torchrl_lightning.learn.losses import check_distance
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_squashed_actor
-from torchrl_lightning.learn.td_losses import check_distance, soft_value, td_loss, temperature_loss
+from torchrl_lightning.learn.td_losses import soft_value, td_loss, temperature_loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.ranges import integer, positive
 
@@ -104,7 +105,7 @@ class SACModule(OffPolicyModule):
         if alpha_optimizer is not None and not learn_alpha:
             raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
         self.num_critics, self.alpha_optimizer = num_critics, alpha_optimizer
-        self.loss_function, self.target_entropy = check_distance(loss_function), target_entropy
+        self.loss_function, self.target_entropy = check_distance(loss_function, "loss_function"), target_entropy
         if learn_alpha:
             self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
         else:

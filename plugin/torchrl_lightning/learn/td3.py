@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import FramesDecay, NoisyPolicy
+from torchrl_lightning.learn.losses import check_distance
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor
-from torchrl_lightning.learn.td_losses import check_distance, smoothed, td_loss
+from torchrl_lightning.learn.td_losses import smoothed, td_loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.ranges import integer
 
@@ -99,7 +100,8 @@ class TD3Module(OffPolicyModule):
         )
         self.num_critics = integer(num_critics, "num_critics")
         self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
-        self.loss_function, self.policy_noise, self.noise_clip = check_distance(loss_function), policy_noise, noise_clip
+        self.loss_function = check_distance(loss_function, "loss_function")
+        self.policy_noise, self.noise_clip = policy_noise, noise_clip
         self._moves_actor = True
 
     def build_networks(self, specs: Any, network: Network) -> NoisyPolicy:

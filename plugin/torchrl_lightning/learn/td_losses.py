@@ -8,20 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-_DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
-
-
-def check_distance(name: str) -> str:
-    """Return the name of a distance between values.
-
-    Raises:
-        ValueError: It is unknown.
-    """
-    if name not in _DISTANCES:
-        raise ValueError(f"loss_function={name!r} is unknown; known are {', '.join(_DISTANCES)}")
-    return name
+from torchrl_lightning.learn.losses import DISTANCES
 
 
 def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) -> Tensor:
@@ -125,7 +113,7 @@ def td_loss(values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor |
     if mask is not None:
         # NaN in a target would make the gradient NaN even behind a selection.
         target = torch.where(mask, target, values.detach()[0] if several else values.detach())
-    loss = _DISTANCES[distance](values, target.expand_as(values), reduction="none")
+    loss = DISTANCES[distance](values, target.expand_as(values), reduction="none")
     with torch.no_grad():
         error = (values - target).abs_()
         if several:
