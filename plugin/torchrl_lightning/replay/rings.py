@@ -94,6 +94,11 @@ class Rings(SharedArrays):
         return torch.from_numpy(self._oldest())
 
     @property
+    def arrays(self) -> tuple[Ints, Ints]:
+        """Next position of every environment, and below which one nothing is stored, each ``[num_envs]``; live."""
+        return self._positions, self._floor
+
+    @property
     def filled(self) -> Tensor:
         """Number of stored steps of every environment, ``[num_envs]``."""
         return torch.from_numpy(self._positions - self._oldest())

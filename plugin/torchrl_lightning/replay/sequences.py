@@ -162,11 +162,11 @@ class SequenceSampler(OwnGenerator, Sampler):
         )
 
     def _uniform(self, count: int) -> NDArray[np.float64]:
-        rng = self.generator
-        shares: NDArray[np.float64] = (
-            torch.rand(count, dtype=torch.float64, generator=rng, device=rng.device).cpu().numpy()
-        )
-        return shares
+        rng, shares = self.generator, np.empty(count)
+        if rng.device.type == "cpu":  # into numpy's memory: half the time of torch.rand
+            torch.from_numpy(shares).uniform_(generator=rng)
+            return shares
+        return torch.rand(count, dtype=torch.float64, generator=rng, device=rng.device).cpu().numpy()
 
     # ------------------------------------------------------------------ state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,17 @@ class WindowRule:
     burn_in: int = 0
     episode_ends: str = "inside"
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """How far behind its first step a window has to be stored."""
         return self.burn_in if self.episode_ends == "pad" else self.length - 1
 
-    @property
+    @cached_property
     def by_episode(self) -> bool:
         """Whether a window ends with its episode."""
         return self.episode_ends != "across"
 
-    @property
+    @cached_property
     def is_sure(self) -> bool:
         """Whether every step that has room for a window before the newest one may begin one."""
         return not self.by_episode or not self.reach
@@ -54,8 +55,11 @@ class WindowRule:
         ranked by environment, then by age.
         """
         episodes = NO_EPISODES if writer.index is None else writer.index.arrays
-        options = (self.reach, self.burn_in, self.by_episode, self.episode_ends == "pad")
-        return writer.length, writer.positions.numpy(), writer.oldest.numpy(), episodes, options
+        return writer.length, *writer.arrays, episodes, self._options
+
+    @cached_property
+    def _options(self) -> tuple[int, int, bool, bool]:
+        return self.reach, self.burn_in, self.by_episode, self.episode_ends == "pad"
 
 
 def draw(
@@ -63,7 +67,7 @@ def draw(
     relative: bool,
     length: int,
     positions: Any,
-    oldest: Any,
+    floor: Any,
     episodes: Any,
     options: Any,
     cells: Any,
@@ -77,7 +81,7 @@ def draw(
         relative: whether ranks are shares of their number, in [0, 1).
         length: cells of a ring.
         positions: next position of every environment, ``[N]``.
-        oldest: oldest stored position of every environment, ``[N]``.
+        floor: nothing is stored below these positions, ``[N]``.
         episodes: arrays of the episode index.
         options: of the rule: reach, burn-in, whether windows end with their episode, and whether they are padded.
         cells: receives windows, ``[B, T]``, from row ``found`` on.
@@ -92,7 +96,7 @@ def draw(
     width, size, steps = len(positions), length * len(positions), cells.shape[1]
     until, total = np.empty(width, np.int64), 0
     for env in range(width):
-        total += max(0, positions[env] - oldest[env] - reach)
+        total += max(0, min(length, positions[env] - floor[env]) - reach)
         until[env] = total
     if total == 0:
         return -1
@@ -111,7 +115,7 @@ def draw(
             first = start if noted >= start else noted
             if running[env] and first == begin[env]:
                 last = positions[env] - 1
-            elif first < oldest[env]:
+            elif first < max(positions[env] - length, floor[env]):
                 last = headless_end[env]
             else:
                 last = column[first % length * width + env]
@@ -128,26 +132,26 @@ def draw(
     return found
 
 
-def all_starts(length: int, positions: Any, oldest: Any, episodes: Any, options: Any) -> Any:
+def all_starts(length: int, positions: Any, floor: Any, episodes: Any, options: Any) -> Any:
     """Return the ranks, as float64, of all candidates that may begin a window (numba): O(stored steps)."""
     reach, _, by_episode, _ = options
     column, width = episodes[0], len(positions)
-    kept, found, rank = np.empty((positions - oldest).sum(), np.float64), 0, 0
+    kept, found, rank = np.empty(length * width, np.float64), 0, 0
     for env in range(width):
-        for start in range(oldest[env], positions[env] - reach):
+        for start in range(max(positions[env] - length, floor[env]), positions[env] - reach):
             kept[found] = rank
             found += not by_episode or not reach or column[(start + reach) % length * width + env] <= start
             rank += 1
-    return kept[:found]
+    return kept[:found].copy()
 
 
-def longest_run(length: int, positions: Any, oldest: Any, episodes: Any, options: Any) -> int:
+def longest_run(length: int, positions: Any, floor: Any, episodes: Any, options: Any) -> int:
     """Count the steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
     by_episode = options[2]
     width, longest = len(positions), 0
     for env in range(width):
         run = 0
-        for position in range(oldest[env], positions[env]):
+        for position in range(max(positions[env] - length, floor[env]), positions[env]):
             begins = by_episode and episodes[0][position % length * width + env] >= position
             run = 1 if begins else run + 1
             longest = max(longest, run)
