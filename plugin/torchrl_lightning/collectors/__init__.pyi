@@ -5,6 +5,8 @@ from torchrl_lightning.collectors.episodes import play_episodes as play_episodes
 from torchrl_lightning.collectors.factory import EnvironmentFactory as EnvironmentFactory
 from torchrl_lightning.collectors.factory import SelectObservation as SelectObservation
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector as GymnasiumCollector
+from torchrl_lightning.collectors.replayed import ReplayedRows as ReplayedRows
+from torchrl_lightning.collectors.replayed import ReplaySource as ReplaySource
 from torchrl_lightning.collectors.seeds import spawn_seed as spawn_seed
 from torchrl_lightning.collectors.specs import EnvironmentSpecs as EnvironmentSpecs
 from torchrl_lightning.collectors.specs import environment_specs as environment_specs

@@ -15,6 +15,7 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._memory import FLAGS, RolloutMemory
 from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.collectors._stepper import Array, VectorStepper
+from torchrl_lightning.collectors.replayed import Replay, ReplayedRows, ReplaySource
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import Path, join, level_of, next_key
 
@@ -32,12 +33,14 @@ class RolloutLoop:
         policy: Policy | None,
         states: Mapping[NestedKey, Tensor],
         clip_actions: bool = False,
+        replay: ReplaySource | None = None,
     ) -> None:
         if clip_actions and stepper.bounds is None:
             raise ValueError(f"clip_actions=True needs a Box of actions, got {stepper.env.single_action_space}.")
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
         self.clip_actions = clip_actions
         num_envs = specs.num_envs
+        self._replay = None if replay is None else Replay(replay, num_envs)
         self._action_spec = specs.action.expand(num_envs, *specs.action.shape)
         self._action_shape = tuple(self._action_spec.shape)
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
@@ -73,6 +76,10 @@ class RolloutLoop:
         """
         act = self._draw if random or self.policy is None else self._actor(device)
         for t in range(memory.steps):
+            replayed = None if self._replay is None else self._replay.next_rows(self._starts)
+            if replayed is not None:
+                for key, target in zip(self.stepper.keys, self._observations, strict=True):
+                    target[replayed.mask] = replayed.observation[key]
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
@@ -89,7 +96,7 @@ class RolloutLoop:
                 views[t].copy_(value)
             for key, state in self._states.items():
                 state.copy_(outputs[self._next_states[key]])
-            self._advance(memory, t)
+            self._advance(memory, t, replayed)
             if self._states and self._starts.any():
                 for key, state in self._states.items():
                     state[self._starts] = self.states[key][self._starts]
@@ -134,10 +141,12 @@ class RolloutLoop:
                 "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
             )
 
-    def _advance(self, memory: RolloutMemory, t: int) -> None:
+    def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
         stepper = self.stepper
         action = memory.actions[t]
+        if replayed is not None:
+            action[replayed.mask] = replayed.action
         if action.dtype.kind == "f" and np.isnan(action).any():
             raise ValueError(
                 f"The policy chose NaN actions at step {t} of the rollout in environments "
@@ -148,7 +157,9 @@ class RolloutLoop:
             action = action.astype(stepper.action_dtype)
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
-        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(action)
+        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(
+            action, None if replayed is None else replayed.mask
+        )
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
         done = np.logical_or(terminated, truncated, out=self._starts)
         memory.done[t][:] = done
@@ -162,6 +173,13 @@ class RolloutLoop:
                     target[index] = source
         for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
+        if replayed is not None:
+            mask = replayed.mask
+            memory.rewards[t][mask] = replayed.reward
+            memory.terminated[t][mask], memory.truncated[t][mask] = replayed.terminated, replayed.truncated
+            done[mask] = memory.done[t][mask] = np.logical_or(replayed.terminated, replayed.truncated)
+            for key, target in zip(stepper.keys, successor, strict=True):
+                target[mask] = replayed.next_observation[key]
 
 
 def policy_outputs(before: Mapping[Path, Tensor], written: object) -> dict[NestedKey, Tensor]:

@@ -42,9 +42,12 @@ class VectorStepper:
         observation, _ = self.env.reset(seed=seed)
         return self.leaves(observation)
 
-    def step(self, action: Array) -> tuple[list[Array], Array, Array, Array, Any]:
-        """Step once and return observations, rewards, terminations, truncations and info."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
+    def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
+        """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info."""
+        if resting is None:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+        else:
+            observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
         return self.leaves(observation), reward, terminated, truncated, info
 
     def finish(

@@ -19,6 +19,7 @@ from torchrl_lightning.collectors._memory import Array, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, PolicyDevice, load_weights, recurrent_states
 from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.replayed import ReplaySource, ResumableVectorEnv
 from torchrl_lightning.collectors.seeds import numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
@@ -57,13 +58,15 @@ class GymnasiumCollector:
         storing_device: Device of the batches; ``None`` means ``device``.
         return_same_td: Yield the same memory each time instead of new memory.
         clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
+        replay: Replays recorded steps in some environments, which rest meanwhile
+            (:class:`~torchrl_lightning.collectors.ReplaySource`).
         vectorization: As in :func:`make_vector_env`.
         env_kwargs: As in :func:`make_vector_env`.
         wrappers: As in :func:`make_vector_env`.
 
     Raises:
-        ValueError: Sizes do not fit, the id is unknown, actions are NaN, or the environment resets in mode
-            ``NEXT_STEP``.
+        ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``,
+            or it cannot rest in part, as ``replay`` needs.
         TypeError: The environment or policy is something else, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
 
@@ -90,12 +93,19 @@ class GymnasiumCollector:
         storing_device: torch.device | str | None = None,
         return_same_td: bool = False,
         clip_actions: bool = False,
+        replay: ReplaySource | None = None,
         vectorization: str = "sync",
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
     ) -> None:
         check_env_source(env, vectorization)
         check_policy(policy)
+        can_rest = isinstance(env, ResumableVectorEnv) if isinstance(env, VectorEnv) else vectorization == "sync"
+        if replay is not None and not can_rest:
+            raise ValueError(
+                f"replay= leaves some environments unstepped, which {env} (vectorization={vectorization!r}) cannot do; "
+                "build it by make_vector_env, from an id or a factory and with vectorization='sync'."
+            )
         if isinstance(env, VectorEnv):
             make_vector_env(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers)  # only checks
         self.num_envs = env.num_envs if isinstance(env, VectorEnv) else 1 if num_envs is None else num_envs
@@ -114,7 +124,7 @@ class GymnasiumCollector:
             "env_kwargs": env_kwargs,
             "wrappers": wrappers,
         }
-        self._env_source = env
+        self._env_source, self._replay = env, replay
         self._stepper: VectorStepper | None = None
         self._specs: EnvironmentSpecs | None = None
         self.closed = False
@@ -153,7 +163,7 @@ class GymnasiumCollector:
             try:
                 specs = self._specs = environment_specs(env)
                 states = recurrent_states(self.policy, self.num_envs)
-                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions)
+                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions, self._replay)
             except BaseException:
                 stepper.close()
                 raise

@@ -8,8 +8,9 @@ from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
+from torchrl_lightning.collectors.replayed import ResumableVectorEnv
 from torchrl_lightning.ranges import integer
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -81,7 +82,7 @@ def make_vector_env(
     # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
-    return SyncVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return ResumableVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def check_env_source(env: object, vectorization: str = "sync") -> None:

@@ -1,0 +1,111 @@
+"""Recorded steps that stand in for those of environments which rest meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import SyncVectorEnv
+from numpy.typing import NDArray
+from tensordict.utils import NestedKey
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ReplayedRows:
+    """One step of the ``M`` environments that replay it, in their order.
+
+    Attributes:
+        mask: Which environments replay, ``[N]`` bool.
+        observation: What the policy sees, ``[M, *F]`` for each observation key.
+        action: What is stored as the action, ``[M, *A]``.
+        next_observation: What followed, ``[M, *F]`` each; at an end the last observation of the episode.
+        reward: ``[M]``.
+        terminated: ``[M]`` bool.
+        truncated: ``[M]`` bool.
+    """
+
+    mask: Array
+    observation: Mapping[NestedKey, Array]
+    action: Array
+    next_observation: Mapping[NestedKey, Array]
+    reward: Array
+    terminated: Array
+    truncated: Array
+
+
+class ReplaySource(Protocol):
+    """Where replayed steps come from, such as demonstrations.
+
+    A replay begins where an episode begins, and lasts until the replayed episode ends. The environment is not stepped
+    meanwhile; its own episode, which had just begun, follows.
+    """
+
+    def __call__(self, starts: Array) -> ReplayedRows | None:
+        """Choose what is replayed in the step that comes, before the policy acts.
+
+        Args:
+            starts: Where an episode begins, ``[N]`` bool; what was replayed there before is over (also where the
+                collector has reset all environments).
+
+        Returns:
+            The replayed rows; None if every environment makes the step itself.
+        """
+        ...
+
+
+class ResumableVectorEnv(SyncVectorEnv):
+    """A ``SyncVectorEnv`` that can leave some of its environments as they are in a step."""
+
+    def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step the environments that do not rest; the others show the same observation again, without reward."""
+        envs, shown = self.envs, self._env_obs
+        stepped: list[Any] = [_Resting(shown[i]) if resting[i] else env for i, env in enumerate(envs)]
+        self.envs = stepped
+        try:
+            return self.step(actions)
+        finally:
+            self.envs = envs
+
+
+class _Resting:
+    """Takes the place of an environment for a step."""
+
+    def __init__(self, observation: Any) -> None:
+        self.observation = observation
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation, 0.0, False, False, {}
+
+
+class Replay:
+    """Follows which environments replay.
+
+    Args:
+        source: Where the steps come from.
+        num_envs: ``N``.
+    """
+
+    def __init__(self, source: ReplaySource, num_envs: int) -> None:
+        self._source = source
+        self._resting = np.zeros(num_envs, dtype=bool)
+
+    def next_rows(self, starts: Array) -> ReplayedRows | None:
+        """Ask for the rows of the next step.
+
+        Raises:
+            ValueError: A replay begins or ends in the midst of an episode.
+        """
+        rows = self._source(starts.copy())
+        mask = np.zeros_like(self._resting) if rows is None else np.asarray(rows.mask, dtype=bool)
+        wrong = ~starts & (mask != self._resting)
+        if wrong.any():
+            raise ValueError(
+                f"The replay of environments {np.flatnonzero(wrong).tolist()} begins or stops within an episode; begin "
+                "it where an episode begins (starts), and go on until it terminates or is truncated."
+            )
+        self._resting = mask
+        return rows if mask.any() else None

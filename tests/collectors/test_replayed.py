@@ -1,0 +1,114 @@
+"""Recorded steps take the place of those of environments that rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+from tensordict import TensorDict
+
+from collectors.counting import CountingEnv, still_policy, vector_env
+from torchrl_lightning.collectors import GymnasiumCollector, ReplayedRows, make_vector_env
+
+
+class Demonstration:
+    """Replays ``length`` recorded steps in one environment, from the ``start``-th episode that begins there."""
+
+    def __init__(self, num_envs: int, env: int, start: int, length: int, stop: int = 100) -> None:
+        self.num_envs, self.env, self.start, self.length, self.stop = num_envs, env, start, length, stop
+        self.begun, self.t = 0, -1
+
+    def __call__(self, starts: Any) -> ReplayedRows | None:
+        if starts[self.env]:
+            self.begun += 1
+            self.t = 0 if self.begun == self.start else -1
+        if not 0 <= self.t < self.stop:
+            return None
+        t, self.t = self.t, self.t + 1
+        return ReplayedRows(
+            mask=np.arange(self.num_envs) == self.env,
+            observation={"observation": np.array([[50, 60, t]])},
+            action=np.array([2]),
+            next_observation={"observation": np.array([[50, 60, t + 1]])},
+            reward=np.array([0.5 * t]),
+            terminated=np.array([t == self.length - 1]),
+            truncated=np.array([False]),
+        )
+
+
+def collector(source: Any, steps: int = 12, **kwargs: Any) -> GymnasiumCollector:
+    return GymnasiumCollector(
+        lambda: CountingEnv(length=4), still_policy(), num_envs=3, frames_per_batch=3 * steps, replay=source, **kwargs
+    )
+
+
+def run(source: Any, **kwargs: Any) -> TensorDict:
+    return collector(source, **kwargs).rollout()
+
+
+def test_replayed_rows_stand_in_for_an_environment_that_rests() -> None:
+    with_replay, without = run(Demonstration(3, env=1, start=2, length=5)), run(None)
+    others = torch.tensor([0, 2])
+    assert (with_replay[others] == without[others])["observation"].all()
+    row, plain = with_replay[1], without[1]
+    # Four steps of its own, five replayed ones, and then the episode that had begun before them.
+    assert torch.equal(row["observation"][:4], plain["observation"][:4])
+    assert row["observation"][4:9, 2].tolist() == [0, 1, 2, 3, 4]
+    assert (row["observation"][4:9, 0] == 50).all()
+    assert torch.equal(row["observation"][9:], plain["observation"][4:7])
+    assert row["next", "observation"][4:9, 2].tolist() == [1, 2, 3, 4, 5]
+    assert row["action"].tolist() == [0] * 4 + [2] * 5 + [0] * 3
+    assert row["next", "reward"][4:9, 0].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert row["next", "reward"][9:, 0].tolist() == [1, 2, 3]
+    assert row["next", "done"][:, 0].nonzero()[:, 0].tolist() == [3, 8]
+    assert row["is_init"][:, 0].nonzero()[:, 0].tolist() == [0, 4, 9]
+    assert row["collector", "traj_ids"].unique().numel() == 3
+
+
+def test_a_replay_goes_on_over_batches() -> None:
+    whole = run(Demonstration(3, env=1, start=2, length=5))
+    short = collector(Demonstration(3, env=1, start=2, length=5), steps=3)
+    parts = torch.cat([short.rollout() for _ in range(4)], 1)
+    assert (parts == whole).all()
+
+
+def test_the_policy_acts_on_what_is_replayed() -> None:
+    seen = []
+
+    def policy(step: TensorDict) -> TensorDict:
+        seen.append(step["observation"][1].tolist())
+        return step.set("action", torch.zeros(3, dtype=torch.long))
+
+    made = GymnasiumCollector(
+        lambda: CountingEnv(length=4),
+        policy,
+        num_envs=3,
+        frames_per_batch=9,
+        replay=Demonstration(3, env=1, start=1, length=2),
+    )
+    made.rollout()
+    assert seen == [[50, 60, 0], [50, 60, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("source", [Demonstration(3, 1, 2, 5, stop=3), lambda starts: late(starts)])
+def test_a_replay_within_an_episode_is_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match=r"environments \[1\] begins or stops within"):
+        run(source)
+
+
+def late(starts: Any) -> ReplayedRows | None:
+    return None if starts.all() else Demonstration(3, 1, 1, 5)(np.array([True, True, True]))
+
+
+def test_environments_that_cannot_rest_are_refused() -> None:
+    source = Demonstration(4, env=1, start=1, length=2)
+    ready = SyncVectorEnv([CountingEnv], autoreset_mode="SameStep")
+    for env, kwargs in ((ready, {}), (vector_env(), {}), ("CartPole-v1", {"vectorization": "async"})):
+        with pytest.raises(ValueError, match="make_vector_env"):
+            GymnasiumCollector(env, frames_per_batch=4, replay=source, **kwargs)
+    built = make_vector_env(lambda: CountingEnv(length=4), 3)
+    batch = GymnasiumCollector(built, frames_per_batch=3, replay=Demonstration(3, 1, 1, 2)).rollout()
+    assert batch["observation"][:, 0, 0].tolist() == [0, 50, 0]
