@@ -112,7 +112,7 @@ def test_bad_states_and_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="direction='backward', this normaliser has direction='forward'"):
         normalizer.load_state_dict(IntrinsicRewardNormalizer(0.9, "backward").state_dict())
     with pytest.raises(ValueError, match="lacks count"):
-        normalizer.load_state_dict({})
+        normalizer.load_state_dict({"schema_version": 1})
 
 
 def test_standardize_matches_the_documented_formula() -> None:
