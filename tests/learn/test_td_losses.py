@@ -75,14 +75,14 @@ def torchrls(module: Any, specs: Any) -> LossModule:
             (module.targets.critics, loss.target_qvalue_network_params),
         ):
             for mine, stacked in zip(stacks(ours), learnt(theirs), strict=True):
-                stacked.data.copy_(mine.data)
+                stacked.data.copy_(mine.data.mT if mine.shape[1] > 1 else mine.data.squeeze(1))
     loss.loss_mask_key = "mask"
     loss.make_value_estimator(ValueEstimators.TD0, gamma=module.gamma)
     return loss
 
 
 def stacks(critics: CriticEnsemble) -> list[torch.Tensor]:
-    """Return weight and bias of each layer, ``[N, ...]`` each."""
+    """Return weight and bias of each layer, ``[N, in, out]`` and ``[N, 1, out]``."""
     return [tensor for pair in zip(critics.weights, critics.biases, strict=True) for tensor in pair]
 
 
@@ -137,6 +137,8 @@ def test_losses_and_gradients_equal_torchrls(case: str, extras: str) -> None:
         torch.autograd.grad(sum(terms.values()), own) for terms, own in zip((mine, theirs), parameters, strict=True)
     ]
     for ours, expected in zip(*gradients, strict=True):
+        if ours.ndim == 3:
+            ours = ours.mT if ours.shape[1] > 1 else ours.squeeze(1)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     # Ours is the absolute error; TorchRL's DQN and TD3 write its square.
     written = batch["td_error"].reshape(-1)
@@ -175,9 +177,10 @@ def test_critics_behind_convolutions_run_one_after_the_other() -> None:
     values = ensemble(entries, action)
     expected = torch.stack([critic(*entries, action).squeeze(-1) for critic in critics])
     torch.testing.assert_close(values, expected)
-    detached = ensemble(entries, action, detached=True)
-    torch.testing.assert_close(detached, expected)
-    gradients = torch.autograd.grad(detached.sum(), [action, *ensemble.parameters()], allow_unused=True)
+    judged = ensemble.judge(entries, action)
+    torch.testing.assert_close(judged, expected)
+    assert torch.equal(ensemble.judge(entries, action, 1), judged[:1])
+    gradients = torch.autograd.grad(judged.sum(), [action, *ensemble.parameters()], allow_unused=True)
     torch.testing.assert_close(gradients[0], torch.autograd.grad(expected.sum(), action)[0])
     assert gradients[1:] == (None,) * (len(gradients) - 1)
     module = SACModule(network).build(specs)

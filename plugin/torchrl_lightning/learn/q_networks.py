@@ -179,40 +179,47 @@ class CriticEnsemble(nn.Module):
         self.register_buffer("half_range", first.half_range, persistent=False)
         for same in zip(*(_layers_of(critic) for critic in critics), strict=True):
             if isinstance(same[0], nn.Linear):
-                weight, bias = (
-                    nn.Parameter(torch.stack([getattr(layer, name).detach() for layer in same]))
-                    for name in ("weight", "bias")
-                )
-                self.weights.append(weight)
-                self.biases.append(bias)
-                self._layers.append((weight, bias))
+                # [N, in, out]: products and gradients of this layout need no copies.
+                self.weights.append(nn.Parameter(torch.stack([layer.weight.detach().mT for layer in same])))
+                self.biases.append(nn.Parameter(torch.stack([layer.bias.detach() for layer in same]).unsqueeze(1)))
+                self._layers.append((self.weights[-1], self.biases[-1]))
             else:
                 self._layers.append(same[0])
 
-    def forward(self, entries: Entries, action: Tensor, *, detached: bool = False) -> Tensor:
-        """Return the values ``[N, *B]``; detached, gradients flow to entries and action only."""
+    def forward(self, entries: Entries, action: Tensor) -> Tensor:
+        """Return the values ``[N, *B]``."""
         if self.critics is None:
-            return self._perceptron(entries, action, detached)
-        if not detached:
-            return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
-        frozen = [{name: value.detach() for name, value in critic.named_parameters()} for critic in self.critics]
+            return self._perceptrons(entries, action, self._layers, self.size)
+        return torch.stack([critic(*entries, action) for critic in self.critics]).squeeze(-1)
+
+    def judge(self, entries: Entries, action: Tensor, count: int | None = None) -> Tensor:
+        """Return the values ``[N, *B]`` of all or of the first ``count`` critics; no gradient flows to the critics."""
+        count = self.size if count is None else count
+        if self.critics is None:
+            fixed = [
+                tuple(tensor[:count].detach() for tensor in layer) if isinstance(layer, tuple) else layer
+                for layer in self._layers
+            ]
+            return self._perceptrons(entries, action, fixed, count)
         values = [
-            functional_call(critic, parameters, (*entries, action))
-            for critic, parameters in zip(self.critics, frozen, strict=True)
+            functional_call(
+                critic, {name: value.detach() for name, value in critic.named_parameters()}, (*entries, action)
+            )
+            for critic in list(self.critics)[:count]
         ]
         return torch.stack(values).squeeze(-1)
 
-    def _perceptron(self, entries: Entries, action: Tensor, detached: bool) -> Tensor:
+    def _perceptrons(self, entries: Entries, action: Tensor, layers: list[Any], count: int) -> Tensor:
         x = self.flat(*entries, (action - self.center) / self.half_range)
         shape = x.shape[:-1]
-        x = x.reshape(1, -1, x.shape[-1]).expand(self.size, -1, -1)
-        for layer in self._layers:
+        x = x.reshape(1, -1, x.shape[-1]).expand(count, -1, -1)
+        for layer in layers:
             if isinstance(layer, tuple):
-                weight, bias = (tensor.detach() for tensor in layer) if detached else layer
-                x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+                weight, bias = layer
+                x = torch.baddbmm(bias, x, weight)
             else:
                 x = layer(x)
-        return x.reshape(self.size, *shape)
+        return x.reshape(count, *shape)
 
 
 def _layers_of(critic: ActionValue) -> list[nn.Module]:

@@ -141,7 +141,7 @@ class SACModule(OffPolicyModule):
         loss, error = td_loss(values, target, self.loss_function, batch.mask)
         now = batch.fixed
         action, log_prob = head.rsample(head(encoder(*now)))
-        gain = soft_value(critics(now, action, detached=True), log_prob, alpha)
+        gain = soft_value(critics.judge(now, action), log_prob, alpha)
         terms = {"loss_qvalue": batch.mean(loss), "loss_actor": -batch.mean(gain)}
         if isinstance(self.log_alpha, nn.Parameter):
             terms["loss_alpha"] = batch.mean(temperature_loss(self.log_alpha, log_prob, self.target_entropy or 0.0))

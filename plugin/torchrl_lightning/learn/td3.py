@@ -138,7 +138,7 @@ class TD3Module(OffPolicyModule):
         if self._moves_actor:
             actor, now = self.actor_network, batch.fixed
             action = actor.head(actor.trunk.encoder(*now))
-            terms["loss_actor"] = -batch.mean(self.critics(now, action, detached=True)[0])
+            terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
         return terms, error
 
     def idle_parameters(self) -> list[nn.Parameter]:
