@@ -15,6 +15,7 @@ from torchrl_lightning.entries import join, path_of
 from torchrl_lightning.estimators import discounted_returns
 from torchrl_lightning.replay.rows import flag, vector
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import value_keys
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 
@@ -78,19 +79,7 @@ class PathAdvantages(GeneralizedAdvantages):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(
-            gamma,
-            lmbda,
-            critic,
-            time_dim=time_dim,
-            reward_key=reward_key,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            recompute_values=recompute_values,
-            standardize_advantages=standardize_advantages,
-            on_write=on_write,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         self.eps = eps
 
     def advantages(

@@ -30,6 +30,7 @@ from torchrl_lightning.ranges import integer, not_negative, optional
 from torchrl_lightning.replay.rows import check_step, vector
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
@@ -153,35 +154,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         integer(size, "size")
         integer(batch_size, "batch_size")
         not_negative(eps, "eps")
-        super().__init__(
-            size,
-            device,
-            actor,
-            algorithm,
-            envs,
-            lam,
-            gamma=gamma,
-            critic=critic,
-            intrinsic_critic=intrinsic_critic,
-            gamma_intrinsic=gamma_intrinsic,
-            normalize_intrinsic=normalize_intrinsic,
-            intrinsic_direction=intrinsic_direction,
-            standardize_advantages=standardize_advantages,
-            recompute_values=recompute_values,
-            bootstrap=bootstrap,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            frame_stack=frame_stack,
-            num_envs=num_envs,
-            time_dim=time_dim,
-            recurrent=recurrent,
-            recurrent_keys=recurrent_keys,
-            batch_keys=batch_keys,
-            batch_size=batch_size,
-            generator=generator,
-            transform=transform,
-        )
+        super().__init__(**passed_on(super().__init__, {**locals(), "gae_lambda": lam}))
         self.obs_dim, self.act_dim, self.eps = obs_dim, act_dim, float(eps)
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0

@@ -14,6 +14,7 @@ from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 from torchrl_lightning.rollout.writer import REWARD, TERMINATED
 
@@ -61,18 +62,7 @@ class DiscountedReturns(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(
-            gamma,
-            critic,
-            time_dim=time_dim,
-            reward_key=reward_key,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            recompute_values=recompute_values,
-            standardize_advantages=standardize_advantages,
-            on_write=on_write,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         self.bootstrap = bootstrap
 
     def fill(self, rollout: TensorDictBase) -> None:
@@ -143,18 +133,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(
-            gamma,
-            critic,
-            time_dim=time_dim,
-            reward_key=reward_key,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            recompute_values=recompute_values,
-            standardize_advantages=standardize_advantages,
-            on_write=on_write,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
 
@@ -225,18 +204,7 @@ class VTraceAdvantages(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(
-            gamma,
-            critic,
-            time_dim=time_dim,
-            reward_key=reward_key,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            recompute_values=recompute_values,
-            standardize_advantages=standardize_advantages,
-            on_write=on_write,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.actor = actor

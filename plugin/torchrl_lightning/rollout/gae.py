@@ -14,6 +14,7 @@ from torchrl_lightning.estimators import gae
 from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -93,34 +94,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        super().__init__(
-            size,
-            device,
-            actor,
-            algorithm,
-            envs,
-            gamma=gamma,
-            critic=critic,
-            intrinsic_critic=intrinsic_critic,
-            gamma_intrinsic=gamma_intrinsic,
-            normalize_intrinsic=normalize_intrinsic,
-            intrinsic_direction=intrinsic_direction,
-            standardize_advantages=standardize_advantages,
-            recompute_values=recompute_values,
-            bootstrap=bootstrap,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            frame_stack=frame_stack,
-            num_envs=num_envs,
-            time_dim=time_dim,
-            recurrent=recurrent,
-            recurrent_keys=recurrent_keys,
-            batch_keys=batch_keys,
-            batch_size=batch_size,
-            generator=generator,
-            transform=transform,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         self.gae_lambda = fraction(gae_lambda, "gae_lambda")
 
     @classmethod

@@ -17,6 +17,7 @@ from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.parameters import passed_on
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 
@@ -77,18 +78,7 @@ class IntrinsicReturns(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(
-            gamma,
-            critic,
-            time_dim=time_dim,
-            reward_key=reward_key,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            recompute_values=recompute_values,
-            standardize_advantages=standardize_advantages,
-            on_write=on_write,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.normalize = normalize

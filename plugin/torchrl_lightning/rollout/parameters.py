@@ -1,7 +1,9 @@
-"""Checks of a buffer's parameters, the same when it is built and when they are changed."""
+"""Parameters of buffers and transforms: their checks, and how a constructor passes on what it does not use itself."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrl_lightning.entries import nested_keys
@@ -19,3 +21,23 @@ def check_keys(value: Any, name: str) -> Any:
 def any_object(value: Any, name: str) -> Any:
     """Return the value as it is."""
     return value
+
+
+def passed_on(constructor: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Select from a constructor's arguments, its ``locals()``, those that another constructor takes.
+
+    A subclass writes every argument out once, in its signature, for readers, ``help`` and configs, and names only its
+    own ones again.
+
+    Example:
+        >>> class Point:
+        ...     def __init__(self, x, y=0):
+        ...         self.x, self.y = x, y
+        >>> class Named(Point):
+        ...     def __init__(self, name, x, y=0):
+        ...         super().__init__(**passed_on(super().__init__, locals()))
+        ...         self.name = name
+        >>> Named("a", 1, y=2).__dict__
+        {'x': 1, 'y': 2, 'name': 'a'}
+    """
+    return {name: given[name] for name in inspect.signature(constructor).parameters if name in given}

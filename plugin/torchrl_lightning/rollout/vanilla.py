@@ -1,33 +1,50 @@
-"""The plain on-policy buffer: Monte-Carlo returns, and the documented verbs of all on-policy buffers."""
+"""The plain on-policy buffer: one rollout, its Monte-Carlo returns and its mini-batches."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Literal, Self, cast
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning.entries import nested_key
+from torchrl_lightning._compat import OwnSignature, new_tensordict
+from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, under
 from torchrl_lightning.estimators import discounted_returns, standardize
+from torchrl_lightning.files import StateFiles
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
+from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import DiscountedReturns
-from torchrl_lightning.rollout.base import OnPolicyBuffer
+from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
-from torchrl_lightning.rollout.names import DOCUMENTED, from_documented
+from torchrl_lightning.rollout.minibatches import MinibatchSampler
+from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.parameters import any_object, check_keys
+from torchrl_lightning.rollout.sequences import sequences
+from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
-from torchrl_lightning.state import check_state, mapping
+from torchrl_lightning.rollout.verbs import DocumentedVerbs
+from torchrl_lightning.rollout.writer import RolloutWriter
+from torchrl_lightning.state import check_state, flag, generator, mapping
 
 Values = Tensor | Mapping[str, Tensor]
+HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
+RESULTS: tuple[NestedKey, ...] = (
+    "advantage",
+    "value_target",
+    "intrinsic_advantage",
+    "intrinsic_value_target",
+    "current_action_log_prob",
+    ("next", "normalized_intrinsic_reward"),
+)
 
 
-class VanillaOnPolicyBuffer(OnPolicyBuffer):
+class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, DocumentedVerbs):
     """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
 
     Write a rollout with ``insert_data_slice`` (or step by step with ``insert_transition``), compute values,
@@ -78,7 +95,9 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         [1.75, 1.75, 1.5, 1.5, 1.0, 1.0]
     """
 
-    storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
+    storage: RolloutStorage
+    sampler: MinibatchSampler
+    writer: RolloutWriter
     parameters: ClassVar[Mapping[str, Check]] = {
         "size": integer,
         "gamma": optional(fraction),
@@ -126,18 +145,24 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self.generator = generator
+        recurrent_keys = nested_keys(recurrent_keys)
+        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
         super().__init__(
-            size,
-            device,
-            num_envs=getattr(envs, "num_envs", None) if num_envs is None else num_envs,
-            time_dim=time_dim,
-            recurrent=recurrent,
-            recurrent_keys=recurrent_keys,
-            batch_keys=batch_keys,
+            storage=RolloutStorage(size, num_envs=num_envs, device=device),
+            sampler=MinibatchSampler(generator=generator),
+            writer=RolloutWriter(time_dim, recurrent_keys=recurrent_keys),
+            dim_extend=0,
             batch_size=batch_size,
             generator=generator,
             transform=transform,
         )
+        self.recurrent = optional(boolean)(recurrent, "recurrent")
+        self.recurrent_keys = recurrent_keys
+        self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
+        self._consumed = False
         self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
         self.algorithm, self.envs = algorithm, envs
         self.gamma, self.gamma_intrinsic = gamma, gamma_intrinsic
@@ -149,18 +174,39 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self.value_target_key = nested_key(value_target_key)
         told = (getattr(envs, "env_kwargs", None) or {}).get("frame_stack")
         self.frame_stack = integer(_first(frame_stack, told, getattr(envs, "frame_stack", None), 1), "frame_stack")
-        self.num_channels_obs: int | None = None
         self._intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
 
-    @classmethod
-    def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
+    @property
+    def size(self) -> int:
+        """Capacity along time."""
+        return self.storage.size
 
-        Args:
-            size: capacity along time.
-            **options: constructor options.
-        """
-        return functools.partial(cls, size, **options)
+    @property
+    def num_envs(self) -> int | None:
+        """Number of environments; ``None`` before the first write."""
+        return self.storage.num_envs
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rollout."""
+        return torch.device(self.storage.device)
+
+    @property
+    def step(self) -> int:
+        """Steps stored."""
+        return self.storage.num_steps
+
+    @property
+    def rollout(self) -> TensorDict:
+        """The stored rollout, ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
+        return self.storage.rollout
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
+        if self.recurrent is not None:
+            return self.recurrent
+        return any(under(key, state) for key in self.storage.schema for state in self.recurrent_keys)
 
     # ---- discounts --------------------------------------------------------------------------------------------------
 
@@ -193,6 +239,130 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         self._intrinsic.gamma = self.gamma_intrinsic
         return self._intrinsic
 
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
+        data = self._without_results(data)
+        if len(self.transform):
+            data = self.transform.inv(data)
+        rollout = self.writer.prepare(data, self.writer.time_dim if time_dim is None else time_dim, 0)
+        self.empty()
+        self.writer.write(rollout, copy=copy)
+        self.sampler.restart()
+
+    def _without_results(self, data: TensorDictBase) -> TensorDictBase:
+        """Drop what an estimate wrote: its results, and the values that it computed.
+
+        Computed values come together with the successors' values and the results; given ones come alone. Once data is
+        stored, values are dropped if the stored data has none.
+        """
+        schema = self.storage.schema
+        drop = [key for key in self.result_keys if data.get(key, None) is not None]
+        computed = self._values_in(data)
+        if schema:
+            drop += [key for key in computed if key not in schema]
+        elif drop:
+            roots = [key for key in computed if next_key(key) in computed]
+            drop += [*roots, *(next_key(key) for key in roots)]
+        return data.exclude(*drop) if drop else data
+
+    def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the values in ``data``, the successors' included."""
+        roots = [
+            root for key in self.computed_keys for root in (key, next_key(key)) if data.get(root, None) is not None
+        ]
+        return [key for key, _ in keyed_leaves(data) if any(under(key, root) for root in roots)] if roots else []
+
+    def _reserve(self, step: TensorDictBase) -> None:
+        if self.storage.num_steps:
+            raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
+        self.storage.allocate(self._carried(self._without_results(step).copy()))
+
+    def _resize(self, size: int) -> None:
+        self.storage.resize(size)
+
+    def _write_step(self, step: TensorDictBase) -> None:
+        step = self._carried(self._without_results(step).copy())
+        if self._consumed:
+            self.writer.prepare(step.unsqueeze(0), 0, 0)
+            self.empty()
+        self.writer.add(step)
+        self.sampler.restart()
+
+    def _carried(self, data: TensorDictBase) -> TensorDictBase:
+        tail, schema = self.storage.tail, self.storage.schema
+        following = data.get("next", None)
+        if tail is not None and tail.shape == data.shape:
+            present = set(data.keys(include_nested=True))
+            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
+            self._check_new_episodes(tail.get("is_init"), absent)
+            for key, value in absent.items():
+                data.set(key, value)
+        elif following is not None:
+            self._check_first(data, following)
+        if data.get("is_init", None) is None and (not schema or "is_init" in schema):
+            data.set("is_init", torch.ones(*data.shape, 1, dtype=torch.bool, device=data.device))
+        return data
+
+    def _check_new_episodes(self, ended: torch.Tensor, absent: Collection[NestedKey]) -> None:
+        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
+        if names and bool(ended.any()):
+            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
+            raise KeyError(
+                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
+                "stored last is the old episode's. Pass what the new episode begins with."
+            )
+
+    def _check_first(self, data: TensorDictBase, following: TensorDictBase) -> None:
+        other = ("reward", "done", "terminated", "truncated")
+        names = [name for name in following.keys() if name not in other and not name.endswith(("_reward", "_value"))]  # noqa: SIM118
+        for name in names:
+            if name in self.recurrent_keys and data.get(name, None) is None:
+                data.set(name, following.get(name).clone().zero_())
+        if names and not any(data.get(name, None) is not None for name in names if name not in self.recurrent_keys):
+            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
+        if self._consumed:
+            self.writer.prepare(tensordicts, self.writer.time_dim, 0)
+            self.empty()
+        index: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+        return index
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Discard the stored steps; keep the step after the last, so that the next rollout can continue."""
+        self._consumed = False
+        super().empty(empty_write_count)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def _all_data(self) -> TensorDictBase:
+        schema = self.storage.schema
+        given = [key for key in self._values_in(self.rollout) if key in schema and path_of(key)[0] != "next"]
+        told = [key for key in (next_key(key) for key in given) if key not in schema]
+        return self.rollout.exclude(*told).clone()
+
+    def _batches(
+        self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
+    ) -> Iterator[TensorDictBase]:
+        rollout, whole = self.rollout, self.is_recurrent
+        units = rollout.shape[1] if whole else rollout.numel()
+        number, size = split_epoch(units, number, size, drop_last, whole=whole)
+        hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
+        tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
+        source = _as_tensordict(tree, rollout.batch_size) if whole else None
+
+        def batches() -> Iterator[TensorDictBase]:
+            for _ in range(num_epochs):
+                for index in index_batches(
+                    self.sampler, units, number, size, shuffle=shuffle, drop_last=drop_last, device=self.device
+                ):
+                    batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
+                    yield self.transform(batch) if len(self.transform) else batch
+
+        return batches()
+
     # ---- estimates --------------------------------------------------------------------------------------------------
 
     def estimator(self) -> AdvantageTransform:
@@ -212,7 +382,7 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         """Entries that the estimates write, by their configured names."""
         stream = self.intrinsic
         keys = [self.advantage_key, self.value_target_key, stream.advantage_key, stream.value_target_key, NORMALIZED]
-        return [*super().result_keys, *keys]
+        return [*RESULTS, *keys]
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -368,76 +538,76 @@ class VanillaOnPolicyBuffer(OnPolicyBuffer):
         advantage = returns[:steps] - values[:steps]
         return standardize(advantage) if self.standardize_advantages else advantage
 
-    # ---- the other documented verbs ---------------------------------------------------------------------------------
-
-    def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
-        """Reserve memory for steps like ``sample`` (``[N]``, our keys or documented names); nothing is stored.
-
-        Raises:
-            ValueError: other steps are stored already.
-        """
-        if not isinstance(sample, TensorDictBase):
-            sample = from_documented(sample, 1, self.documented_keys)
-        if self.storage.num_steps:
-            raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
-        self.storage.allocate(self._carried(self._without_results(sample).copy()))
-
-    def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
-        """Return the channels of one frame, and set ``num_channels_obs``.
-
-        Raises:
-            ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
-        """
-        name = "Observation" if sample.get("Observation", None) is not None else "observation"
-        obs = sample.get(name, None)
-        if not isinstance(obs, Tensor):
-            raise ValueError(
-                f"Channels need one tensor observation [N, C, ...], got {sorted(map(str, sample.keys()))}; "
-                "read a dict observation's entries one by one."
-            )
-        if obs.ndim < 2 or obs.shape[1] % self.frame_stack:
-            raise ValueError(
-                f"Observations of shape {list(obs.shape)} do not hold frame_stack={self.frame_stack} frames "
-                "along their first dimension behind the environments."
-            )
-        self.num_channels_obs = obs.shape[1] // self.frame_stack
-        return self.num_channels_obs
-
-    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Set a parameter; ``size`` reallocates and keeps the stored data.
-
-        Raises:
-            ValueError: there is no such parameter, its value is out of range, or what is stored does not fit into the
-                new size.
-            TypeError: the value is of another type.
-        """
-        if parameter_name not in self.parameters:
-            raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(self.parameters)}.")
-        new_parameter_value = self.parameters[parameter_name](new_parameter_value, parameter_name)
-        if parameter_name == "size":
-            self.storage.resize(new_parameter_value)
-            return
-        setattr(self, parameter_name, new_parameter_value)
-
-    def _default_split(self) -> tuple[int | None, int | None]:
-        return getattr(self.algorithm, "num_mini_batch", None), getattr(self.algorithm, "mini_batch_size", None)
-
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an exact copy, with the running statistics of the intrinsic rewards."""
-        return {**super().state_dict(), "intrinsic": self.intrinsic.get_extra_state()}
+        """Return an exact copy of the buffer, tensors and scalars only (``torch.load(weights_only=True)`` reads it)."""
+        return {
+            "schema_version": 1,
+            "storage": self.storage.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "writer": self.writer.state_dict(),
+            "transforms": dict(self.transform.state_dict()),
+            "generator": self.generator.get_state().clone(),
+            "consumed": self._consumed,
+            "intrinsic": self.intrinsic.get_extra_state(),
+        }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        super().check_state(state_dict)
-        check_state(state_dict, {"intrinsic": mapping}, "on-policy buffer")
+        schema = {
+            **dict.fromkeys(("storage", "sampler", "writer", "transforms", "intrinsic"), mapping),
+            "generator": generator(self.generator.device),
+            "consumed": flag,
+        }
+        check_state(state_dict, schema, "on-policy buffer", version=1)
+        self.storage.check_state(state_dict["storage"])
+        self.sampler.check_state(state_dict["sampler"])
+        self.writer.check_state(state_dict["writer"])
+        check_transform(self.transform, state_dict["transforms"])
         self.intrinsic.normalizer.check_state(state_dict["intrinsic"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly; see the base class for errors."""
-        super().load_state_dict(state_dict)
+        """Restore a state; the buffer then yields the same next batches.
+
+        Raises:
+            ValueError: another version, capacity, number of environments or other data; names both.
+        """
+        self.check_state(state_dict)
+        self.storage.load_state_dict(state_dict["storage"])
+        self.sampler.load_state_dict(state_dict["sampler"])
+        self.writer.load_state_dict(state_dict["writer"])
+        self.transform.load_state_dict(state_dict["transforms"])
+        self.generator.set_state(state_dict["generator"].cpu())
+        self._consumed = bool(state_dict["consumed"])
         self.intrinsic.set_extra_state(state_dict["intrinsic"])
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def wrap_env(self, env: Any) -> Any:
+        """Return the environment to collect from; a hook for DataModules."""
+        return env
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Return the policy to collect with; a hook for DataModules."""
+        return policy
+
+    def before_epoch(self) -> None:
+        """Prepare another pass over the same rollout; a hook for DataModules."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics to log; a hook for DataModules."""
+        return {}
+
+    @property
+    def required_keys(self) -> list[NestedKey]:
+        """Entries that the policy must write."""
+        return ["action"]
+
+
+def _as_tensordict(tree: dict[str, Any], batch: torch.Size) -> TensorDict:
+    entries = {k: _as_tensordict(v, batch) if isinstance(v, dict) else v for k, v in tree.items()}
+    return new_tensordict(entries, batch)
 
 
 def _first(*candidates: Any) -> Any:

@@ -14,6 +14,7 @@ from torchrl_lightning.entries import nested_key
 from torchrl_lightning.ranges import Check, fraction, optional, positive
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -116,34 +117,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        super().__init__(
-            size,
-            device,
-            actor,
-            algorithm,
-            envs,
-            gamma=gamma,
-            critic=critic,
-            intrinsic_critic=intrinsic_critic,
-            gamma_intrinsic=gamma_intrinsic,
-            normalize_intrinsic=normalize_intrinsic,
-            intrinsic_direction=intrinsic_direction,
-            standardize_advantages=standardize_advantages,
-            recompute_values=recompute_values,
-            bootstrap=bootstrap,
-            value_key=value_key,
-            advantage_key=advantage_key,
-            value_target_key=value_target_key,
-            frame_stack=frame_stack,
-            num_envs=num_envs,
-            time_dim=time_dim,
-            recurrent=recurrent,
-            recurrent_keys=recurrent_keys,
-            batch_keys=batch_keys,
-            batch_size=batch_size,
-            generator=generator,
-            transform=transform,
-        )
+        super().__init__(**passed_on(super().__init__, locals()))
         self.lmbda = fraction(lmbda, "lmbda")
         self.clip_rho_thres = _threshold(clip_rho_thres, "clip_rho_thres")
         self.clip_c_thres = _threshold(clip_c_thres, "clip_c_thres")
