@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from torchrl_lightning.entries import join, path_of
 from torchrl_lightning.estimators import discounted_returns
 from torchrl_lightning.replay.rows import flag, vector
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import value_keys
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 
@@ -39,20 +37,6 @@ class PathAdvantages(GeneralizedAdvantages):
 
     ``A`` as in :class:`GeneralizedAdvantages`; ``R[t] = r[t] + γ R[t+1]``, which is ``A + V`` for ``λ = 1``.
 
-    Args:
-        gamma: discount.
-        lmbda: λ.
-        critic: module that writes the values.
-        eps: shift the advantages to mean 0 and divide by their population deviation plus ``eps``; ``None`` leaves them.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the reward.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
-        recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
-
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
@@ -63,24 +47,8 @@ class PathAdvantages(GeneralizedAdvantages):
         [1.75, 1.5]
     """
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        lmbda: float = 0.95,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        eps: float | None = None,
-        time_dim: int | None = None,
-        reward_key: NestedKey = REWARD,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
-        self.eps = eps
+    eps: float | None = None
+    """Shift the advantages to mean 0 and divide by their population deviation plus this; ``None`` leaves them."""
 
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor

@@ -374,7 +374,9 @@ class PPOBuffer(Configurable, GAEBuffer):
     def estimator(self) -> AdvantageTransform:
         """Return GAE with rewards-to-go for the extrinsic stream."""
         options = {**self._estimator_options(), "standardize_advantages": False}
-        return PathAdvantages(self.gamma, self.lam, eps=self.eps if self.standardize_advantages else None, **options)
+        estimator = PathAdvantages(self.gamma, self.lam, **options)
+        estimator.eps = self.eps if self.standardize_advantages else None
+        return estimator
 
     def before_gradients(self) -> None:
         """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.

@@ -8,10 +8,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import path_of
+from torchrl_lightning.entries import Tree, path_of
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
-from torchrl_lightning.rollout.storage import Tree
 
 
 def split_epoch(

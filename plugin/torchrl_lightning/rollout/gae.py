@@ -122,10 +122,5 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         """λ of the intrinsic stream, the same as that of the extrinsic one."""
         return self.gae_lambda
 
-    @property
-    def required_keys(self) -> list[Any]:
-        """Entries that the policy must write."""
-        return ["action"]
-
     def _returns(self, rewards: Tensor, values: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
         return gae(rewards, values[:-1], values[1:], terminated, done, gamma, self.gae_lambda)[1]

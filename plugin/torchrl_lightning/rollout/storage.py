@@ -12,7 +12,17 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.entries import Schema, describe, keyed_leaves, path_of, schema_difference
+from torchrl_lightning.entries import (
+    Schema,
+    Tree,
+    describe,
+    keyed_leaves,
+    leaves_of,
+    map_leaves,
+    schema_difference,
+    to_tensordict,
+    tree_of,
+)
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.replay.memory import check_room
@@ -77,17 +87,10 @@ class RolloutStorage(StorageBase):
         return self._rollout
 
     def _view(self) -> TensorDict:
-        batch = torch.Size([self.num_steps, self.num_envs or 0])
-
-        def build(node: TensorDictBase) -> TensorDict:
-            entries = {
-                key: build(value) if isinstance(value, TensorDictBase) else value[: self.num_steps]
-                for key, value in node.items()
-            }
-            return new_tensordict(entries, batch, ["time", None])
-
         assert self.data is not None
-        return build(self.data)
+        rollout = self.data[: self.num_steps]
+        rollout.names = ["time", None]
+        return rollout
 
     def _init(self, data: TensorDictBase) -> None:
         self.allocate(data)
@@ -104,10 +107,10 @@ class RolloutStorage(StorageBase):
         self._check_room(describe(row, 0), rows)
         self.num_envs = envs
         self.max_size = rows * envs
-        out = TensorDict({}, [rows, envs], device=None)
-        for key, value in keyed_leaves(row):
-            out.set(key, torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device))
-        self.data = out
+        tree = map_leaves(
+            lambda value: torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device), tree_of(row)
+        )
+        self.data = to_tensordict(tree, torch.Size([rows, envs]))
         self.schema = describe(row, 1)
 
     def adopt(self, rollout: TensorDictBase) -> bool:
@@ -116,11 +119,11 @@ class RolloutStorage(StorageBase):
         Returns:
             Whether it could: every leaf must be in one piece, on this device and for all steps.
         """
-        leaves = dict(keyed_leaves(rollout))
-        fits = all(value.is_contiguous() and value.device == self.device for value in leaves.values())
+        tree = tree_of(rollout)
+        fits = all(value.is_contiguous() and value.device == self.device for _, value in leaves_of(tree))
         if rollout.shape[0] != self.size or not fits:
             return False
-        self.data = TensorDict(_nest(leaves), rollout.shape)
+        self.data = to_tensordict(tree, rollout.shape)
         self.schema = describe(self.data, 2)
         self.num_envs = rollout.shape[1]
         self.max_size = rollout.shape.numel()
@@ -212,7 +215,7 @@ class RolloutStorage(StorageBase):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
         filled = None if self.data is None else self.data[: self.num_steps].clone().to_dict()
-        added = {} if not self.num_steps else _nest({k: v.clone() for k, v in self.added().items()})
+        added = {} if not self.num_steps else TensorDict(self.added(), self.rollout.shape).clone().to_dict()
         return {
             "schema_version": STATE_VERSION,
             "size": self.size,
@@ -232,7 +235,8 @@ class RolloutStorage(StorageBase):
         filled, added, tail = self._read_state(state_dict)
         steps, envs = state_dict["num_steps"], state_dict["num_envs"]
         if filled is not None and self.data is None:
-            self.allocate(_empty_row(filled, envs))
+            row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), tree_of(filled))
+            self.allocate(to_tensordict(row, torch.Size([envs])))
         if filled is not None and steps:
             self.set(slice(0, steps), filled)
             for key, value in keyed_leaves(added):
@@ -276,33 +280,9 @@ class RolloutStorage(StorageBase):
         return filled, TensorDict(state_dict["added"], batch if envs is not None else []), rest
 
 
-def _empty_row(filled: TensorDict, envs: int) -> TensorDict:
-    row = TensorDict({}, [envs])
-    for key, value in keyed_leaves(filled):
-        row.set(key, value.new_empty((envs, *value.shape[2:])))
-    return row
-
-
-def _nest(flat: dict[NestedKey, Tensor]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = path_of(key)
-        node = nested
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return nested
-
-
-Tree = dict[str, Any]
-
-
 def flatten_tree(rollout: TensorDictBase) -> Tree:
     """Return the leaves of ``[T, N]`` as a nested dict of flat ``[T * N, ...]`` views."""
-    return {
-        key: flatten_tree(value) if isinstance(value, TensorDictBase) else value.flatten(0, 1)
-        for key, value in rollout.items()
-    }
+    return map_leaves(lambda value: value.flatten(0, 1), tree_of(rollout))
 
 
 def gather(tree: Tree, index: Tensor) -> TensorDict:

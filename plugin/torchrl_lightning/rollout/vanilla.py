@@ -12,14 +12,15 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning._compat import OwnSignature, new_tensordict
-from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, under
+from torchrl_lightning._compat import OwnSignature
+from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.files import StateFiles
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import DiscountedReturns
 from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
+from torchrl_lightning.rollout.carry import carried_over
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
@@ -276,51 +277,18 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     def _reserve(self, step: TensorDictBase) -> None:
         if self.storage.num_steps:
             raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
-        self.storage.allocate(self._carried(self._without_results(step).copy()))
+        self.storage.allocate(carried_over(self._without_results(step).copy(), self.storage, self.recurrent_keys))
 
     def _resize(self, size: int) -> None:
         self.storage.resize(size)
 
     def _write_step(self, step: TensorDictBase) -> None:
-        step = self._carried(self._without_results(step).copy())
+        step = carried_over(self._without_results(step).copy(), self.storage, self.recurrent_keys)
         if self._consumed:
             self.writer.prepare(step.unsqueeze(0), 0, 0)
             self.empty()
         self.writer.add(step)
         self.sampler.restart()
-
-    def _carried(self, data: TensorDictBase) -> TensorDictBase:
-        tail, schema = self.storage.tail, self.storage.schema
-        following = data.get("next", None)
-        if tail is not None and tail.shape == data.shape:
-            present = set(data.keys(include_nested=True))
-            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
-            self._check_new_episodes(tail.get("is_init"), absent)
-            for key, value in absent.items():
-                data.set(key, value)
-        elif following is not None:
-            self._check_first(data, following)
-        if data.get("is_init", None) is None and (not schema or "is_init" in schema):
-            data.set("is_init", torch.ones(*data.shape, 1, dtype=torch.bool, device=data.device))
-        return data
-
-    def _check_new_episodes(self, ended: torch.Tensor, absent: Collection[NestedKey]) -> None:
-        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
-        if names and bool(ended.any()):
-            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
-            raise KeyError(
-                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
-                "stored last is the old episode's. Pass what the new episode begins with."
-            )
-
-    def _check_first(self, data: TensorDictBase, following: TensorDictBase) -> None:
-        other = ("reward", "done", "terminated", "truncated")
-        names = [name for name in following.keys() if name not in other and not name.endswith(("_reward", "_value"))]  # noqa: SIM118
-        for name in names:
-            if name in self.recurrent_keys and data.get(name, None) is None:
-                data.set(name, following.get(name).clone().zero_())
-        if names and not any(data.get(name, None) is not None for name in names if name not in self.recurrent_keys):
-            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
@@ -351,7 +319,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
         hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
-        source = _as_tensordict(tree, rollout.batch_size) if whole else None
+        source = to_tensordict(tree, rollout.batch_size) if whole else None
 
         def batches() -> Iterator[TensorDictBase]:
             for _ in range(num_epochs):
@@ -426,19 +394,11 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         def known(key: NestedKey) -> bool:
             return key in schema and not recompute
 
-        streams: list[tuple[Any, dict[NestedKey, bool]]] = []
-        if self.bootstrap:
-            streams.append((self.critic, {self.value_key: True}))
-        if self.has_intrinsic:
-            if self.intrinsic_critic is None and streams:
-                streams[0][1][self.intrinsic.value_key] = False
-            else:
-                streams.append(
-                    (
-                        self.critic if self.intrinsic_critic is None else self.intrinsic_critic,
-                        {self.intrinsic.value_key: False},
-                    )
-                )
+        extrinsic: dict[NestedKey, bool] = {self.value_key: True} if self.bootstrap else {}
+        intrinsic: dict[NestedKey, bool] = {self.intrinsic.value_key: False} if self.has_intrinsic else {}
+        streams = [(self.critic, extrinsic), (self.intrinsic_critic, intrinsic)]
+        if self.intrinsic_critic is None:
+            streams = [(self.critic, {**extrinsic, **intrinsic})]
         for critic, roots in streams:
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
@@ -603,11 +563,6 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     def required_keys(self) -> list[NestedKey]:
         """Entries that the policy must write."""
         return ["action"]
-
-
-def _as_tensordict(tree: dict[str, Any], batch: torch.Size) -> TensorDict:
-    entries = {k: _as_tensordict(v, batch) if isinstance(v, dict) else v for k, v in tree.items()}
-    return new_tensordict(entries, batch)
 
 
 def _first(*candidates: Any) -> Any:
