@@ -127,9 +127,16 @@ def by_hand(cls: type, data: Any) -> float:
     """Return the same, without Lightning."""
     module = make_module(cls)
     data.trainer = trainer = SimpleNamespace(
-        **{"lightning_module": module, "world_size": 1, "global_rank": 0, "precision": "32-true", "callbacks": []},
-        **{"should_stop": False, "current_epoch": 0, "num_training_batches": float("inf")},
-        **{"strategy": SimpleNamespace(root_device=torch.device("cpu")), "state": SimpleNamespace(fn=None)},
+        lightning_module=module,
+        world_size=1,
+        global_rank=0,
+        precision="32-true",
+        callbacks=[],
+        should_stop=False,
+        current_epoch=0,
+        num_training_batches=float("inf"),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        state=SimpleNamespace(fn=None),
     )
     data.setup("fit")
     module.build(data.specs)
