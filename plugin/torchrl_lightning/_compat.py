@@ -7,7 +7,6 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_lightning.files import OwnFiles, StateFiles
+from torchrl_lightning.parts import OwnGenerator, OwnSignature, packed, unpacked
 
 T = TypeVar("T")
 Drawn = tuple[Any, dict[Any, Any]]
@@ -62,18 +62,6 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
         ['a']
     """
     return data._tensordict if type(data) is TensorDict else dict(data.items())
-
-
-class OwnSignature:
-    """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
-
-    TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        shown = inspect.signature(cls.__init__)
-        cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 class StorageBase(OwnFiles, LazyTensorStorage):
@@ -230,32 +218,8 @@ class WriterBase(StateFiles, Writer):
         self.clear(empty_write_count)
 
 
-# A tensor that only exists while a process is started loses its file before the process opens it: numpy arrays travel.
-def _packed(generator: torch.Generator) -> Any:
-    return str(generator.device), generator.get_state().numpy()
-
-
-def _unpacked(device: str, state: Any) -> torch.Generator:
-    return torch.Generator(device).set_state(torch.from_numpy(state))
-
-
-class OwnGenerator(StateFiles, OwnSignature):
-    """Give a sampler a generator: the buffer's if that has one, else its own, seeded from torch's global one.
-
-    Example:
-        >>> sampler = OwnGenerator()
-        >>> sampler.generator is sampler.generator
-        True
-    """
-
-    _own_rng: torch.Generator | None = None
-
-    @property
-    def generator(self) -> torch.Generator:
-        """The random generator."""
-        if self._own_rng is None:
-            self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        return self._own_rng
+class SamplerHooks(StateFiles, OwnSignature, OwnGenerator):
+    """A sampler's private hooks under public names, with a generator of its own."""
 
     # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.
     @property
@@ -276,19 +240,9 @@ class OwnGenerator(StateFiles, OwnSignature):
     def _init(self) -> None:  # TorchRL's prioritized sampler would build its compiled trees here
         self.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._own_rng is None or get_spawning_popen() is None:
-            return dict(self.__dict__)
-        return {**self.__dict__, "_own_rng": _packed(self._own_rng)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self._own_rng, tuple):
-            self._own_rng = _unpacked(*self._own_rng)
-
-
-class SamplerBase(OwnGenerator, SamplerWithoutReplacement):
-    """``SamplerWithoutReplacement`` with its private hooks under public names and a generator of its own."""
+class SamplerBase(SamplerHooks, SamplerWithoutReplacement):
+    """``SamplerWithoutReplacement`` with its private hooks under public names."""
 
     drop_last: bool
     shuffle: bool
@@ -323,14 +277,14 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         state: dict[str, Any] = super().__getstate__()
         if get_spawning_popen() is not None:
             state["_rng"] = None
-            state["spawned_rng"] = _packed(self._rng)
+            state["spawned_rng"] = packed(self._rng)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator = state.pop("spawned_rng", None)
         super().__setstate__(state)
         if generator is not None:
-            self.set_rng(_unpacked(*generator))
+            self.set_rng(unpacked(*generator))
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.ranges import integer, not_negative
 from torchrl_lightning.replay.priorities import Priorities
@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 FLOATS = (torch.float32, torch.float64)
 
 
-class PrioritizedSampler(OwnGenerator, _PrioritizedSampler):
+class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
     """Draw cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
 
     Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest of the batch or of the buffer. New data get

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_keys, path_of
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import windows
@@ -28,7 +28,7 @@ MAX_DRAWS = 1 << 16
 """So many steps are drawn before all of them are looked at."""
 
 
-class SequenceSampler(OwnGenerator, Sampler):
+class SequenceSampler(SamplerHooks, Sampler):
     """Draw windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
 
     ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning._compat import OwnGenerator
+from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.rings import integers_below
 from torchrl_lightning.replay.sampling import ring_of
@@ -20,7 +20,7 @@ from torchrl_lightning.state import check_state, flag, generator
 STATE_VERSION = 1
 
 
-class UniformSampler(OwnGenerator, Sampler):
+class UniformSampler(SamplerHooks, Sampler):
     """Draw stored cells uniformly.
 
     ``stratified`` gives every environment of a :class:`RingWriter` the same number of draws (one more for some, by

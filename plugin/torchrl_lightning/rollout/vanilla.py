@@ -12,10 +12,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning._compat import OwnSignature
 from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.files import StateFiles
+from torchrl_lightning.parts import OwnSignature
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import DiscountedReturns

@@ -1,0 +1,61 @@
+"""What our parts have beyond TorchRL's: a constructor that can be read, and a generator that travels to processes."""
+
+from __future__ import annotations
+
+import inspect
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+
+
+class OwnSignature:
+    """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
+
+    TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        shown = inspect.signature(cls.__init__)
+        cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def packed(generator: torch.Generator) -> Any:
+    """Return a generator as what can be sent to a process that is being started."""
+    # A tensor that exists only while a process starts loses its file before the process opens it: numpy arrays travel.
+    return str(generator.device), generator.get_state().numpy()
+
+
+def unpacked(device: str, state: Any) -> torch.Generator:
+    """Build the generator that :func:`packed` took apart."""
+    return torch.Generator(device).set_state(torch.from_numpy(state))
+
+
+class OwnGenerator:
+    """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one.
+
+    Example:
+        >>> sampler = OwnGenerator()
+        >>> sampler.generator is sampler.generator
+        True
+    """
+
+    _own_rng: torch.Generator | None = None
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The random generator."""
+        if self._own_rng is None:
+            self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        return self._own_rng
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._own_rng is None or get_spawning_popen() is None:
+            return dict(self.__dict__)
+        return {**self.__dict__, "_own_rng": packed(self._own_rng)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self._own_rng, tuple):
+            self._own_rng = unpacked(*self._own_rng)
