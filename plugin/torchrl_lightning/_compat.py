@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
@@ -49,8 +49,10 @@ def new_tensordict(
         >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
         torch.Size([3, 2])
     """
-    data = TensorDict._new_unsafe(source, batch_size=batch_size, names=names, nested=False)
-    data._device = device  # given to the constructor, it costs as much again
+    # What ``TensorDict._new_unsafe`` does, without looking at each entry.
+    data = TensorDict.__new__(TensorDict)
+    data._tensordict = dict(source)
+    data._batch_size, data._device, data._td_dim_names = batch_size, device, names
     return data
 
 
@@ -68,7 +70,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
     _own_length = 0
-    _shared = False
+    _shared = _is_packing = False
 
     @property
     def checkpointer(self) -> Any:
@@ -122,7 +124,11 @@ class StorageBase(OwnFiles, LazyTensorStorage):
             return dict(super().__getstate__())
         if self.is_private:
             LazyTensorStorage._len.fset(self, self._own_length)
-        return {**super().__getstate__(), "_shared": False, "_own_length": len(self)}
+        self._is_packing = True
+        try:
+            return {**super().__getstate__(), "_shared": False, "_own_length": len(self), "_is_packing": False}
+        finally:
+            self._is_packing = False
 
     def set_length(self, length: int) -> None:
         """Declare how many cells are filled, and that the content changed."""
@@ -154,7 +160,8 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     @property
     def _last_cursor_index(self) -> int | Tensor | None:
-        self.check_seam()
+        if not self._is_packing:
+            self.check_seam()
         return super()._last_cursor_index
 
     def record_cursor(self, row: int) -> None:
@@ -295,13 +302,6 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             self._prefetch_executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=1)
 
     @property
-    def parts(self) -> tuple[Storage, Sampler, Writer]:
-        """Storage, sampler and writer, built if construction was delayed."""
-        if not self._initialized:
-            self._init()
-        return self._storage, self._sampler, self._writer
-
-    @property
     def is_plain(self) -> bool:
         """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform, collation."""
         return not (
@@ -312,8 +312,6 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             or self._service_shutdown
             or self._collate_fn is not _collate_id
             or self.has_transform
-            or self._writer.tracks_generations
-            or isinstance(self._sampler, ConsumingSampler)
         )
 
     @property
@@ -336,8 +334,6 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
         """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
-        if isinstance(self._sampler, ConsumingSampler):
-            return self._extend(data)
         with self._replay_lock, self._write_lock:
             index = self._writer.extend(data, *args)
             self._sampler.extend(index)

@@ -25,11 +25,8 @@ ON_POLICY = {
     *("num_envs", "time_dim"),
 }
 REPLAY = {"num_envs", "generator", "shared"}
-# What TorchRL offers to programs that bring functions of their own or keep a buffer in another process.
-RARE = {
-    *("collate_fn", "transform_factory", "dim_extend", "checkpointer", "consume_after_n_samples"),
-    *("compilable", "delayed_init", "transport", "transport_options"),
-}
+# For programs that bring functions of their own.
+RARE = {"collate_fn"}
 # The groups `callbacks` and `logger` have configs of their own.
 TRAINER = {"callbacks", "logger"}
 

@@ -7,11 +7,18 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import RandomSampler, SamplerWithoutReplacement, Sequence, SliceSampler, TensorDictRoundRobinWriter
-from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data import (
+    LazyTensorStorage,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    Sequence,
+    SliceSampler,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 from torchrl.envs.transforms import RewardScaling, Transform, UnsqueezeTransform
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -214,7 +221,11 @@ def test_slices_of_torchrl() -> None:
         several.sample()
 
 
-@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+class OfAUser(RandomSampler):
+    """Neither TorchRL's nor ours."""
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, OfAUser])
 def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None:
     ours = buffer(num_envs=2, sampler=sampler(), batch_size=2)
     ours.extend(rows(2))
@@ -257,21 +268,22 @@ def test_one_generator() -> None:
     assert torch.equal(one.sample()["index"], other.sample()["index"])
 
 
-def test_delayed_construction() -> None:
-    ours = ExperienceBuffer(storage=lambda: RingStorage(10), delayed_init=True, batch_size=3)
-    ours.extend(rows(10))
-    assert ours.sample().shape == (3,)
+def test_samplers_that_take_cells_away_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"ConsumingSampler takes cells away .* TensorDictReplayBuffer"):
+        buffer(sampler=ConsumingSampler(1))
 
 
-def test_consumed_samples() -> None:
-    for ours in (
-        buffer(consume_after_n_samples=1),
-        buffer(consume_after_n_samples=1, writer=TensorDictRoundRobinWriter()),
+def test_parts_are_exchanged_for_others_of_ours() -> None:
+    ours = buffer()
+    for exchange in (
+        lambda: ours.set_storage(LazyTensorStorage(20)),
+        lambda: ours.set_writer(TensorDictRoundRobinWriter()),
+        lambda: ours.set_sampler(ConsumingSampler(1)),
     ):
-        ours.extend(rows(12))
-        assert sorted(torch.cat([ours.sample()["a"], ours.sample()["a"]]).tolist()) == list(range(12))
-    with pytest.raises(TypeError, match="write_at"):  # a ring has no free cells to put new data into
-        buffer(consume_after_n_samples=1, writer=RingWriter())
+        with pytest.raises(TypeError, match="TensorDictReplayBuffer"):
+            exchange()
+    ours.extend(rows(3))
+    assert ours.sample()["index"].max() < 3
 
 
 def test_two_buffers_cannot_fill_one_storage() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictRoundRobinWriter
+from torchrl.data import SamplerWithoutReplacement
 from torchrl.envs.transforms import ObservationNorm
 
 from mutations import check_mutants
@@ -38,15 +38,6 @@ def uneven(**kwargs: Any) -> ExperienceBuffer:
     return ours
 
 
-def flat(**kwargs: Any) -> ExperienceBuffer:
-    ours = ExperienceBuffer(
-        storage=LazyTensorStorage(SIZE), writer=TensorDictRoundRobinWriter(), batch_size=3, **kwargs
-    )
-    ours.extend(rows(8))
-    ours.sample()
-    return ours
-
-
 BUFFERS = {
     "uniform": lambda: uneven(sampler=UniformSampler()),
     "prioritized": lambda: uneven(sampler=PrioritizedSampler(SIZE, 0.6, 0.4)),
@@ -58,7 +49,6 @@ BUFFERS = {
         sampler=SamplerWithoutReplacement(),
         transform=ObservationNorm(loc=torch.zeros(1), scale=torch.ones(1), in_keys=["a"]),
     ),
-    "torchrl": lambda: flat(sampler=SamplerWithoutReplacement()),
 }
 
 
@@ -67,7 +57,6 @@ PARTS = {
     "prioritized": ("sampler",),
     "sequences": ("sampler",),
     "even": ("sampler", "transform", "prefetched"),
-    "torchrl": ("storage", "sampler", "writer"),
 }
 
 

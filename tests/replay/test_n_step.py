@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RandomSampler, SliceSampler, TensorDictRoundRobinWriter
+from torchrl.data import RandomSampler, SliceSampler
 from torchrl.envs import MultiStepTransform, RewardScaling
 
 from torchrl_lightning.replay import (
@@ -246,12 +246,6 @@ def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
         ({"n": 0}, ValueError, "n_steps is 0; it must be a positive integer"),
         ({"n": True}, ValueError, "n_steps is True"),
         ({"gamma": 1.5}, ValueError, "gamma is 1.5; it must be between 0 and 1"),
-        (
-            {"writer": TensorDictRoundRobinWriter()},
-            ValueError,
-            r"n_steps=3 .* TensorDictRoundRobinWriter; use RingWriter",
-        ),
-        ({"storage": LazyTensorStorage(9)}, ValueError, r"n_steps=3 .* LazyTensorStorage; use RingStorage"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_at_once(settings, error, message) -> None:

@@ -44,7 +44,6 @@ BUFFERS = {
     "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
     "torchrl_over_ring": lambda sampler: TensorDictReplayBuffer(storage=RingStorage(20), sampler=sampler),
     "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
-    "ours_over_torchrl": lambda sampler: ExperienceBuffer(storage=LazyTensorStorage(20), sampler=sampler),
 }
 kinds = pytest.mark.parametrize("kind", BUFFERS)
 # A plain ReplayBuffer does not take priorities out of a TensorDict.

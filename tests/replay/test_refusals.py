@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,13 +261,6 @@ def test_env_ids_are_integers(env_ids: Any) -> None:
     assert ours.extend(rows(1), env_ids=1).tolist() == [3]
 
 
-def test_env_ids_need_a_ring_writer() -> None:
-    ours = buffer(0, consume_after_n_samples=1)
-    for options in ({"env_ids": [0]}, {"time_dim": 0}):
-        with pytest.raises(TypeError, match="need a RingWriter, this buffer has a TensorDictRoundRobinWriter"):
-            ours.extend(rows(1), **options)
-
-
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "a", math.nan, math.inf])
 def test_capacities_are_positive_integers(wrong: Any) -> None:
     with pytest.raises(ValueError, match="max_size must be a positive integer"):
@@ -281,24 +273,7 @@ def test_capacities_are_positive_integers(wrong: Any) -> None:
 
 
 def test_hooks_and_checkpointers_are_refused() -> None:
-    for part in (buffer(), ExperienceBuffer(storage=LazyTensorStorage(8)), RingStorage(4), PPOBuffer(1, 1, 8, 2)):
+    for part in (buffer(), RingStorage(4), PPOBuffer(1, 1, 8, 2)):
         for register in (part.register_save_hook, part.register_load_hook):
             with pytest.raises(TypeError, match="writes its own files"):
                 register(TED2Flat())
-    with pytest.raises(TypeError, match="writes its own files"):
-        ExperienceBuffer(storage=RingStorage(4), checkpointer=SimpleNamespace())
-
-
-def test_consumed_samples_leave_the_buffer_and_a_restored_one() -> None:
-    one, other = (buffer(0, consume_after_n_samples=1) for _ in range(2))
-    one.extend(rows(8))
-    drawn = one.sample(3)["a"].tolist()
-    other.load_state_dict(one.state_dict())
-    assert len(one) == len(other) == 5
-    rest = one.sample(5)["a"].tolist()
-    assert other.sample(5)["a"].tolist() == rest
-    assert sorted([*drawn, *rest]) == list(range(8))
-    one.extend(rows(3))
-    assert len(one) == 3
-    with pytest.raises(ValueError, match="num_envs=2 must be 1"):
-        buffer(0, consume_after_n_samples=1, num_envs=2)

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Loading the storage on an uninit
 ENDS = ("inside", "across", "pad")
 STORAGES = {"ring": RingStorage, "lazy": LazyTensorStorage, "memmap": LazyMemmapStorage}
 BUFFERS = {"ours": ExperienceBuffer, "torchrl": TensorDictReplayBuffer}
+PAIRS = [("ring", "ours"), *((storage, "torchrl") for storage in STORAGES)]
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
 @pytest.mark.parametrize("episode_ends", ENDS)
-@pytest.mark.parametrize("buffer", BUFFERS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("storage", "buffer"), PAIRS)
 def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_envs: int) -> None:
     options = {"batch_length": 3, "episode_ends": episode_ends, "burn_in": 1}
 

@@ -122,7 +122,7 @@ def test_bad_sizes(size: object) -> None:
 
 def test_nothing_stored() -> None:
     ours = buffer()
-    with pytest.raises(RuntimeError, match="empty"):
+    with pytest.raises(RuntimeError, match="0 are stored"):
         ours.sample()
     with pytest.raises(RuntimeError, match="empty"):
         ours.storage.get(torch.tensor([0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictRoundRobinWriter
+from torchrl.data import RandomSampler
 
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
@@ -112,20 +112,22 @@ def test_nothing_is_written_where_something_does_not_fit(
     assert state_of(ours) == [0, 1, 2, 3]
 
 
-def test_generations_serve_under_a_foreign_writer() -> None:
-    sampler = PrioritizedSampler(4, 1.0, 1.0)
-    ours = buffer(sampler, 4, writer=TensorDictRoundRobinWriter())
-    ours.extend(steps(4))
-    batch = ours.sample()
-    ours.extend(steps(1, 9))
-    batch["n"] = batch["n"] + 100
-    assert ours.write_back(batch, ["n"]).tolist() == [1, 2, 3]
-
-
-def test_a_foreign_storage_is_refused() -> None:
-    from torchrl.data import LazyTensorStorage
-
-    ours = ExperienceBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2)
-    ours.extend(steps(4))
-    with pytest.raises(TypeError, match="LazyTensorStorage"):
-        ours.write_back(ours.sample(), ["n"])
+def test_one_entry_of_stored_steps_is_replaced() -> None:
+    ours = buffer(num_envs=2)
+    ours.extend(steps(2))
+    ours.extend(steps(1, 2), env_ids=torch.tensor([1]))
+    before = ours.storage.get(torch.tensor([0, 1, 3]))
+    ours.storage.write_entry(("recurrent_state", "c"), torch.tensor([3, 0]), torch.tensor([[7.0], [8.0]]).double())
+    after = ours.storage.get(torch.tensor([0, 1, 3]))
+    assert after["recurrent_state", "c"].squeeze(-1).tolist() == [8, 1, 7]
+    assert (after.exclude(("recurrent_state", "c")) == before.exclude(("recurrent_state", "c"))).all()
+    for key, cells, value, error, says in (
+        ("m", [0], torch.zeros(1), KeyError, "no stored entry 'm'"),
+        ("recurrent_state", [0], torch.zeros(1), KeyError, "no entry 'recurrent_state' alone"),
+        ("n", [2], torch.zeros(1).long(), IndexError, "Cell 2 holds nothing"),
+        ("n", [0], torch.zeros(1), ValueError, r"\[1\] torch.int64 in 1 cells, got \[1\] torch.float32"),
+        ("n", [0], torch.zeros(1, 1).long(), ValueError, r"got \[1, 1\]"),
+    ):
+        with pytest.raises(error, match=says):
+            ours.storage.write_entry(key, torch.tensor(cells), value)
+    assert (ours.storage.get(torch.tensor([0, 1, 3])) == after).all()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 
@@ -98,15 +98,15 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="num_envs"):
         RingWriter(0)
     with pytest.raises(ValueError, match="one-dimensional"):
-        ExperienceBuffer(storage=LazyTensorStorage(8, ndim=2), num_envs=2)
+        TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), writer=RingWriter(2))
     with pytest.raises(ValueError, match="num_envs=3"):
         ExperienceBuffer(storage=RingStorage(10), writer=RingWriter(2), num_envs=3)
 
 
 def test_uneven_rings_need_our_storage() -> None:
-    buffer = ExperienceBuffer(storage=LazyTensorStorage(8), num_envs=2)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=RingWriter(2))
     buffer.extend(rows([1, 2]))
     with pytest.raises(ValueError, match="RingStorage"):
-        buffer.extend(rows([3]), env_ids=torch.tensor([0]))
+        buffer.writer.extend(rows([3]), env_ids=torch.tensor([0]))
     assert len(buffer) == 2
     assert buffer.writer.positions.tolist() == [1, 1]

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -14,34 +14,38 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter, Writer
+from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
-from torchrl_lightning.entries import check_tensordict, entry_of, moved, nested_key
+from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import read_state, write_state
-from torchrl_lightning.replay.buffer_state import gather_state, restore_state
+from torchrl_lightning.replay.checks import STATE_VERSION, check_transform
+from torchrl_lightning.replay.foreign_states import check_sampler, load_sampler, pack_batch, unpack_batch
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.rings import integers
+from torchrl_lightning.replay.rings import Rings, integers
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, is_spawning
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.write_back import write_back
+from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.segment_kernels import last_of_each
+from torchrl_lightning.state import check_state, generator, mapping, same, sequence, wrong
 
 
 class ExperienceBuffer(BufferBase):
-    """``TensorDictReplayBuffer`` over rings, with a short path when none of TorchRL's extras is used.
+    """``TensorDictReplayBuffer`` over our storage and writer, with any sampler.
 
-    Everything that TorchRL's buffer does (transforms, prefetch, pinned memory, sample units, remote backends) works
-    through it; without them, a sample costs little more than the reading of its cells.
+    Transforms, prefetching, pinned memory and sample units go through TorchRL; without them, a sample costs little more
+    than the reading of its cells. For other storages and writers there is TorchRL's own ``TensorDictReplayBuffer``.
 
     Args:
-        storage: where the cells lie; a :class:`RingStorage` of 1000 cells by default.
-        writer: a :class:`RingWriter` for ``num_envs`` environments by default.
-        sampler: any sampler; TorchRL's ``RandomSampler`` by default.
+        storage: where the cells lie; of 1000 cells by default.
+        writer: one for ``num_envs`` environments by default.
+        sampler: ours or one of TorchRL's; a :class:`UniformSampler` by default. TorchRL's see an ordinary storage as
+            long as the rings are evenly filled.
         num_envs: number of environments of the default writer.
         n_steps: length of the returns that batches hold (see :class:`NStepReturns`), with any sampler; they are made
             when cells are read, so that what is stored are single steps.
@@ -55,19 +59,12 @@ class ExperienceBuffer(BufferBase):
         pin_memory: pin sampled batches in page-locked memory.
         prefetch: batches drawn ahead by a thread.
         transform: a transform that written data and samples pass through.
-        transform_factory: a callable that makes the transform.
-        dim_extend: the dimension along which data are written.
-        checkpointer: what writes and reads the storage in ``dumps`` and ``loads``.
-        consume_after_n_samples: samples after which a cell is given up.
         shared: let other processes write and read.
-        compilable: support ``torch.compile``.
-        delayed_init: build storage, sampler and writer at first use.
-        transport: how data reach a buffer in another process.
-        transport_options: settings of the transport.
 
     Raises:
+        TypeError: storage or writer are none of ours, or the sampler takes cells away.
         ValueError: ``num_envs`` differs from that of a given writer, another buffer fills the storage, or ``n_steps``
-            or ``gamma`` are out of range, or need rings (:class:`RingStorage`, :class:`RingWriter`).
+            or ``gamma`` are out of range.
 
     Example:
         >>> import torch
@@ -82,9 +79,9 @@ class ExperienceBuffer(BufferBase):
     def __init__(
         self,
         *,
-        storage: Storage | Callable[[], Storage] | None = None,
-        writer: Writer | Callable[[], Writer] | None = None,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
+        storage: RingStorage | None = None,
+        writer: RingWriter | None = None,
+        sampler: Sampler | None = None,
         num_envs: int | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
@@ -96,31 +93,22 @@ class ExperienceBuffer(BufferBase):
         pin_memory: bool = False,
         prefetch: int | None = None,
         transform: Transform | Callable[[Any], Any] | None = None,
-        transform_factory: Callable[[], Transform] | None = None,
-        dim_extend: int | None = None,
-        checkpointer: Any = None,
-        consume_after_n_samples: int | None = None,
         shared: bool = False,
-        compilable: bool | None = None,
-        delayed_init: bool | None = None,
-        transport: Literal["auto", "direct", "ray", "distributed"] = "auto",
-        transport_options: dict[str, Any] | None = None,
     ) -> None:
-        if isinstance(storage, RingStorage):
-            _check_free(storage, writer)
-        if isinstance(writer, RingWriter) and num_envs not in (None, writer.num_envs):
-            raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         returns = NStepReturns(n_steps, gamma)
         self._n_step = returns if n_steps > 1 else None
         self.n_steps, self.gamma = n_steps, gamma
+        if storage is None:
+            storage = RingStorage(1000)
         if writer is None:
-            writer = _writer(num_envs, sampler, consume_after_n_samples, n_steps > 1 or None)
-        if n_steps > 1:
-            _check_rings(n_steps, storage, writer)
+            writer = RingWriter(1 if num_envs is None else num_envs, track_episodes=n_steps > 1 or None)
+        _check_parts(storage, writer, sampler)
+        if num_envs not in (None, writer.num_envs):
+            raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
-            storage=RingStorage(1000) if storage is None else storage,
+            storage=storage,
             writer=writer,
-            sampler=sampler,
+            sampler=UniformSampler() if sampler is None else sampler,
             generator=_fresh_generator() if generator is None else generator,
             batch_size=batch_size,
             priority_key=nested_key(priority_key),
@@ -129,18 +117,30 @@ class ExperienceBuffer(BufferBase):
             pin_memory=pin_memory,
             prefetch=prefetch,
             transform=transform,
-            transform_factory=transform_factory,
-            dim_extend=dim_extend,
-            checkpointer=checkpointer,
-            consume_after_n_samples=consume_after_n_samples,
             shared=shared,
-            compilable=compilable,
-            delayed_init=delayed_init,
-            transport=transport,
-            transport_options=transport_options,
         )
         if self.shared:
             self.share()
+
+    @property
+    def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
+        """Storage, sampler and writer."""
+        return self._storage, self._sampler, self._writer
+
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
+        """Exchange the storage for another of ours; returns the old one."""
+        _check_parts(storage, None, None)
+        return super().set_storage(storage, collate_fn)
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Exchange the writer for another of ours; returns the old one."""
+        _check_parts(None, writer, None)
+        return super().set_writer(writer)
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Exchange the sampler; returns the old one."""
+        _check_parts(None, None, sampler)
+        return super().set_sampler(sampler)
 
     # ------------------------------------------------------------------ sharing
 
@@ -158,8 +158,8 @@ class ExperienceBuffer(BufferBase):
             The buffer itself.
 
         Raises:
-            ValueError: the cells are memory-mapped files, batches are prefetched, the writer or the storage is not a
-                ring while the other one is, or the buffer is shared and shall not be any more.
+            ValueError: the cells are memory-mapped files, batches are prefetched, or the buffer is shared and shall not
+                be any more.
 
         Example:
             >>> import torch
@@ -172,19 +172,14 @@ class ExperienceBuffer(BufferBase):
         if not getattr(self, "_initialized", False):  # TorchRL's constructor calls this before there is any part
             return super().share(shared)
         storage, _, writer = self.parts
-        rings = isinstance(storage, RingStorage), isinstance(writer, RingWriter)
         if not shared:
-            if rings[0] and storage.is_shared:
+            if storage.is_shared:
                 raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
             return super().share(False)
         if self.prefetches:
             raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
-        if rings[1] and not rings[0]:
-            raise ValueError(f"RingWriter cannot share a {type(storage).__name__}; use RingStorage as the storage.")
-        if rings[0]:
-            storage.share()
-        if rings[1]:
-            writer.share()
+        storage.share()
+        writer.share()
         super().share(True)
         self.set_write_lock(SharedLock(self.follow))
         return self
@@ -192,7 +187,7 @@ class ExperienceBuffer(BufferBase):
     def follow(self) -> None:
         """Take note of what other processes wrote; done on entering the lock between them."""
         writer = self.parts[2]
-        if isinstance(writer, RingWriter) and writer.is_shared:
+        if writer.is_shared:
             if writer.was_emptied:
                 self.clear_sampler()
             writer.follow()
@@ -230,9 +225,6 @@ class ExperienceBuffer(BufferBase):
             ValueError: a batch size, schema or priority that does not fit; nothing is written.
         """
         check_tensordict(data)
-        writer = self.parts[2]
-        if not isinstance(writer, RingWriter) and not (env_ids is None and time_dim is None):
-            raise TypeError(f"env_ids and time_dim need a RingWriter, this buffer has a {type(writer).__name__}.")
         if 0 in data.shape:
             return torch.zeros(0, dtype=torch.int64)
         env_ids = None if env_ids is None else integers(env_ids, "env_ids").reshape(-1)
@@ -246,8 +238,7 @@ class ExperienceBuffer(BufferBase):
         self, data: TensorDictBase, env_ids: Tensor | None, time_dim: int | None, update_priority: bool | None
     ) -> Tensor:
         storage, sampler, writer = self.parts
-        if isinstance(writer, RingWriter):
-            data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
+        data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None
         if update_priority is not False and _is_prioritized(sampler):
             priority = data.get(self.priority_key, None)
@@ -281,42 +272,39 @@ class ExperienceBuffer(BufferBase):
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
-        storage, _, _ = self.parts
-        if (
-            return_info
-            or include_info is not None
-            or not isinstance(storage, RingStorage)
-            or not self.is_plain
-            or self.conflicts(batch_size)
-        ):
+        if return_info or include_info is not None or not self.is_plain or self.conflicts(batch_size):
             return super().sample(batch_size, return_info, include_info)
         if self._n_step is None:
             return self.read(batch_size, self._fetch)
         return self._folded(self.read, batch_size, self._fetch)
 
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Sample a batch of this size as a TensorDict, whatever the documented ``sample`` of a buffer returns.
+
+        Args:
+            batch_size: rows, or windows.
+        """
+        batch: TensorDictBase = ExperienceBuffer.sample(self, batch_size)
+        return batch
+
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
         storage, sampler, writer = self.parts
+        if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
+            (index,) = index
         own = getattr(sampler, "reads_rings", False)
         if not own:
             storage.check_even(type(sampler).__name__)
-        if isinstance(index, tuple):  # coordinates of a storage with one dimension, as slice samplers give them
-            (index,) = index
-        if not isinstance(index, Tensor) or index.dtype is not torch.int64:
             index = integers(index, "Cells")
-        device = storage.device
-        index = moved(index, device)
-        if isinstance(writer, RingWriter):
-            info["write_position"] = writer.stamp(index)
-        if isinstance(sampler, SequenceSampler):
-            return read_windows(storage, index, info)
-        if self._n_step is not None and not own:
             storage.check_filled(index)
+        stamps = writer.stamp(index)
+        index = moved(index, storage.device)
+        device = index.device
+        if isinstance(sampler, SequenceSampler):
+            return read_windows(storage, index, {**info, "write_position": stamps})
         entries = storage.gather(index)
-        entries["index"] = index
-        # A fifth of the time that setting them one by one takes.
-        for key in [key for key in info if isinstance(key, str)] if own else ("write_position",):
-            if key in info:
-                entries[key] = moved(info.pop(key), device)
+        entries["index"], entries["write_position"] = index, moved(stamps, device)
+        if info and own:  # a fifth of the time that setting them one by one takes
+            entries.update((key, moved(info.pop(key), device)) for key in [key for key in info if isinstance(key, str)])
         batch = new_tensordict(entries, index.shape, None, device)
         for key, value in info.items():
             batch.set(key, value)
@@ -324,18 +312,16 @@ class ExperienceBuffer(BufferBase):
 
     def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
         """Draw a batch on TorchRL's long path; ``write_position`` is at the latest what held when it was read."""
-        writer = self.parts[2]
-        before = writer.snapshot() if isinstance(writer, RingWriter) else None
+        before = self.parts[2].snapshot()
         data, info = sample(batch_size) if self._n_step is None else self._folded(sample, batch_size)
         index = info["index"]
-        if before is not None and not (isinstance(index, tuple) and len(index) > 1):
+        if not (isinstance(index, tuple) and len(index) > 1):
             where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
             info["write_position"] = before[where.cpu() % len(before)]
         return data, info
 
     def _folded(self, read: Callable[..., Any], *args: Any) -> Any:
-        storage, _, writer = self.parts
-        _check_rings(self.n_steps, storage, writer)
+        storage = self.parts[0]
         with self.locked():
             storage.n_step = self._n_step
             try:
@@ -359,7 +345,7 @@ class ExperienceBuffer(BufferBase):
         Raises:
             KeyError: an entry is missing in the batch or the storage, or the batch lacks ``index`` or
                 ``write_position``; nothing is written.
-            TypeError: the storage is none of ours.
+            TypeError: the batch is not a TensorDict.
             ValueError: a shape or dtype differs from what is stored; nothing is written.
 
         Example:
@@ -372,14 +358,68 @@ class ExperienceBuffer(BufferBase):
             >>> buffer.write_back(batch, ["state"]).tolist(), buffer[:]["state"].tolist()
             ([0], [3.0])
         """
+        check_tensordict(batch)
+        storage, _, writer = self.parts
+        index, stamps = batch.get("index", None), batch.get("write_position", None)
+        if index is None:
+            raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
+        if stamps is None:
+            raise KeyError("The batch has no entry 'write_position', which says which cells were overwritten since.")
+        values = [pair for key in nested_keys(keys) for pair in self._written_back(batch, index.shape, key)]
         with self.locked():
-            return write_back(self, batch, keys)
+            cells = index.detach().reshape(-1).cpu()
+            keep = writer.is_unchanged(cells, stamps.reshape(-1).cpu())
+            mask = batch.get("mask", None)
+            if mask is not None:
+                keep &= mask.to(keep.device).reshape(-1)
+            rows = keep.nonzero().squeeze(1)
+            rows = rows[last_of_each(cells[rows])]
+            for path, leaf in values:
+                storage.write_entry(path, cells[rows], leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)])
+        return cells[rows] if values else cells[:0]
+
+    def _written_back(
+        self, batch: TensorDictBase, shape: torch.Size, key: NestedKey
+    ) -> list[tuple[tuple[str, ...], Tensor]]:
+        if self.n_steps > 1 and path_of(key)[0] == "next":
+            raise ValueError(
+                f"With n_steps={self.n_steps} the entry {key!r} of a batch is not that of its cells but of a later "
+                "step; write back entries outside of 'next' alone."
+            )
+        found = []
+        for path, stored in self.parts[0].leaves(key):
+            values = batch.get(path, None)
+            if not isinstance(values, Tensor):
+                raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
+            expected = torch.Size([*shape, *stored.shape[1:]])
+            if values.shape != expected or values.dtype != stored.dtype:
+                raise ValueError(
+                    f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written back it must be "
+                    f"{list(expected)} {stored.dtype}; nothing was written."
+                )
+            found.append((path, values.detach()))
+        return found
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Copy of everything that decides what is sampled next: tensors and scalars only."""
-        return gather_state(self)
+        return self._state(copy=True)
+
+    def _state(self, *, copy: bool) -> dict[str, Any]:
+        storage, sampler, writer = self.parts
+        with self.at_rest() as prefetched:
+            rng = self.generator
+            return {
+                "schema_version": STATE_VERSION,
+                "storage": storage.state_dict(copy=copy),
+                "writer": writer.state_dict(),
+                "sampler_kind": type(sampler).__name__,
+                "sampler": dict(sampler.state_dict()),
+                "transform": dict(self.transform.state_dict()),
+                "generator": {"device": str(rng.device), "state": rng.get_state()},
+                "prefetched": [pack_batch(batch, info) for batch, info in prefetched],
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly: the next samples are those of the original.
@@ -388,7 +428,27 @@ class ExperienceBuffer(BufferBase):
             ValueError: another version, capacity, number of environments, sampler, or other keys, shapes or dtypes;
                 nothing is changed.
         """
-        restore_state(self, state_dict)
+        storage, sampler, writer = self.parts
+        schema = {
+            **dict.fromkeys(("storage", "writer", "sampler", "transform"), mapping),
+            "sampler_kind": same(type(sampler).__name__, "buffer", "sampler"),
+            "generator": _generator_state,
+            "prefetched": sequence,
+        }
+        check_state(state_dict, schema, "buffer", STATE_VERSION)
+        storage.check_state(state_dict["storage"])
+        check_sampler(sampler, state_dict["sampler"], storage.max_size)
+        writer.check_state(state_dict["writer"])
+        _check_agreement(writer.length, sampler, state_dict)
+        check_transform(self.transform, state_dict["transform"])
+        batches = [unpack_batch(packed) for packed in state_dict["prefetched"]]
+        with self.at_rest():
+            self.put_prefetched(batches)
+            load_sampler(sampler, state_dict["sampler"])  # TorchRL's may still refuse it
+            storage.load_state_dict(state_dict["storage"])
+            writer.load_state_dict(state_dict["writer"])
+            self.transform.load_state_dict(state_dict["transform"])
+            self.restore_generator(state_dict["generator"])
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle.
@@ -402,7 +462,7 @@ class ExperienceBuffer(BufferBase):
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
         with self.at_rest():
-            write_state(Path(path), gather_state(self, copy=False))
+            write_state(Path(path), self._state(copy=False))
 
     def loads(self, path: str | Path) -> None:
         """Read a state from a folder.
@@ -414,7 +474,7 @@ class ExperienceBuffer(BufferBase):
             FileNotFoundError: there is no state.
             ValueError: the state is damaged, foreign, or does not fit; nothing is changed.
         """
-        restore_state(self, read_state(Path(path)))
+        self.load_state_dict(read_state(Path(path)))
 
     # ------------------------------------------------------------------ priorities
 
@@ -468,33 +528,48 @@ def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictB
     return data.reshape(-1)
 
 
-def _writer(num_envs: int | None, sampler: Any, consume_after: int | None, track: bool | None) -> Writer:
-    if consume_after is None and not isinstance(sampler, ConsumingSampler):
-        return RingWriter(1 if num_envs is None else num_envs, track_episodes=track)
-    # A ring is overwritten in order; what was consumed leaves single cells to fill.
-    if num_envs not in (None, 1):
-        raise ValueError(f"consume_after_n_samples takes steps out of their order, so num_envs={num_envs} must be 1.")
-    return TensorDictRoundRobinWriter()
-
-
-def _check_rings(n_steps: int, storage: Any, writer: Any) -> None:
-    for part, base, ring in ((storage, Storage, RingStorage), (writer, Writer, RingWriter)):
-        if isinstance(part, base) and not isinstance(part, ring):
+def _check_parts(storage: Any, writer: Any, sampler: Any) -> None:
+    for part, ring in ((storage, RingStorage), (writer, RingWriter)):
+        if part is not None and not isinstance(part, ring):
+            raise TypeError(
+                f"An ExperienceBuffer has a RingStorage and a RingWriter, and any sampler, but got a "
+                f"{type(part).__name__}; give it a {ring.__name__}, or use TorchRL's TensorDictReplayBuffer, which "
+                "takes our samplers, too."
+            )
+    if isinstance(sampler, ConsumingSampler):
+        raise TypeError(
+            f"{type(sampler).__name__} takes cells away out of their order, which rings cannot; use TorchRL's "
+            "TensorDictReplayBuffer(consume_after_n_samples=...)."
+        )
+    if storage is not None and writer is not None and storage.writer not in (None, writer):
+        gc.collect()  # the other buffer may be gone, though not yet collected
+        if storage.writer is not None:
             raise ValueError(
-                f"n_steps={n_steps} follows episodes through rings, but this buffer has a {type(part).__name__}; use "
-                f"{ring.__name__}, or append TorchRL's MultiStepTransform."
+                "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
+                "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. "
+                "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
+                "writer."
             )
 
 
-def _check_free(storage: RingStorage, writer: Any) -> None:
-    if storage.writer not in (None, writer):
-        gc.collect()  # the other buffer may be gone, though not yet collected
-    if storage.writer not in (None, writer):
-        raise ValueError(
-            "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
-            "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. by "
-            "lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same writer."
-        )
+def _generator_state(value: Any, name: str) -> None:
+    mapping(value, name)
+    device = value.get("device")
+    if not isinstance(device, str):
+        raise wrong(device, "the generator's 'device'", "the name of a device")
+    generator(device)(value.get("state"), "the generator's 'state'")
+
+
+def _check_agreement(length: int, sampler: Sampler, state: Mapping[str, Any]) -> None:
+    held = state["storage"]
+    rings = Rings.at(length, state["writer"]["positions"], state["writer"]["oldest"])
+    filled, listed = rings.filled_cells(), held["cells"]
+    if held["count"] != len(filled) or (listed is None) != rings.is_even or not (rings.is_even or listed.equal(filled)):
+        raise ValueError(f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}.")
+    if isinstance(sampler, PrioritizedSampler):
+        drawn = (state["sampler"]["priorities"] >= 0).nonzero().squeeze(1).cpu()
+        if not torch.isin(drawn, filled).all():
+            raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
 
 def _is_prioritized(sampler: Sampler) -> bool:

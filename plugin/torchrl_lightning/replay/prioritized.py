@@ -15,8 +15,7 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.ranges import integer, not_negative
 from torchrl_lightning.replay.priorities import Priorities
-from torchrl_lightning.replay.rings import integers
-from torchrl_lightning.replay.sampling import stored_cells
+from torchrl_lightning.replay.rings import integers, stored_cells
 from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.replay.sharing import SharedArrays
 
@@ -158,3 +160,47 @@ class Rings(SharedArrays):
         self._aligned = bool((self._positions == first).all())
         full = bool((self._positions - oldest == self.length).all())
         self._even = full or (self._aligned and not oldest.any())
+
+
+_RINGS: weakref.WeakKeyDictionary[Storage, weakref.ref[Rings]] = weakref.WeakKeyDictionary()
+
+
+def lay_rings(storage: Storage, rings: Rings) -> None:
+    """Let it be known that rings lie in a storage, ours or one of TorchRL's; neither is kept alive."""
+    _RINGS[storage] = weakref.ref(rings)
+
+
+def rings_in(storage: Storage) -> Rings | None:
+    """Return the rings that lie in a storage, if there are any.
+
+    Example:
+        >>> from torchrl.data import ListStorage
+        >>> rings_in(ListStorage(4)) is None
+        True
+    """
+    reference = _RINGS.get(storage)
+    return None if reference is None else reference()
+
+
+def uneven_rings(storage: Storage) -> Rings | None:
+    """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones.
+
+    Example:
+        >>> from torchrl.data import ListStorage
+        >>> uneven_rings(ListStorage(4)) is None
+        True
+    """
+    rings = rings_in(storage)
+    return None if rings is None or rings.is_even else rings
+
+
+def stored_cells(storage: Storage) -> Tensor:
+    """Return all cells that hold something, in ascending order: ``O(capacity)``.
+
+    Example:
+        >>> from torchrl.data import ListStorage
+        >>> stored_cells(ListStorage(4)).tolist()
+        []
+    """
+    rings = uneven_rings(storage)
+    return torch.arange(len(storage)) if rings is None else rings.filled_cells()

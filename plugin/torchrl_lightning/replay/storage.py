@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.entries import (
+    Path as Leaf,
+)
 from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
     leaves_of,
     map_leaves,
     moved,
+    name_of,
+    path_of,
     row_bytes,
     to_tensordict,
     tree_of,
@@ -29,11 +34,8 @@ from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import integers, integers_below
+from torchrl_lightning.replay.rings import Rings, integers, integers_below, rings_in
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
-
-if TYPE_CHECKING:
-    from torchrl_lightning.replay.writer import RingWriter
 
 
 class RingStorage(StorageBase):
@@ -79,7 +81,6 @@ class RingStorage(StorageBase):
         self.cells: Cells | None = None
         self.n_step: NStepReturns | None = None
         """How what is read is folded into n-step returns: set by a buffer while it samples."""
-        self._writer: weakref.ref[RingWriter] | None = None
         self._process = this_process()
 
     @property
@@ -88,13 +89,9 @@ class RingStorage(StorageBase):
         return {} if self.cells is None else self.cells.tree
 
     @property
-    def writer(self) -> RingWriter | None:
+    def writer(self) -> Rings | None:
         """The :class:`RingWriter` that fills this storage, if there is one."""
-        return None if self._writer is None else self._writer()
-
-    def set_writer(self, writer: RingWriter) -> None:
-        """Set the writer that fills this storage; only a weak reference is kept."""
-        self._writer = weakref.ref(writer)
+        return rings_in(self)
 
     @property
     def is_prefix(self) -> bool:
@@ -221,23 +218,65 @@ class RingStorage(StorageBase):
         else:
             self.set_length(len(self))
 
+    def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
+        """Replace one entry of stored steps, e.g. by what is known only when the episode has ended.
+
+        Args:
+            key: the entry, a leaf.
+            cells: which steps, ``[n]``, each once.
+            values: ``[n, ...]``.
+
+        Raises:
+            KeyError: there is no such leaf.
+            IndexError: a cell holds nothing.
+            ValueError: a shape or dtype differs from what is stored.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> storage = RingStorage(4)
+            >>> storage.set(slice(0, 3), TensorDict({"a": torch.arange(3)}, [3]))
+            >>> storage.write_entry("a", torch.tensor([0, 2]), torch.tensor([5, 6]))
+            >>> storage.get(torch.arange(3))["a"].tolist()
+            [5, 1, 6]
+        """
+        (path, leaf), *_ = self.leaves(key)
+        if path != path_of(key):
+            raise KeyError(f"There is no entry {key!r} alone; below it lies {name_of(path)}.")
+        expected = torch.Size([len(cells), *leaf.shape[1:]])
+        if values.shape != expected or values.dtype != leaf.dtype:
+            raise ValueError(
+                f"Entry {name_of(path)} is {list(expected)} {leaf.dtype} in {len(cells)} cells, got "
+                f"{list(values.shape)} {values.dtype}; nothing was written."
+            )
+        check_owner(self._process, self._shared)
+        cells = integers(cells, "Cells").to(leaf.device)
+        self.check_filled(cells)
+        leaf.index_copy_(0, cells, values.detach().to(leaf.device))
+        self.touch()
+
     # ------------------------------------------------------------------ reading
 
     def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (int64 on the storage's device); see :meth:`Cells.gather`.
+        """Read entries of the cells ``index`` (int64 on the storage's device, filled); see :meth:`Cells.gather`.
 
-        Raises:
-            IndexError: a cell holds nothing; over unevenly filled rings or on a device, that is not looked at.
+        Every batch is read here.
         """
         assert self.cells is not None
-        if self.n_step is not None:
-            writer = self.writer
-            return self.n_step.gather(self.cells, None if writer is None else writer.index, index, names, skip)
-        try:
-            return self.cells.gather(index, names, skip, limit=len(self) if self.is_prefix else None)
-        except IndexError:
-            self.check_filled(index)
-            raise
+        if self.n_step is None:
+            return self.cells.gather(index, names, skip)
+        return self.n_step.gather(self.cells, getattr(self.writer, "index", None), index, names, skip)
+
+    def leaves(self, key: NestedKey) -> list[tuple[Leaf, Tensor]]:
+        """Return the stored leaf of a key, or all below it: paths, and all cells, ``[max_size, ...]``; not to be read.
+
+        Raises:
+            KeyError: nothing of that name is stored.
+        """
+        path = path_of(key)
+        found = [(other, leaf) for other, leaf in leaves_of(self.tree) if other[: len(path)] == path]
+        if not found:
+            raise KeyError(f"There is no stored entry {key!r}; stored are {sorted(self.tree)}.")
+        return found
 
     def get(self, index: Any) -> TensorDictBase:
         """Read cells: copies for a tensor of indices of any shape, a view for anything else.
@@ -259,8 +298,7 @@ class RingStorage(StorageBase):
         if not isinstance(index, Tensor) or index.dtype == torch.bool or index.ndim == 0:
             return self._view(index)
         index = integers(index, "Cells").to(self.device)
-        if not self.is_prefix or not index.is_cpu:
-            self.check_filled(index)
+        self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
         return new_tensordict(self.gather(index, names), index.shape, names, index.device)
 
@@ -407,12 +445,7 @@ class RingStorage(StorageBase):
         if self.scratch_dir is not None:
             # The copy lies in memory, because two storages cannot fill the same file.
             check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
-        writer, self._writer = self._writer, None  # weak references cannot be pickled; the writer registers again
-        try:
-            state = super().__getstate__()
-        finally:
-            self._writer = writer
-        return {**state, "_storage": None, "_writer": None, "cells": None, "_cells": self.tree, "scratch_dir": None}
+        return {**super().__getstate__(), "_storage": None, "cells": None, "_cells": self.tree, "scratch_dir": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tree = state.pop("_cells")

@@ -12,9 +12,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay.rings import integers_below
-from torchrl_lightning.replay.sampling import ring_of
-from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.rings import integers_below, rings_in, uneven_rings
 from torchrl_lightning.state import check_state, flag, generator
 
 STATE_VERSION = 1
@@ -82,7 +80,7 @@ class UniformSampler(SamplerHooks, Sampler):
             cells = self._stratified(storage, batch_size)
         else:
             cells = self._ranks(stored, batch_size)
-            writer = ring_of(storage)
+            writer = uneven_rings(storage)
             if writer is not None:
                 ends = writer.filled.cumsum(0)
                 env = torch.searchsorted(ends, cells, right=True)
@@ -103,7 +101,7 @@ class UniformSampler(SamplerHooks, Sampler):
         return found[torch.randperm(len(found), generator=rng, device=rng.device)[:count].cpu()]
 
     def _stratified(self, storage: Storage, count: int) -> Tensor:
-        writer = storage.writer if isinstance(storage, RingStorage) else None
+        writer = rings_in(storage)
         if writer is None or writer.num_envs == 1:
             return self._spread(torch.tensor([len(storage)]), torch.tensor([count]))[1]
         filled = writer.filled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from torchrl_lightning.entries import check_tensordict, entry_of, nested_key, pa
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.rings import Ints, Rings, integers
+from torchrl_lightning.replay.rings import Ints, Rings, integers, lay_rings, rings_in
 from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
@@ -26,8 +25,6 @@ from torchrl_lightning.segment_kernels import jitted
 
 _INTS, _FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
 NO_INDEX = (_INTS, _FLAGS, _INTS, _FLAGS, _INTS)
-
-_WRITERS: weakref.WeakKeyDictionary[Storage, weakref.ref[RingWriter]] = weakref.WeakKeyDictionary()
 
 
 def writer_of(storage: Storage) -> RingWriter | None:
@@ -37,8 +34,8 @@ def writer_of(storage: Storage) -> RingWriter | None:
         >>> writer_of(RingStorage(4)) is None
         True
     """
-    reference = _WRITERS.get(storage)
-    return None if reference is None else reference()
+    rings = rings_in(storage)
+    return rings if isinstance(rings, RingWriter) else None
 
 
 class RingWriter(WriterBase, Rings):
@@ -108,12 +105,7 @@ class RingWriter(WriterBase, Rings):
             )
         super().register_storage(storage)
         self.length = storage.max_size // self.num_envs
-        self._sign(storage)
-
-    def _sign(self, storage: Storage) -> None:
-        _WRITERS[storage] = weakref.ref(self)
-        if isinstance(storage, RingStorage):
-            storage.set_writer(self)
+        lay_rings(storage, self)
 
     @property
     def write_count(self) -> int:
@@ -414,7 +406,7 @@ class RingWriter(WriterBase, Rings):
         if not self.is_shared:
             self._process = this_process()
         if self.storage is not None:
-            self._sign(self.storage)
+            lay_rings(self.storage, self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={self._positions})"
