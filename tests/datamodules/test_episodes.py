@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mutations import check_mutants
-from torchrl_lightning.datamodules.episodes import EpisodeTracker, FinishedEpisodes
+from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 
 
 def brute_force(rollouts):
@@ -28,7 +29,7 @@ def brute_force(rollouts):
 
 @settings(deadline=None)
 @given(st.data())
-def test_tracker_equals_its_brute_force_twin(data):
+def test_means_equal_their_brute_force_twin(data):
     num_envs = data.draw(st.integers(1, 4))
     rollouts = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -37,18 +38,24 @@ def test_tracker_equals_its_brute_force_twin(data):
         reward = torch.tensor(data.draw(st.lists(st.integers(-3, 3), min_size=cells, max_size=cells)))
         done = torch.tensor(data.draw(st.lists(st.booleans(), min_size=cells, max_size=cells)))
         rollouts.append((reward.float().view(steps, num_envs), done.view(steps, num_envs)))
-    tracker = EpisodeTracker(num_envs)
+    episodes = FinishedEpisodes(num_envs)
     for (reward, done), expected in zip(rollouts, brute_force(rollouts), strict=True):
-        returns, lengths = tracker.update(reward, done)
-        assert list(zip(returns.tolist(), lengths.tolist(), strict=True)) == expected
+        episodes.add(reward.t().unsqueeze(-1), done.t().unsqueeze(-1))
+        found = episodes.summary()
+        assert found.get("train/episodes", 0) == len(expected)
+        if expected:
+            returns, lengths = zip(*expected, strict=True)
+            assert found["train/return"] == pytest.approx(sum(returns) / len(returns))
+            assert found["train/length"] == pytest.approx(sum(lengths) / len(lengths))
 
 
-def test_tracker_resumes_in_the_middle_of_an_episode():
-    tracker, other = EpisodeTracker(2), EpisodeTracker(2)
-    tracker.update(torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.bool))
-    other.load_state_dict(tracker.state_dict())
-    done = torch.tensor([[True, False]])
-    assert other.update(torch.ones(1, 2), done)[0].tolist() == tracker.update(torch.ones(1, 2), done)[0].tolist() == [4]
+def test_an_episode_goes_on_where_a_state_left_it():
+    one, other = FinishedEpisodes(2), FinishedEpisodes(2)
+    one.add(torch.ones(2, 3, 1), torch.zeros(2, 3, 1, dtype=torch.bool))
+    other.load_state_dict(one.state_dict())
+    for episodes in (one, other):
+        episodes.add(torch.ones(2, 1, 1), torch.tensor([[[True]], [[False]]]))
+        assert episodes.summary() == {"train/return": 4.0, "train/length": 4.0, "train/episodes": 1.0}
 
 
 def test_a_state_is_taken_wholly_or_not_at_all() -> None:

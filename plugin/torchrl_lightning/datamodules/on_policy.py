@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.episodes import EpisodeTracker
+from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 
@@ -101,7 +101,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)
         self.buffer: VanillaOnPolicyBuffer | None = None
         self._make_buffer = buffer
-        self._tracker = EpisodeTracker(self.num_envs)
+        self._episodes = FinishedEpisodes(self.num_envs)
         self._metrics: dict[str, float] = {}
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
@@ -140,7 +140,7 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
-        state["episodes"] = self._tracker.state_dict()
+        state["episodes"] = self._episodes.state_dict()
         state["metrics"] = dict(self._metrics)
         if self._place is not None:
             state["place"] = {**self._place, "generator": self._place["generator"].clone()}
@@ -154,11 +154,11 @@ class OnPolicyDataModule(ExperienceDataModule):
         own = self._restored
         if own is None or self.buffer is None or "buffer" not in own:
             return
+        self.buffer.load_state_dict(own["buffer"])
+        self._episodes.load_state_dict(own["episodes"])
         if not self.reset_at_each_batch:
             # The environments start anew, so that their unfinished episodes are lost.
-            own["episodes"] = EpisodeTracker(self.num_envs).state_dict()
-        self.buffer.load_state_dict(own["buffer"])
-        self._tracker.load_state_dict(own["episodes"])
+            self._episodes.forget_unfinished()
         self._metrics = dict(own.get("metrics", {}))
         self._place = self._resumed = own.get("place")
         # The rollout is not needed twice.
@@ -294,19 +294,9 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
         buffer = self._require_buffer()
-        metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
-        self._metrics = metrics
+        self._metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
         ids = env_ids(rollout, time_dim=0)
-        if ids is not None and int(ids.min()) < 0:
-            return  # whose episodes these are is unknown
-        returns, lengths = self._tracker.update(
-            rollout["next", "reward"].reshape(*rollout.shape, -1).sum(-1),
-            rollout["next", "done"].flatten(2).any(-1),
-            ids,
-        )
-        if self.reset_at_each_batch:
-            self._tracker.reset()
-        if len(returns):
-            metrics["train/return"] = returns.mean().item()
-            metrics["train/length"] = lengths.double().mean().item()
-            metrics["train/episodes"] = float(len(returns))
+        if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
+            reward, done = (rollout["next", name].transpose(0, 1) for name in ("reward", "done"))
+            self._episodes.add(reward, done, ids, cut=self.reset_at_each_batch)
+            self._metrics |= self._episodes.summary()
