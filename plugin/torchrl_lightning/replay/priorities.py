@@ -116,29 +116,46 @@ class Priorities:
 
         Raises:
             IndexError: a cell out of range.
+            ValueError: the priority is too large.
         """
         if not index.numel():
             return
-        low, high = (int(bound) for bound in index.aminmax())
-        if low == -1:
-            self.mark(index[index != -1], priority)
-            return
-        if low < 0 or high >= self.capacity:
-            raise IndexError(
-                f"Cell {low if low < 0 else high} was written, but there are priorities for {self.capacity} cells; "
-                "give the sampler the max_size of the storage as max_capacity."
-            )
-        value = torch.full((1,), priority, dtype=self.priorities.dtype, device=self.priorities.device)
-        self.tree.assign(index, self.power(value))
         if self._compiled:
-            self.count += jitted(priority_kernels.mark)(*self._arrays()[1:], index.numpy(), priority)
+            place, fresh, change, last = jitted(priority_kernels.mark)(
+                *self._arrays(), _packed(index), priority, self.eps, self.alpha, self._limit
+            )
+            if place == len(index):
+                raise ValueError(f"The priority {priority} of new data is too large for alpha={self.alpha}.")
+            if place >= 0:
+                raise self._unknown(int(index[place]))
+            self.count += fresh
+            self.tree.count(change)
+            self.extent = max(self.extent, last + 1)
         else:
-            cells = index[last_of_each(index)]
+            self._mark_torch(index, priority)
+        if self.lowest is not None or self.highest is not None:
+            self._follow(
+                index[index >= 0], torch.full((1,), priority, dtype=self.priorities.dtype, device=index.device)
+            )
+
+    def _mark_torch(self, index: Tensor, priority: float) -> None:
+        bad = ((index < -1) | (index >= self.capacity)).nonzero()
+        if len(bad):
+            raise self._unknown(int(index[int(bad[0])]))
+        cells = index[last_of_each(index)]
+        cells = cells[cells >= 0]
+        if cells.numel():
+            self.tree.assign(cells, self.power(torch.full_like(cells[:1], priority, dtype=self.priorities.dtype)))
             self.count += int((self.priorities[cells] < 0).sum())
             self.priorities[cells] = priority
             self.generations[cells] += 1
-        self.extent = max(self.extent, high + 1)
-        self._follow(index, value)
+            self.extent = max(self.extent, int(cells.max()) + 1)
+
+    def _unknown(self, cell: int) -> IndexError:
+        return IndexError(
+            f"Cell {cell} was written, but there are priorities for {self.capacity} cells; "
+            "give the sampler the max_size of the storage as max_capacity."
+        )
 
     def update(self, index: Tensor, priority: Tensor, generation: Tensor | None = None) -> None:
         """Change priorities; what is not stored (or no longer what it was when drawn) is left alone.
@@ -227,14 +244,17 @@ class Priorities:
             RuntimeError: every priority is zero.
         """
         device = self.priorities.device
-        mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
-        if not self._compiled:
-            return self._draw_torch(mass.to(device), stratified, beta, base)
+        if not self._compiled or generator.device.type != "cpu":
+            mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
+            if not self._compiled:
+                return self._draw_torch(mass.to(device), stratified, beta, base)
+            shares = mass.cpu().numpy()
+        else:
+            shares = np.empty(count, self._arrays()[1].dtype)
+            torch.from_numpy(shares).uniform_(generator=generator)
         # numpy's empty arrays cost a quarter of torch's.
         cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
-        if not jitted(priority_kernels.draw)(
-            *self._arrays(), mass.cpu().numpy(), stratified, beta, base, cells, weights, stamps
-        ):
+        if not jitted(priority_kernels.draw)(*self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
             raise self._all_zero()
         return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
 

@@ -264,7 +264,6 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         if priority is not None:
             self.table.check(self._flat(torch.arange(rows), priority, None)[1])
 
-    @torch.no_grad()
     def mark_update(self, index: int | slice | range | Tensor, *, storage: Storage | None = None) -> None:
         """Give cells that were just written the priority of new data; called by the storage.
 
@@ -277,7 +276,14 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             index = range(*index.indices(self.max_size))
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, index.step)
-        self.table.mark(self._cells(index, storage), self.default_priority)
+        if (
+            not isinstance(index, Tensor)
+            or index.ndim != 1
+            or index.dtype != torch.int64
+            or index.device != self.device
+        ):
+            index = self._cells(index, storage)
+        self.table.mark(index, self.default_priority)
 
     def add(self, index: Any) -> None:
         """Do nothing: :meth:`mark_update` was called before."""

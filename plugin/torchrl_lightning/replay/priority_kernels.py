@@ -11,15 +11,41 @@ from torchrl_lightning import segment_kernels
 NOTHING = np.empty(0, np.int32)
 
 
-def mark(priorities: Any, generations: Any, index: Any, priority: float) -> int:
-    """Record that cells were written (numba); return how many of them held nothing before."""
-    fresh = 0
-    for i in range(len(index)):
+def mark(
+    nodes: Any, priorities: Any, generations: Any, index: Any, priority: float, eps: float, alpha: float, limit: float
+) -> tuple[int, int, int, int]:
+    """Record that cells were written, all of one priority (numba), after checking everything; -1 stands for no cell.
+
+    Returns:
+        Place of the first bad index, their number if the priority is bad, or -1; how many of the cells held nothing
+        before; by how much the number of leaves that are not zero has changed; the last cell.
+    """
+    count, width = len(index), len(nodes) // 2
+    for i in range(count):
+        if index[i] < -1 or index[i] >= len(priorities):
+            return i, 0, 0, -1
+    leaf = priority + eps
+    if alpha != 1.0:
+        leaf = leaf**alpha
+    if not leaf <= limit:
+        return count, 0, 0, -1
+    pending = np.empty(count, np.int64)
+    size, above, fresh, change, last = 0, -1, 0, 0, -1
+    for i in range(count):
         cell = index[i]
+        if cell < 0:
+            continue
         fresh += int(priorities[cell] < 0)
         priorities[cell] = priority
         generations[cell] += 1
-    return fresh
+        change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
+        nodes[width + cell] = leaf
+        last = max(last, cell)
+        parent = (width + cell) >> segment_kernels.LEVELS
+        size += int(parent != above)
+        pending[size - 1] = above = parent
+    segment_kernels.climb(nodes, width, segment_kernels.SUM, pending, size)
+    return -1, fresh, change, last
 
 
 def update(
