@@ -28,6 +28,7 @@ from torchrl_lightning.learn import ActorCriticModule as ActorCriticModule
 from torchrl_lightning.learn import CNNNetwork as CNNNetwork
 from torchrl_lightning.learn import DQNModule as DQNModule
 from torchrl_lightning.learn import LoadedPolicy as LoadedPolicy
+from torchrl_lightning.learn import LossModuleAgent as LossModuleAgent
 from torchrl_lightning.learn import MLPNetwork as MLPNetwork
 from torchrl_lightning.learn import OffPolicyModule as OffPolicyModule
 from torchrl_lightning.learn import PPOModule as PPOModule

@@ -91,6 +91,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
         [
             Described("model", "a2c", "A2CModule"),
             Described("model", "dqn", "DQNModule"),
+            Described("model", "loss_module", "LossModuleAgent"),
             Described("model", "ppo", "PPOModule"),
             Described("model", "reinforce", "ReinforceModule"),
             Described("model", "sac", "SACModule"),

@@ -24,6 +24,7 @@ def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.Completed
     [
         ("torchrl_only.py", ["--frames", "2048"], r"mean return of the last 20 episodes: (\d+\.\d)"),
         ("own_trainer.py", ["--frames", "2048"], r"mean return of 20 episodes: (\d+\.\d)"),
+        ("loss_module.py", ["--frames", "1100"], r"mean return of 20 episodes: (\d+\.\d)"),
         (
             "hydra_app/train.py",
             ["data.total_frames=512", "data.frames_per_batch=256", "data.eval_episodes=2", "seed=1"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import MISSING
+
 
 @dataclass
 class A2CSchema:
@@ -55,6 +57,21 @@ class DQNSchema:
     target_interval: int = 1
     refresh_states: bool = False
     compile: bool = False
+
+
+@dataclass
+class LossModuleAgentSchema:
+    """Arguments of :class:`torchrl_lightning.LossModuleAgent`."""
+
+    _target_: str = "torchrl_lightning.LossModuleAgent"
+    _convert_: str = "all"
+    loss: Any = MISSING
+    policy: Any = None
+    optimizer: Any = None
+    target_updater: Any = None
+    learning_rate: float = 0.0003
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -239,6 +256,7 @@ class RandomNetworkDistillationSchema:
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("model", "a2c"): A2CSchema,
     ("model", "dqn"): DQNSchema,
+    ("model", "loss_module"): LossModuleAgentSchema,
     ("model", "ppo"): PPOSchema,
     ("model", "reinforce"): ReinforceSchema,
     ("model", "sac"): SACSchema,

@@ -8,6 +8,7 @@ from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorica
 from torchrl_lightning.learn.dqn import DQNModule
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.loading import LoadedPolicy, load_policy
+from torchrl_lightning.learn.loss_module import LossModuleAgent
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, policy_gradient_loss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
@@ -35,6 +36,7 @@ __all__ = [
     "ExploringPolicy",
     "LinearSchedule",
     "LoadedPolicy",
+    "LossModuleAgent",
     "MLPNetwork",
     "MultiCategorical",
     "Network",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
-from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.ranges import optional, positive
@@ -24,7 +23,6 @@ class AgentModule(ReportingModule):
     """An agent whose networks are built from a DataModule's specs and registered in ``loss`` only.
 
     Args:
-        network: Network in front of the heads.
         learning_rate: Learning rate of the default optimizer, fused Adam.
         optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
         critic_optimizer: A separate optimizer for the critics' own parameters; optional.
@@ -37,7 +35,6 @@ class AgentModule(ReportingModule):
 
     def __init__(
         self,
-        network: Network,
         *,
         learning_rate: float,
         optimizer: OptimizerFactory | None,
@@ -55,7 +52,6 @@ class AgentModule(ReportingModule):
         optional(positive)(max_grad_norm, "max_grad_norm")
         super().__init__()
         self.automatic_optimization = False
-        self.network = network
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
         self.schedule = as_schedule(schedule)
@@ -151,8 +147,12 @@ class AgentModule(ReportingModule):
     ) -> torch.optim.Optimizer:
         """Return an optimizer over parts that are trained together, and have ``update`` step it."""
         optimizer = factory([parameter for part in parts for parameter in part])
-        self._groups[norm] = OptimizedParameters(optimizer, parts, settled_parameters(self))
+        self._groups[norm] = OptimizedParameters(optimizer, parts, self.settled_parameters())
         return optimizer
+
+    def settled_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that must stay where they lie."""
+        return settled_parameters(self)
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=self.learning_rate, eps=self.adam_eps, fused=True)

@@ -84,13 +84,13 @@ class ActorCriticModule(AgentModule):
         positive(initial_std, "initial_std")
         optional(positive)(clip_value, "clip_value")
         super().__init__(
-            network or MLPNetwork(),
             learning_rate=learning_rate,
             optimizer=optimizer,
             critic_optimizer=critic_optimizer,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
         )
+        self.network: Network = network or MLPNetwork()
         self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type, "loss_critic_type")
         self.clip_value, self.normalize_advantage = clip_value, normalize_advantage
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff

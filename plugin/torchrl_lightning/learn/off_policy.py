@@ -82,13 +82,13 @@ class OffPolicyModule(AgentModule):
     ) -> None:
         fraction(gamma, "gamma")
         super().__init__(
-            network or self.default_network(),
             learning_rate=learning_rate,
             optimizer=optimizer,
             critic_optimizer=critic_optimizer,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
         )
+        self.network = network or self.default_network()
         integer(target_interval, "target_interval")
         if not 0.0 < tau <= 1.0:
             raise ValueError(f"tau={tau} must be in (0, 1]")

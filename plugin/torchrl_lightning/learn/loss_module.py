@@ -1,0 +1,183 @@
+"""Any loss of TorchRL's as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import LossModule
+from torchrl.objectives.utils import TargetNetUpdater
+
+from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
+from torchrl_lightning.learn.schedules import Schedule
+
+STATE = "target_updater"
+# Where TorchRL's losses keep the network that acts.
+_ACTING = ("actor_network", "value_network", "local_value_network")
+
+
+class LossModuleAgent(AgentModule):
+    """Train one of TorchRL's ``LossModule`` on the batches of a DataModule.
+
+    Each batch is one update: the sum of the loss's entries ``loss_...`` (or its ``loss``) is minimised by one
+    optimizer, then the target networks follow. Priorities go to the buffer where the loss writes them (``td_error``).
+    The value estimator is made before a checkpoint is read, with TorchRL's defaults unless ``loss`` made one.
+
+    Args:
+        loss: A callable that takes the environment's specs (``observation``, ``action``, ...), builds networks and
+            returns the loss; or a ready loss.
+        policy: What acts: a TensorDict module, or a callable that takes the loss's own acting network and returns one,
+            e.g. followed by an exploration module; by default that network itself (``actor_network``, else
+            ``value_network``).
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        target_updater: A callable that takes the loss and returns a target updater, e.g.
+            ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
+        learning_rate: Learning rate of the default optimizer.
+        max_grad_norm: Clip the gradient to this norm; None does not clip.
+        schedule: Schedule of the learning rate over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+
+    Raises:
+        TypeError: ``loss`` gives something else than a ``LossModule``, or the loss has no acting network and none is
+            given.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Categorical
+        >>> from torchrl.modules import MLP, QValueActor
+        >>> from torchrl.objectives import DQNLoss
+        >>> def dqn(specs):
+        ...     network = MLP(in_features=4, out_features=specs.action.n, num_cells=[8])
+        ...     return DQNLoss(QValueActor(network, spec=specs.action), action_space=specs.action)
+        >>> type(LossModuleAgent(dqn).build(SimpleNamespace(action=Categorical(2))).policy).__name__
+        'QValueActor'
+    """
+
+    def __init__(
+        self,
+        loss: LossModule | Callable[[Any], LossModule],
+        *,
+        policy: nn.Module | Callable[[nn.Module], nn.Module] | None = None,
+        optimizer: OptimizerFactory | None = None,
+        target_updater: Callable[[LossModule], TargetNetUpdater] | None = None,
+        learning_rate: float = 3e-4,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            critic_optimizer=None,
+            max_grad_norm=max_grad_norm,
+            schedule=schedule,
+        )
+        self.loss: LossModule | None = None
+        self.acting = policy if isinstance(policy, nn.Module) else None
+        self.updater: TargetNetUpdater | None = None
+        self._make_policy = None if isinstance(policy, nn.Module) else policy
+        self._make_updater = target_updater
+        if isinstance(loss, LossModule):
+            self._adopt(loss)
+        else:
+            self._make_loss = loss
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the loss exists."""
+        return self.loss is not None
+
+    def build(self, specs: Any) -> Self:
+        """Build the loss for an environment's specs, once; return the module."""
+        if self.loss is None:
+            loss = self._make_loss(specs)
+            if not isinstance(loss, LossModule):
+                raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
+            self._adopt(loss)
+        return self
+
+    def _adopt(self, loss: LossModule) -> None:
+        # TorchRL's losses make these at first use. Made now, they are there when a checkpoint is read.
+        if loss.default_value_estimator is not None:
+            _ = loss.value_estimator
+        _ = getattr(loss, "target_entropy", None)
+        network = _acting_network(loss)
+        if network is None and self.acting is None:
+            raise TypeError(f"{type(loss).__name__} has none of {', '.join(_ACTING)}; give the policy that acts.")
+        if self._make_policy is not None:
+            self.acting = self._make_policy(network)
+        # Not registered: a state dict holds the networks once, in the loss. `acting` has what a policy adds to them.
+        self.__dict__["_policy"] = network if self.acting is None else self.acting
+        self.__dict__["_critic"] = _network(loss, "critic_network")
+        self.updater = None if self._make_updater is None else self._make_updater(loss)
+        self.loss = loss
+
+    @property
+    def policy(self) -> Any:
+        """What acts."""
+        return self.require_built(self.__dict__.get("_policy"))
+
+    @property
+    def critic(self) -> Any:
+        """The loss's ``critic_network``, for a buffer that estimates values; None where it has none."""
+        self.require_built(self.loss)
+        return self.__dict__["_critic"]
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return one optimizer over the parameters of the loss."""
+        parameters = [parameter for parameter in self.require_built(self.loss).parameters() if parameter.requires_grad]
+        self._groups = {}
+        return [self.build_optimizer(self.optimizer or self._default_optimizer, "grad_norm", parameters)]
+
+    def settled_parameters(self) -> set[nn.Parameter]:
+        """Return all: losses and target updaters of TorchRL's keep views of them."""
+        return set(self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save how far the target updater has come."""
+        if self.updater is not None:
+            checkpoint[STATE] = self.updater.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore how far the target updater has come.
+
+        Raises:
+            ValueError: The checkpoint belongs to another environment.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if self.updater is not None and STATE in checkpoint:
+            self.updater.load_state_dict(checkpoint[STATE])
+
+    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Update on one batch; the loss may write into it."""
+        terms: dict[str, Tensor] = dict(self.require_built(self.loss)(batch).items())
+        losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
+        norms = self.update(sum(losses[1:], start=losses[0]))
+        if self.updater is not None:
+            self.updater.step()
+        scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
+        self.accumulate(scalars | norms)
+
+
+def _network(loss: LossModule, *names: str) -> Any:
+    """Return the first network of these names that a loss has, holding the very parameters that it trains."""
+    found = next((name for name in names if name in loss.__dict__ or name in dict(loss.named_children())), None)
+    return None if found is None else loss.get_stateful_net(found)
+
+
+def _acting_network(loss: LossModule) -> Any:
+    """Return the network that acts; a copy (of a functional loss) writes only what a step of experience holds.
+
+    Otherwise the distribution's parameters or the values of all actions would be stored, which steps that are collected
+    without the policy do not have.
+    """
+    network, keys = _network(loss, *_ACTING), loss.tensor_keys
+    if network is not None and loss.functional:
+        wanted = {keys.action, getattr(keys, "sample_log_prob", None)}
+        written = [key for key in network.out_keys if key in wanted or (isinstance(key, tuple) and key[0] == "next")]
+        if keys.action in written:
+            network.select_out_keys(*written)
+    return network

@@ -1,0 +1,212 @@
+"""TorchRL's own losses train through our DataModules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.data import Categorical
+from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
+from torchrl.modules.distributions import NormalParamExtractor
+from torchrl.objectives import A2CLoss, DQNLoss, HardUpdate, IQLLoss, LossModule, REDQLoss, SoftUpdate
+
+from learn.fakes import trainer
+from learn.replay_fakes import BOX, DISCRETE, FakeReplay, transitions
+from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
+from torchrl_lightning.learn import LossModuleAgent
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*logger.*")
+
+
+def gaussian_actor(specs: Any) -> ProbabilisticActor:
+    size, actions = specs.observation["observation"].shape[-1], specs.action.shape[-1]
+    net = nn.Sequential(MLP(in_features=size, out_features=2 * actions, num_cells=[8]), NormalParamExtractor())
+    return ProbabilisticActor(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=specs.action,
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": specs.action.space.low, "high": specs.action.space.high},
+    )
+
+
+def action_value(specs: Any) -> ValueOperator:
+    size = specs.observation["observation"].shape[-1] + specs.action.shape[-1]
+    return ValueOperator(MLP(in_features=size, out_features=1, num_cells=[8]), in_keys=["observation", "action"])
+
+
+def state_value(specs: Any) -> ValueOperator:
+    size = specs.observation["observation"].shape[-1]
+    return ValueOperator(MLP(in_features=size, out_features=1, num_cells=[8]), in_keys=["observation"])
+
+
+def redq(specs: Any) -> REDQLoss:
+    return REDQLoss(gaussian_actor(specs), action_value(specs), num_qvalue_nets=3, sub_sample_len=2)
+
+
+def iql(specs: Any) -> IQLLoss:
+    loss = IQLLoss(gaussian_actor(specs), action_value(specs), value_network=state_value(specs))
+    loss.make_value_estimator(gamma=0.9)
+    return loss
+
+
+def dqn(specs: Any) -> DQNLoss:
+    network = MLP(in_features=4, out_features=int(specs.action.space.n), num_cells=[8])
+    return DQNLoss(QValueActor(network, spec=specs.action), action_space=specs.action, delay_value=True)
+
+
+class Data(FakeReplay):
+    """The same batches for the same number of frames."""
+
+    def epoch(self) -> Iterator[TensorDict]:
+        generator = torch.Generator().manual_seed(self.frames)
+        torch.manual_seed(self.frames)
+        for _ in range(self.batches):
+            self.frames += 10
+            yield self.make(generator)
+
+
+def data(specs: Any = BOX) -> Data:
+    return Data(specs, lambda generator: transitions(specs, 16, generator=generator))
+
+
+def agent(loss: Any, **kwargs: Any) -> LossModuleAgent:
+    torch.manual_seed(0)
+    return LossModuleAgent(loss, **{"target_updater": partial(SoftUpdate, tau=0.1), "learning_rate": 1e-2, **kwargs})
+
+
+@pytest.mark.parametrize("make", [redq, iql])
+def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: Any) -> None:
+    module, source = agent(make).build(BOX), data()
+    before = {name: value.clone() for name, value in module.named_parameters()}
+    targets = {name: value.clone() for name, value in module.named_buffers() if "target_qvalue" in name}
+    trainer(max_epochs=2).fit(module, datamodule=source)
+    assert all(not torch.equal(before[name], value) for name, value in module.named_parameters())
+    after = dict(module.named_buffers())
+    assert targets
+    assert all(not torch.equal(value, after[name]) for name, value in targets.items())
+    assert all(batch.get("td_error", None) is not None for batch in source.served)
+    assert {"train/loss_actor", "train/loss_qvalue", "train/learning_rate"} <= module.epoch_metrics.keys()
+
+
+@pytest.mark.parametrize("make", [redq, iql])
+@pytest.mark.parametrize(
+    "updater", [partial(SoftUpdate, tau=0.1), partial(HardUpdate, value_network_update_interval=4)]
+)
+def test_resuming_is_exact(make: Any, updater: Any, tmp_path: Path) -> None:
+    def new() -> LossModuleAgent:
+        return agent(make, target_updater=updater, schedule="linear", max_grad_norm=0.1)
+
+    whole = new()
+    trainer(max_epochs=4).fit(whole, datamodule=data())
+    fit = trainer(max_epochs=2)
+    fit.fit(new(), datamodule=data())
+    fit.save_checkpoint(tmp_path / "two.ckpt")
+    second = new()
+    trainer(max_epochs=4).fit(second, datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
+    expected, actual = whole.state_dict(), second.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_it_updates_as_a_loop_of_ones_own_does() -> None:
+    module, source = agent(redq).build(BOX), data()
+    loss = copy.deepcopy(module.loss)
+    updater = SoftUpdate(loss, tau=0.1)
+    trainer(max_epochs=1).fit(module, datamodule=source)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    for _ in range(3):
+        terms = loss(transitions(BOX, 16, generator=generator))
+        optimizer.zero_grad()
+        sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
+        optimizer.step()
+        updater.step()
+    expected, actual = loss.state_dict(), module.loss.state_dict()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+def test_the_policy_holds_the_parameters_that_are_trained() -> None:
+    module = agent(redq).build(BOX)
+    td = transitions(BOX, 5)
+    for move in (lambda: module, lambda: module.double().float(), lambda: module.load_state_dict(module.state_dict())):
+        move()
+        trained = {parameter.data_ptr() for parameter in module.loss.actor_network_params.parameters()}
+        assert {parameter.data_ptr() for parameter in module.policy.parameters()} == trained
+        assert module.policy(td)["action"].shape == (5, 2)
+    assert not any(name.startswith("acting") for name in module.state_dict())
+    assert module.critic is None
+
+
+def test_a_policy_of_ones_own_explores_and_is_saved() -> None:
+    def explore(actor: nn.Module) -> nn.Module:
+        return TensorDictSequential(actor, EGreedyModule(Categorical(3), eps_init=1.0, eps_end=0.1))
+
+    module = agent(dqn, policy=explore)
+    trainer(max_epochs=1).fit(module, datamodule=data(DISCRETE))
+    assert "acting.module.1.eps" in module.state_dict()
+    trained = {parameter.data_ptr() for parameter in module.loss.parameters()}
+    assert {parameter.data_ptr() for parameter in module.policy.parameters()} == trained
+    actions = module.policy(transitions(DISCRETE, 100))["action"]
+    assert len(actions.unique()) == 3
+
+
+def test_prioritized_replay_gets_the_losses_errors() -> None:
+    made: list[ExperienceBuffer] = []
+
+    def buffer(num_envs: int) -> ExperienceBuffer:
+        sampler = PrioritizedSampler(64, alpha=1.0, beta=0.0)
+        made.append(ExperienceBuffer(storage=RingStorage(64), sampler=sampler, num_envs=num_envs))
+        return made[0]
+
+    source = ReplayDataModule(
+        "Pendulum-v1", num_envs=2, buffer=buffer, batch_size=16, updates_per_epoch=3, warmup_frames=16, seed=0
+    )
+    module = agent(redq)
+    trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
+    tree = made[0].sampler.table.tree
+    assert len(tree[torch.arange(len(made[0]))].unique()) > 3
+
+
+def test_a_ready_on_policy_loss_learns_from_rollouts() -> None:
+    net = TensorDictModule(
+        MLP(in_features=4, out_features=2, num_cells=[8]), in_keys=["observation"], out_keys=["logits"]
+    )
+    actor = ProbabilisticActor(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[8]), in_keys=["observation"])
+    module = LossModuleAgent(A2CLoss(actor, critic), learning_rate=1e-2)
+    before = [parameter.clone() for parameter in module.parameters()]
+    source = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=32, num_mini_batch=2, num_epochs=1, seed=0)
+    trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
+    assert all(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert "train/loss_critic" in module.epoch_metrics
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(RuntimeError, match="build"):
+        _ = agent(redq).policy
+    with pytest.raises(TypeError, match="gave Linear; expected one of"):
+        agent(lambda specs: nn.Linear(1, 1)).build(BOX)
+
+    class Silent(LossModule):
+        def __init__(self) -> None:
+            super().__init__()
+
+    with pytest.raises(TypeError, match="Silent has none of actor_network"):
+        LossModuleAgent(Silent())
