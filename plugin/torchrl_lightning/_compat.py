@@ -11,7 +11,6 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_lightning.files import OwnFiles, StateFiles
-from torchrl_lightning.parts import OwnGenerator, OwnSignature, packed, unpacked
+from torchrl_lightning.parts import OwnGenerator, OwnSignature, is_spawning, packed, unpacked
 
 T = TypeVar("T")
 Drawn = tuple[Any, dict[Any, Any]]
@@ -120,7 +119,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self._mutation_revision_value, self._last_cursor_index_value = make("q", revision), make("q", cursor)
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
+        if is_spawning():
             return dict(super().__getstate__())
         if self.is_private:
             LazyTensorStorage._len.fset(self, self._own_length)
@@ -282,7 +281,7 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        if get_spawning_popen() is not None:
+        if is_spawning():
             state["_rng"] = None
             state["spawned_rng"] = packed(self._rng)
         return state

@@ -21,6 +21,11 @@ class OwnSignature:
         cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
+def is_spawning() -> bool:
+    """Return whether objects are pickled right now for a process that starts, and not for a copy or a file."""
+    return get_spawning_popen() is not None
+
+
 def packed(generator: torch.Generator) -> Any:
     """Return a generator as what can be sent to a process that is being started."""
     # A tensor that exists only while a process starts loses its file before the process opens it: numpy arrays travel.
@@ -51,7 +56,7 @@ class OwnGenerator:
         return self._own_rng
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._own_rng is None or get_spawning_popen() is None:
+        if self._own_rng is None or not is_spawning():
             return dict(self.__dict__)
         return {**self.__dict__, "_own_rng": packed(self._own_rng)}
 

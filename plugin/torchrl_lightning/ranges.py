@@ -1,4 +1,4 @@
-"""Refuse settings that make no sense, before anything is built: one check for each kind of number.
+"""Refuse settings that make no sense, before anything is built: one check for each kind of setting.
 
 Each takes a value and what its user calls it, and returns the value.
 """
@@ -6,7 +6,7 @@ Each takes a value and what its user calls it, and returns the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import index
 from typing import Any
 
@@ -93,6 +93,21 @@ def boolean(value: Any, name: str) -> bool:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
+    """Return one of some options.
+
+    Raises:
+        ValueError: it is something else.
+
+    Example:
+        >>> one_of("steps", "by", ("steps", "environments"))
+        'steps'
+    """
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}.")
     return value
 
 

@@ -10,13 +10,13 @@ are a function of the leaves alone, and rounding cannot pile up. Numba's walks k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchrl_lightning import segment_kernels
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.scan import runs_on_numba
 from torchrl_lightning.segment_kernels import OPERATIONS, allocate, assign_torch, descend_torch, jitted, reduce_pairs
 from torchrl_lightning.state import check_state, same, tensor
@@ -105,7 +105,7 @@ class SegmentTree:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None:
+        if not is_spawning():
             return dict(self.__dict__)
         # A tensor would be shared with the new process, while the count of nonzero leaves is not.
         return {**self.__dict__, "_nodes": (self._nodes.cpu().numpy(), self.device), "_nonzero": int(self._nonzero)}

@@ -99,6 +99,10 @@ def flag(value: Any, name: str) -> None:
         raise wrong(value, name, "True or False")
 
 
+def anything(value: Any, name: str) -> None:
+    """Expect the entry, and check its value elsewhere."""
+
+
 def mapping(value: Any, name: str) -> None:
     """Expect a dict, whose content another schema checks."""
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):

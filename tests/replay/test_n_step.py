@@ -243,9 +243,9 @@ def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"n": 0}, ValueError, "n_steps is 0; it must be a positive integer"),
-        ({"n": True}, ValueError, "n_steps is True"),
-        ({"gamma": 1.5}, ValueError, "gamma is 1.5; it must be between 0 and 1"),
+        ({"n": 0}, ValueError, "n_steps must be a positive integer, got 0"),
+        ({"n": True}, ValueError, "n_steps must be a positive integer, got True"),
+        ({"gamma": 1.5}, ValueError, "gamma must be between 0 and 1, got 1.5"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_at_once(settings, error, message) -> None:

@@ -28,6 +28,7 @@ from torchrl_lightning.collectors._shared import SharedWeights
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.collectors.vector_env import check_env_source
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, same, whole
 
 _STATE_VERSION = 1
@@ -103,10 +104,8 @@ class AsynchronousCollector:
         check_env_source(env)
         check_policy(policy)
         check_frames(frames_per_batch, num_envs, total_frames)
-        if num_workers < 1 or rollouts_in_flight < 1:
-            raise ValueError(
-                f"num_workers={num_workers} and rollouts_in_flight={rollouts_in_flight} must be at least 1."
-            )
+        integer(num_workers, "num_workers")
+        integer(rollouts_in_flight, "rollouts_in_flight")
         self._env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         _pickled((env, self._env_args), "The environment (env, env_kwargs, wrappers)")
         self.env, self.policy = env, policy

@@ -11,7 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from torchrl_lightning.collectors.replayed import ResumableVectorEnv
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, one_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
@@ -92,8 +92,7 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
         ValueError: An unknown id or vectorization.
         TypeError: Neither an id, a factory nor a vector environment.
     """
-    if vectorization not in VECTORIZATIONS:
-        raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}.")
+    one_of(vectorization, "vectorization", VECTORIZATIONS)
     if isinstance(env, str):
         try:
             registered_spec(env)

@@ -20,6 +20,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import read_state, write_state
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.checks import STATE_VERSION, check_transform
 from torchrl_lightning.replay.foreign_states import check_sampler, load_sampler, pack_batch, unpack_batch
 from torchrl_lightning.replay.n_step import NStepReturns
@@ -27,7 +28,7 @@ from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Rings, integers
 from torchrl_lightning.replay.sequence_reading import read_windows
 from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, is_spawning
+from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning._compat import entries_of
 from torchrl_lightning.entries import Path
+from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.scan import compiled
@@ -55,10 +56,8 @@ class NStepReturns:
     gamma: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int) or self.n_steps < 1:
-            raise ValueError(f"n_steps is {self.n_steps!r}; it must be a positive integer.")
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma is {self.gamma}; it must be between 0 and 1.")
+        integer(self.n_steps, "n_steps")
+        fraction(self.gamma, "gamma")
 
     def gather(
         self, cells: Cells, episodes: EpisodeIndex | None, index: Tensor, names: Names, skip: Collection[Path]

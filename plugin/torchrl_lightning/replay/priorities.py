@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay import priority_kernels
-from torchrl_lightning.replay.sharing import is_spawning
 from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.state import Check, check_state, number, same, tensor

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
-from torchrl_lightning.ranges import integer, not_negative
+from torchrl_lightning.ranges import integer, not_negative, one_of
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import integers, stored_cells
 from torchrl_lightning.state import check_state, generator, number
@@ -92,10 +92,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         generator: torch.Generator | None = None,
     ) -> None:
         # TorchRL's own __init__ would build its compiled trees, which do not load with every torch.
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {tuple(REDUCTIONS)}, got {reduction!r}.")
-        if weight_norm not in WEIGHT_NORMS:
-            raise ValueError(f"weight_norm must be one of {WEIGHT_NORMS}, got {weight_norm!r}.")
+        one_of(reduction, "reduction", REDUCTIONS)
+        one_of(weight_norm, "weight_norm", WEIGHT_NORMS)
         eps, self.initial_priority = not_negative(eps, "eps"), not_negative(initial_priority, "initial_priority")
         self._beta = not_negative(beta, "beta")
         self.table = Priorities(

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_keys, path_of
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay import windows
 from torchrl_lightning.replay.sequence_reading import first_states
 from torchrl_lightning.replay.windows import EPISODE_ENDS, WindowRule
@@ -74,8 +74,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         recurrent_keys: Sequence[NestedKey] = ("recurrent_state",),
         generator: torch.Generator | None = None,
     ) -> None:
-        if episode_ends not in EPISODE_ENDS:
-            raise ValueError(f"episode_ends must be one of {EPISODE_ENDS}, got {episode_ends!r}.")
+        one_of(episode_ends, "episode_ends", EPISODE_ENDS)
         batch_length = integer(batch_length, "batch_length")
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")

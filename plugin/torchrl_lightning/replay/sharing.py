@@ -5,21 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
-from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchrl_lightning.parts import is_spawning
+
 SHARE_FIRST = (
     "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
     "or give each process a buffer of its own"
 )
-
-
-def is_spawning() -> bool:
-    """Return whether objects are pickled right now for a process that starts, and not for a copy or a file."""
-    return get_spawning_popen() is not None
 
 
 _process = os.getpid()

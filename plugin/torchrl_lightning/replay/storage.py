@@ -29,13 +29,14 @@ from torchrl_lightning.entries import (
     tree_of,
 )
 from torchrl_lightning.files import Rows, write_state
+from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memmap import map_cells
 from torchrl_lightning.replay.memory import check_room, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.rings import Rings, integers, integers_below, rings_in
-from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, is_spawning, this_process
+from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
 
 
 class RingStorage(StorageBase):

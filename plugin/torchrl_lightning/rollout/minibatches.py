@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
 
 UNITS = ("steps", "environments")
@@ -45,10 +45,8 @@ class MinibatchSampler(SamplerBase):
         by: str = "steps",
         generator: torch.Generator | None = None,
     ) -> None:
-        if by not in UNITS:
-            raise ValueError(f"by must be one of {UNITS}, got {by!r}.")
         super().__init__(drop_last=drop_last, shuffle=shuffle)
-        self.by = by
+        self.by = one_of(by, "by", UNITS)
         self._own_rng = generator
 
     def order(self, count: int, shuffle: bool | None = None, device: torch.device | str = "cpu") -> Tensor:

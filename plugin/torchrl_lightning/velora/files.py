@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrl_lightning.files import replaced_files
 from torchrl_lightning.replay.memory import check_room
+from torchrl_lightning.state import anything, check_state, whole
 
 NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")
 DIMS = ("capacity", "state_dim", "action_dim", "hidden_dim")
@@ -138,17 +139,9 @@ def _find(path: Path) -> Path:
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(metadata, Mapping):
-        raise ValueError(f"The metadata is a {type(metadata).__name__}; expected the mapping of the JSON file.")
-    names = (*DIMS, *COUNTERS, "device")
-    missing = [name for name in names if name not in metadata]
-    if missing:
-        raise ValueError(f"The metadata lacks {missing}; it has {sorted(map(str, metadata))}.")
-    for name in (*DIMS, *COUNTERS):
-        value, least = metadata[name], 0 if name in COUNTERS else 1
-        if type(value) is not int or value < least:
-            raise ValueError(f"The metadata has {name}={value!r}; expected a whole number of at least {least}.")
-    checked = {name: metadata[name] for name in names}
+    schema = {**dict.fromkeys(DIMS, whole(1)), **dict.fromkeys(COUNTERS, whole()), "device": anything}
+    check_state(metadata, schema, "metadata")
+    checked = {name: metadata[name] for name in schema}
     try:
         torch.empty(0, device=checked["device"] or "cpu")
     except Exception as error:  # every backend has its own way to be missing
