@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
-if TYPE_CHECKING:
-    from torchrl_lightning.datamodules.replay import ReplayDataModule
+
+class Replaying(Protocol):
+    """What is asked of the DataModule."""
+
+    def take_back(self) -> None:
+        """Take priorities and rewritten entries of the last batch back."""
+
+    def save_buffer(self) -> bool:
+        """Write the buffer; return whether a checkpoint must refer to it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
 
 
 class ReplayHooks(SparseCallback):
@@ -22,7 +32,7 @@ class ReplayHooks(SparseCallback):
         data: The DataModule whose methods are called.
     """
 
-    def __init__(self, data: ReplayDataModule) -> None:
+    def __init__(self, data: Replaying) -> None:
         super().__init__()
         self.data = data
 
