@@ -333,8 +333,12 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
         """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
+        return self.write_by(self._writer.extend, data, *args)
+
+    def write_by(self, write: Callable[..., T], *args: Any) -> T:
+        """Let ``write(*args)`` write under TorchRL's locks, and tell the sampler which cells it returned."""
         with self._replay_lock, self._write_lock:
-            index = self._writer.extend(data, *args)
+            index = write(*args)
             self._sampler.extend(index)
         return index
 

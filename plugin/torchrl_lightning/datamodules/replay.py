@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.ranges import integer, not_negative, positive
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
+        self._prepared: PreparedRows | None = None
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
@@ -338,7 +340,13 @@ class ReplayDataModule(ExperienceDataModule):
         self._episodes.add(reward, done, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             _cut_off(rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1))
-        buffer.extend(rows)
+        prepared = self._prepared
+        if prepared is not None and prepared.rows is rows and prepared.buffer is buffer:
+            prepared.write()
+        else:
+            buffer.extend(rows)
+            with suppress(ValueError):
+                self._prepared = PreparedRows(buffer, rows)
         return True
 
     def _checked_ids(self, ids: Tensor | None) -> Tensor | None:

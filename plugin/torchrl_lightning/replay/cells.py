@@ -72,6 +72,12 @@ class Cells:
         if self._probe.data_ptr() != self._address:
             self._view()
 
+    @property
+    def table(self) -> Ints:
+        """Address of the cells and bytes of a row of each leaf, ``[L, 2]``."""
+        self._follow()
+        return self._table
+
     def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
         """Return the leaves of ``data`` (``[rows]``) in the order of the cells, without gradients.
 
@@ -102,7 +108,6 @@ class Cells:
         """
         if not self._on_cpu:
             return None
-        self._follow()
         sources = []
         for place, leaf in enumerate(leaves):
             if type(leaf) is not Tensor:
@@ -110,7 +115,7 @@ class Cells:
             if not leaf.is_contiguous() or leaf.is_neg() or leaf.is_conj():
                 leaf = leaves[place] = leaf.resolve_conj().resolve_neg().contiguous()
             sources.append(leaf.data_ptr())
-        return np.array(sources, np.int64), self._table
+        return np.array(sources, np.int64), self.table
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into scattered cells, by one indexed copy each."""

@@ -181,7 +181,7 @@ class RingWriter(WriterBase, Rings):
             ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
                 environments.
         """
-        check_owner(self._process, self.is_shared)
+        self.check_process()
         check_tensordict(data)
         ids = None if env_ids is None else self._check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
@@ -200,7 +200,7 @@ class RingWriter(WriterBase, Rings):
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         steps = rows // width
         leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
-        done, init = self._flags(data, leaves, steps)
+        done, init = self.flags(data, leaves, steps)
         addresses = None if leaves is None else storage.cells.addresses(leaves)
         if addresses is None:
             cells = self._cells(ids, steps)
@@ -216,6 +216,14 @@ class RingWriter(WriterBase, Rings):
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
             addresses = NO_LEAVES
         return self.advance(addresses, ids, steps, done, init)
+
+    def check_process(self) -> None:
+        """Refuse to write in another process than the one that made the writer.
+
+        Raises:
+            RuntimeError: it is another one, and nothing is shared.
+        """
+        check_owner(self._process, self.is_shared)
 
     def claim(self, ids: Ints | None, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written.
@@ -289,7 +297,12 @@ class RingWriter(WriterBase, Rings):
             else:
                 storage.set_length(filled)
 
-    def _flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
+    def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
+        """Return which steps end and begin episodes, ``[steps, M]``; empty without an index, which the first may make.
+
+        Raises:
+            KeyError: there is an index, but no flag for it.
+        """
         if self.index is None and (self.track_episodes is False or self.write_count):
             return NO_FLAGS, NO_FLAGS
         done = self._entry(data, leaves, self.done_key)

@@ -1,0 +1,75 @@
+"""Rows whose memory stays the same while their content changes, matched with a buffer's cells once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning.replay.row_kernels import NO_FLAGS
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import RingWriter
+
+if TYPE_CHECKING:
+    from torchrl_lightning.replay.buffer import ExperienceBuffer
+
+
+class PreparedRows:
+    """Write the same TensorDict again and again, as ``buffer.extend(rows)`` does, by one compiled call.
+
+    Args:
+        buffer: where to; it has stored these rows before.
+        rows: steps of all environments, ``[num_envs]`` or time-major ``[T, num_envs]``.
+
+    Raises:
+        ValueError: ``extend`` has more to do with them each time.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning.replay import ExperienceBuffer
+        >>> buffer, rows = ExperienceBuffer(storage=RingStorage(4)), TensorDict({"a": torch.zeros(1)}, [1])
+        >>> _ = buffer.extend(rows)
+        >>> prepared = PreparedRows(buffer, rows)
+        >>> rows["a"].fill_(3)
+        tensor([3.])
+        >>> prepared.write().tolist(), buffer[:]["a"].tolist()
+        ([1], [0.0, 3.0])
+    """
+
+    def __init__(self, buffer: ExperienceBuffer, rows: TensorDictBase) -> None:
+        self.buffer, self.rows = buffer, rows
+        storage, _, writer = buffer.parts
+        if not isinstance(writer, RingWriter) or not isinstance(storage, RingStorage) or storage.cells is None:
+            raise ValueError(f"Rows are prepared for a ring that has stored some, got {storage} and {writer}.")
+        flat = rows if rows.ndim == 1 else rows.reshape(-1)
+        count = flat.shape[0]
+        self._writer, self._storage, self._steps = writer, storage, count // writer.num_envs
+        given = storage.check(flat, count)
+        self._leaves = list(given)  # their addresses are valid as long as they are kept
+        addresses = storage.cells.addresses(self._leaves)
+        self._done, self._init = writer.flags(flat, given, self._steps)
+        flags = [flag for key in (writer.done_key, writer.init_key) if (flag := flat.get(key, None)) is not None]
+        if (
+            addresses is None
+            or any(leaf is not own for leaf, own in zip(given, self._leaves, strict=True))
+            or any(flag.dtype != torch.bool or flag.numel() != count for flag in flags)
+            or flat.get(buffer.priority_key, None) is not None
+            or buffer.has_transform
+        ):
+            raise ValueError(
+                "Rows that are converted, transformed or bring priorities cannot be prepared; write them by extend."
+            )
+        self._sources = addresses[0]
+
+    def write(self) -> Tensor:
+        """Write what the rows hold now, and return the cells."""
+        return self.buffer.write_by(self._advance)
+
+    def _advance(self) -> Tensor:
+        writer, cells = self._writer, self._storage.cells
+        assert cells is not None
+        writer.check_process()
+        flags = (NO_FLAGS, NO_FLAGS) if writer.index is None else (self._done, self._init)
+        return writer.advance((self._sources, cells.table), None, self._steps, *flags)
