@@ -1,0 +1,100 @@
+"""Files appear whole or not at all, and a part's state comes back from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_lightning import files
+from torchrl_lightning.files import OwnFiles, StateFiles, read_state, replaced_files, write_state
+
+
+def test_several_files_are_replaced_together(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(b"old")
+    with replaced_files(one, two) as (first, second):
+        first.write(b"new")
+        second.write(b"also new")
+        assert one.read_bytes() == b"old"
+        assert not two.exists()
+    assert (one.read_bytes(), two.read_bytes()) == (b"new", b"also new")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("broken", ["body", "fsync"])
+def test_an_error_leaves_the_old_file_and_nothing_else(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "note").write_bytes(b"old")
+    if broken == "fsync":
+        monkeypatch.setattr(files.os, "fsync", full)
+
+    def write() -> None:
+        with replaced_files(tmp_path / "note") as (file,):
+            file.write(b"new")
+            if broken == "body":
+                full()
+
+    with pytest.raises(OSError, match="No space"):
+        write()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_files_reach_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda handle: (did.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (did.append(Path(paths[1]).name), replace(*paths)))
+    with replaced_files(tmp_path / "data", tmp_path / "manifest"):
+        pass
+    assert did == ["fsync", "fsync", "data", "manifest", "fsync"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {"a": 1})
+    for name in ("state-0123456789abcdef.bin", ".state-0123456789abcdef.bin.fedcba9876543210.tmp"):
+        (tmp_path / "state" / name).touch()
+    (tmp_path / "state" / ".state.json.fedcba9876543210.tmp").touch()
+    (tmp_path / "state" / "notes.txt").touch()  # not ours
+    write_state(tmp_path / "state", {"a": 2})
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names[0] == "notes.txt"
+    assert names[2] == "state.json"
+    assert len(names) == 3
+    assert read_state(tmp_path / "state") == {"a": 2}
+
+
+class Part(StateFiles):
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.state = dict(state_dict)
+
+
+def test_a_part_comes_back(tmp_path: Path) -> None:
+    one, other = Part(), Part()
+    one.state = {"rows": torch.arange(3), "nested": {"number": 0.5, "pair": (1, None)}}
+    one.dumps(str(tmp_path / "state"))
+    other.loads(tmp_path / "state")
+    assert torch.equal(other.state.pop("rows"), one.state.pop("rows"))
+    assert other.state == one.state
+    with pytest.raises(FileNotFoundError, match="holds no saved state"):
+        other.loads(tmp_path)
+
+
+@pytest.mark.parametrize("hook", ["register_save_hook", "register_load_hook"])
+def test_hooks_that_would_be_ignored_are_refused(hook: str) -> None:
+    with pytest.raises(TypeError, match="OwnFiles writes its own files"):
+        getattr(OwnFiles(), hook)(print)
