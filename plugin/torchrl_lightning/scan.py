@@ -238,7 +238,7 @@ def block_of(steps: int, size: int) -> tuple[int, int]:
     return width, max(1, width, ELEMENTS - ELEMENTS % max(1, width))
 
 
-def first_row_is_finite(row: Any) -> bool:
+def row_is_finite(row: Any) -> bool:
     """Return whether a recurrence that only multiplies has met neither NaN nor infinity: either reaches this row."""
     zero = row.dtype.type(0.0)
     check = zero
@@ -266,7 +266,7 @@ def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
         before = y_t
 
 
-_CALLEES = (floats_at, bools_at, block_of, scan_rows, first_row_is_finite)
+_CALLEES = (floats_at, bools_at, block_of, scan_rows, row_is_finite)
 
 
 def _run_numba(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:

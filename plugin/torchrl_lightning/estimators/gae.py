@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
-from torchrl_lightning.scan import (
-    block_of,
-    bools_at,
-    discounted_scan,
-    first_row_is_finite,
-    floats_at,
-    run_rows,
-    scan_rows,
-)
+from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
 __all__ = ["gae"]
 
@@ -114,4 +106,4 @@ def _gae_rows(
         carry = a[:width]
         for i in range(high - low):
             y[i] = a[i] + v[i]
-    return first_row_is_finite(carry)
+    return row_is_finite(carry)

@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
-from torchrl_lightning.scan import (
-    block_of,
-    bools_at,
-    discounted_scan,
-    first_row_is_finite,
-    floats_at,
-    run_rows,
-    scan_rows,
-)
+from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
 __all__ = ["discount_cumsum", "discounted_returns"]
 
@@ -129,4 +121,4 @@ def _return_rows(
             factor[i] = zero if stop[i] | cut[i] else g
         scan_rows(y, factor, carry, width, True)
         carry = y[:width]
-    return first_row_is_finite(carry)
+    return row_is_finite(carry)

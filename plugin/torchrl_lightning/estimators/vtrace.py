@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
-from torchrl_lightning.scan import (
-    block_of,
-    bools_at,
-    discounted_scan,
-    first_row_is_finite,
-    floats_at,
-    run_rows,
-    scan_rows,
-)
+from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
 __all__ = ["vtrace"]
 
@@ -180,4 +172,4 @@ def _vtrace_rows(
             weight = pg_rho_clip if rho[i] > pg_rho_clip else rho[i]
             after = w[i] if stop[i] | cut[i] else a[i]
             a[i] = weight * (r[i] + (zero if stop[i] else g) * after - v[i])
-    return first_row_is_finite(carry)
+    return row_is_finite(carry)

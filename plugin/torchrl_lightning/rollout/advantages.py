@@ -99,14 +99,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         gamma: discount.
         lmbda: λ.
         critic: module that writes the values.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the reward.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
-        recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
+        time_dim: as in :class:`DiscountedReturns`, here and below.
 
     Example:
         >>> import torch
@@ -161,14 +154,7 @@ class VTraceAdvantages(AdvantageTransform):
         log_prob_key: log-probability under the behaviour policy; never overwritten.
         current_log_prob_key: log-probability under the current policy.
         action_key: the action.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the reward.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
-        recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
+        time_dim: as in :class:`DiscountedReturns`, here and below.
 
     Example:
         >>> import torch

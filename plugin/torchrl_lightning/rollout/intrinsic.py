@@ -36,14 +36,7 @@ class IntrinsicReturns(AdvantageTransform):
         normalize: divide rewards by their running standard deviation.
         direction: ``"forward"`` keeps the filter across rollouts, ``"backward"`` restarts it in each.
         log_prob_keys: keys of the current and the behaviour policy's log-probabilities; with them V-trace replaces GAE.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the raw intrinsic reward.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
-        recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
+        time_dim: as in :class:`DiscountedReturns`, here and below, with keys of their own for this stream.
 
     Example:
         >>> import torch

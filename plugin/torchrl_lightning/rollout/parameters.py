@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,4 +41,10 @@ def passed_on(constructor: Callable[..., None], given: Mapping[str, Any]) -> dic
         >>> Named("a", 1, y=2).__dict__
         {'x': 1, 'y': 2, 'name': 'a'}
     """
-    return {name: given[name] for name in inspect.signature(constructor).parameters if name in given}
+    names = _argument_names(getattr(constructor, "__func__", constructor))
+    return {name: given[name] for name in names if name in given and name != "self"}
+
+
+@functools.cache
+def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
