@@ -13,6 +13,7 @@ from torchrl_lightning.collectors import environment_specs as environment_specs
 from torchrl_lightning.collectors import make_vector_env as make_vector_env
 from torchrl_lightning.collectors import play_episodes as play_episodes
 from torchrl_lightning.datamodules import ExperienceDataModule as ExperienceDataModule
+from torchrl_lightning.datamodules import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules import OnPolicyDataModule as OnPolicyDataModule
 from torchrl_lightning.datamodules import ReplayDataModule as ReplayDataModule
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer

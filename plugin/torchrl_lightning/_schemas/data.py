@@ -39,6 +39,7 @@ class ReplayDataSchema:
     _convert_: str = "all"
     env: Any = MISSING
     buffer: Any = MISSING
+    source: Any = None
     batch_size: int = 256
     updates_per_epoch: int = 1000
     updates_per_step: int = 1

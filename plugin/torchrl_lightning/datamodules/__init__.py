@@ -1,7 +1,8 @@
 """Lightning DataModules: each owns an environment, a collector, a buffer and the count of environment frames."""
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule
 from torchrl_lightning.datamodules.replay import ReplayDataModule
 
-__all__ = ["ExperienceDataModule", "OnPolicyDataModule", "ReplayDataModule"]
+__all__ = ["ExperienceDataModule", "MixedReplay", "OnPolicyDataModule", "ReplayDataModule"]

@@ -25,6 +25,7 @@ from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.spec_states import specs_state
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
+from torchrl_lightning.datamodules.protocols import CopyingCollector, Learner, ResumableCollector, missing
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, mapping, sequence
@@ -263,7 +264,7 @@ class ExperienceDataModule(L.LightningDataModule):
             "num_evaluations": self._num_evaluations,
             "rng": torch.get_rng_state(),
         }
-        if hasattr(self.collector, "state_dict"):
+        if isinstance(self.collector, ResumableCollector):
             state["collector"] = dict(self.collector.state_dict())
         elif self._restored is not None and "collector" in self._restored:
             state["collector"] = self._restored["collector"]
@@ -358,7 +359,7 @@ class ExperienceDataModule(L.LightningDataModule):
         restored, self._restored = self._restored, None
         if restored is None:
             return
-        if "collector" in restored and hasattr(self.collector, "load_state_dict"):
+        if "collector" in restored and isinstance(self.collector, ResumableCollector):
             self.collector.load_state_dict(restored["collector"])
         # Last, so that nothing that is built for this run draws from the restored generator.
         torch.set_rng_state(restored["rng"])
@@ -385,9 +386,8 @@ class ExperienceDataModule(L.LightningDataModule):
     def _next_rollout(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         stream = self._start(policy)
-        update_weights = getattr(self.collector, "update_policy_weights_", None)
-        if update_weights is not None and self._make_collector is not None:
-            update_weights()
+        if self._make_collector is not None and isinstance(self.collector, CopyingCollector):
+            self.collector.update_policy_weights_()
         with self._acting:
             rollout = next(stream, None)
         if rollout is None:
@@ -443,7 +443,7 @@ class ExperienceDataModule(L.LightningDataModule):
                 f"{type(self).__name__} acts with the policy of the LightningModule that is being fitted; "
                 "iterate its loaders through Trainer.fit or Trainer.validate."
             )
-        if not callable(getattr(module, "policy", None)):
+        if missing(module, Learner):
             raise TypeError(
                 f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
                 "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."

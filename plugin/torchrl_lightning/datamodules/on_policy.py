@@ -13,6 +13,7 @@ from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules.protocols import AnnotatingLearner, ValueLearner, VersionedCollector
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 
@@ -169,7 +170,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         length, served = self._epoch_length(), self._batches_served()
         buffer.actor = module.policy
-        buffer.critic = getattr(module, "critic", None)
+        buffer.critic = module.critic if isinstance(module, ValueLearner) else None
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
             self._restore_rng()
@@ -197,10 +198,10 @@ class OnPolicyDataModule(ExperienceDataModule):
         # Of TorchRL's collectors, some yield the same memory again.
         fresh = isinstance(self.collector, GymnasiumCollector) and not self.collector.return_same_td
         buffer.insert_data_slice(rollout, copy=not fresh)
-        annotate = getattr(module, "annotate", None)
-        if annotate is not None:
-            annotate(buffer.rollout)
-        buffer.policy_version = getattr(self.collector, "policy_version", None)
+        if isinstance(module, AnnotatingLearner):
+            module.annotate(buffer.rollout)
+        collector = self.collector
+        buffer.policy_version = collector.policy_version if isinstance(collector, VersionedCollector) else None
         buffer.before_gradients()
         estimated = time.perf_counter()
         self._measure(buffer.rollout, collected - began, estimated - collected)

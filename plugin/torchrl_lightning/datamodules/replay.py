@@ -21,6 +21,7 @@ from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules.protocols import ReplaySource, RewritingLearner, RowCollector, missing
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
@@ -55,6 +56,8 @@ class ReplayDataModule(ExperienceDataModule):
     Args:
         env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
+        source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
+            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
@@ -100,6 +103,7 @@ class ReplayDataModule(ExperienceDataModule):
         env: Any,
         *,
         buffer: ReplayBufferFactory,
+        source: Callable[[ExperienceBuffer], ReplaySource] | None = None,
         batch_size: int = 256,
         updates_per_epoch: int = 1000,
         updates_per_step: int = 1,
@@ -152,6 +156,8 @@ class ReplayDataModule(ExperienceDataModule):
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
+        self._make_source = source
+        self._source: ReplaySource | None = None
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
@@ -255,14 +261,12 @@ class ReplayDataModule(ExperienceDataModule):
     def _draw(self) -> TensorDictBase | None:
         """Collect what the next update waits for, and return its batch; None when the collector has ended."""
         buffer = self._require_buffer()
-        # For buffers whose documented ``sample`` returns something other than TensorDicts.
-        sample = getattr(buffer, "sample_tensordict", buffer.sample)
         began = time.perf_counter()
         while self._waits_for_frames() or not len(buffer):
             if not self._collect_frames(self._module(), buffer, self._left_out(buffer)):
                 return None
         drawing = time.perf_counter()
-        batch: TensorDictBase = sample(self.batch_size)
+        batch = self._require_source().draw(self.batch_size)
         self._snapshot = None
         self.updates += 1
         self._is_drawn = True
@@ -311,7 +315,6 @@ class ReplayDataModule(ExperienceDataModule):
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
         buffer = self._require_buffer()
-        reused_rows = getattr(collector, "reused_rows", None)
         # A transform, another storage or a documented buffer may keep what it is given.
         copies = (
             isinstance(buffer.storage, RingStorage)
@@ -319,11 +322,11 @@ class ReplayDataModule(ExperienceDataModule):
             and not buffer.has_transform
             and type(buffer).extend is ExperienceBuffer.extend
         )
-        self._writes_rows = reused_rows is not None and copies
-        if reused_rows is None or not copies:
-            return super()._rollouts(collector)
-        rows: Iterator[TensorDictBase] = reused_rows(self._left_out(buffer))
-        return rows
+        self._writes_rows = copies and isinstance(collector, RowCollector)
+        if self._writes_rows:
+            rows: Iterator[TensorDictBase] = collector.reused_rows(self._left_out(buffer))
+            return rows
+        return super()._rollouts(collector)
 
     def _collect_rows(self, module: Any, buffer: ExperienceBuffer) -> bool:
         """Do the same from a stream of rows ``[N]``, or ``[T, N]`` for several steps, which are written as they are."""
@@ -376,17 +379,16 @@ class ReplayDataModule(ExperienceDataModule):
         """
         batch, self._served = self._served, None
         self._in_step = 0
-        buffer = self.buffer
-        if batch is None or buffer is None:
+        if batch is None:
             return
         self._snapshot = None
-        buffer.update_tensordict_priority(batch)
-        keys = self.write_back
+        source, keys = self._require_source(), self.write_back
+        source.update_tensordict_priority(batch)
         if keys is None:
-            rewritten_keys = getattr(getattr(self.trainer, "lightning_module", None), "rewritten_keys", None)
-            keys = [] if rewritten_keys is None else rewritten_keys(batch)
+            module: Any = self.trainer.lightning_module if self.trainer is not None else None
+            keys = list(module.rewritten_keys(batch)) if isinstance(module, RewritingLearner) else []
         if keys:
-            buffer.write_back(batch, keys)
+            source.write_back(batch, keys)
 
     @staticmethod
     def _left_out(buffer: ExperienceBuffer) -> list[str]:
@@ -398,6 +400,14 @@ class ReplayDataModule(ExperienceDataModule):
         if self.buffer is None:
             raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
         return self.buffer
+
+    def _require_source(self) -> ReplaySource:
+        if self._source is None:
+            buffer = self._require_buffer()
+            self._source = buffer if self._make_source is None else self._make_source(buffer)
+            if lacking := missing(self._source, ReplaySource):
+                raise TypeError(f"source= gave a {type(self._source).__name__}, which has no {', '.join(lacking)}.")
+        return self._source
 
     def _collector_options(self) -> dict[str, Any]:
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
@@ -430,6 +440,8 @@ class ReplayDataModule(ExperienceDataModule):
         state["episodes"] = self._episodes.state_dict()
         if self.buffer is None or self._kept == "none":
             return state
+        if self._make_source is not None:
+            state["source"] = self._require_source().state_dict()
         if self._kept == "inside":
             state["buffer"] = self.buffer.state_dict()
         elif self._snapshot is not None:
@@ -485,6 +497,8 @@ class ReplayDataModule(ExperienceDataModule):
         if not self.reset_at_each_batch:
             # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
+        if "source" in own:
+            self._require_source().load_state_dict(own["source"])
         # The tensors of the buffer are not needed twice.
         self._restored = {key: value for key, value in own.items() if key != "buffer"}
 

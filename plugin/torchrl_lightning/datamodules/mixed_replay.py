@@ -1,0 +1,130 @@
+"""Batches from several replay buffers: an agent's and demonstrations, real experience and imagined one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.state import check_state, sequence
+
+# Says which buffer each row came from: 0 is the first one.
+SOURCE = "source"
+
+
+class MixedReplay:
+    """Draw a share of each batch from each of several buffers.
+
+    The shares are exact: each batch holds the whole rows of every ratio, and what is left over is owed to the next
+    batches, so that no buffer is ever a row or more behind in the long run. Rows lie in the order of the buffers, and
+    their entry ``source`` has the number of the buffer; priorities and rewritten entries go back to the buffer that a
+    row came from.
+
+    Args:
+        buffer: the first buffer; of a ``ReplayDataModule``, the one that it collects into.
+        others: further buffers, filled by somebody else.
+        ratios: the share of each, the first one included; they sum to 1.
+
+    Raises:
+        ValueError: the ratios are not one positive number for each buffer, or do not sum to 1.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> own, demonstrations = ExperienceBuffer(), ExperienceBuffer()
+        >>> for number, buffer in enumerate((own, demonstrations)):
+        ...     _ = buffer.extend(TensorDict({"a": torch.full((3,), number)}, [3]))
+        >>> MixedReplay(own, [demonstrations], [0.75, 0.25]).draw(4)["source"].tolist()
+        [0, 0, 0, 1]
+    """
+
+    def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:
+        self.buffers = [buffer, *others]
+        self.ratios = [Fraction(ratio).limit_denominator(1_000_000) for ratio in ratios]
+        if len(self.ratios) != len(self.buffers) or min(self.ratios) <= 0:
+            raise ValueError(f"ratios={list(ratios)} must be {len(self.buffers)} positive numbers, one for a buffer.")
+        total = float(sum(self.ratios))
+        if abs(total - 1) > 1e-5:
+            raise ValueError(f"ratios={list(ratios)} sum to {total:g}; they must sum to 1.")
+        self.ratios[0] = 1 - sum(self.ratios[1:], Fraction(0))
+        self._owed = [Fraction(0)] * len(self.buffers)
+
+    def _shares(self, batch_size: int) -> list[int]:
+        """Return how many rows of the next batch each buffer gives; what is owed is settled by whoever draws."""
+        shares = [int(ratio * batch_size) for ratio in self.ratios]
+        due = [self._due(number, batch_size, share) for number, share in enumerate(shares)]
+        for _ in range(batch_size - sum(shares)):
+            most = max(range(len(due)), key=due.__getitem__)
+            shares[most] += 1
+            due[most] -= 1
+        return shares
+
+    def _due(self, number: int, batch_size: int, share: int) -> Fraction:
+        return self._owed[number] + self.ratios[number] * batch_size - share
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Draw a batch ``[batch_size, *]``.
+
+        Raises:
+            RuntimeError: a buffer is empty.
+            ValueError: the buffers' batches have different entries.
+        """
+        shares, parts = self._shares(batch_size), []
+        for number, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
+            if not len(buffer):
+                raise RuntimeError(f"buffer {number} of {len(self.buffers)} is empty; fill it before the first batch.")
+            if share:
+                part = buffer.draw(share)
+                parts.append(part.set(SOURCE, torch.full(part.batch_size, number, device=part.device)))
+        keys = [set(part.keys(True, True)) for part in parts]
+        if any(other != keys[0] for other in keys):
+            differing = sorted(map(str, set.union(*keys) - set.intersection(*keys)))
+            raise ValueError(
+                f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all of them, and "
+                "give them samplers of one kind."
+            )
+        self._owed = [self._due(number, batch_size, share) for number, share in enumerate(shares)]
+        batch: TensorDictBase = torch.cat(parts)
+        return batch
+
+    def _parts(self, batch: TensorDictBase) -> Iterator[tuple[ExperienceBuffer, TensorDictBase]]:
+        """Yield each buffer that gave rows of a batch, with these rows."""
+        source = batch.get(SOURCE).flatten(1)[:, 0] if batch.ndim > 1 else batch.get(SOURCE)
+        counts = torch.bincount(source, minlength=len(self.buffers)).tolist()
+        for buffer, rows in zip(self.buffers, batch.split(counts), strict=True):
+            if len(rows):
+                yield buffer, rows
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a batch."""
+        for buffer, rows in self._parts(data):
+            buffer.update_tensordict_priority(rows)
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        """Write rewritten entries of a batch into the cells that they came from."""
+        for buffer, rows in self._parts(batch):
+            buffer.write_back(rows, keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is owed, and the other buffers; the first one belongs to whoever collects into it."""
+        owed = [[owed.numerator, owed.denominator] for owed in self._owed]
+        return {"owed": owed, "others": [buffer.state_dict() for buffer in self.buffers[1:]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is that of another number of buffers, or does not fit them.
+        """
+        check_state(state_dict, {"owed": sequence, "others": sequence}, "mixed replay")
+        if len(state_dict["owed"]) != len(self.buffers) or len(state_dict["others"]) != len(self.buffers) - 1:
+            raise ValueError(
+                f"the state is that of {len(state_dict['owed'])} mixed buffers, but here are {len(self.buffers)}."
+            )
+        for buffer, state in zip(self.buffers[1:], state_dict["others"], strict=True):
+            buffer.load_state_dict(state)
+        self._owed = [Fraction(*owed) for owed in state_dict["owed"]]

@@ -1,0 +1,144 @@
+"""Batches from several buffers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from datamodules.replay_parts import SIZE, dqn, fit, parameters, prioritized, replay_data
+from datamodules.test_replay_resume import SaveAfter
+from torchrl_lightning import MixedReplay
+from torchrl_lightning.learn import DQNModule
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, SequenceSampler, UniformSampler
+
+
+def buffer(number, rows=20, sampler=UniformSampler, **entries):
+    made = ExperienceBuffer(
+        storage=RingStorage(SIZE), sampler=sampler(), generator=torch.Generator().manual_seed(number)
+    )
+    if rows:
+        done = torch.zeros(rows, 1, dtype=torch.bool)
+        values = {"a": torch.full((rows,), float(number)), "state": torch.zeros(rows, 2), "next": {"done": done}}
+        made.extend(TensorDict({**values, **entries}, [rows]))
+    return made
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(st.integers(1, 30), min_size=1, max_size=12))
+def test_no_buffer_is_ever_far_behind_its_share(weights, sizes):
+    ratios = [weight / sum(weights) for weight in weights]
+    mixed = MixedReplay(buffer(0), [buffer(1 + number) for number in range(len(weights) - 1)], ratios)
+    given_out, total = torch.zeros(len(weights), dtype=torch.float64), 0
+    for size in sizes:
+        batch = mixed.draw(size)
+        assert batch["a"].long().tolist() == batch["source"].tolist() == sorted(batch["source"].tolist())
+        shares = torch.bincount(batch["source"], minlength=len(weights))
+        assert all(int(share) >= int(ratio * size - 1e-4) for share, ratio in zip(shares, ratios, strict=True))
+        given_out, total = given_out + shares, total + size
+        assert (given_out - total * torch.tensor(ratios).double()).abs().max() < len(weights)
+
+
+def test_small_shares_come_in_turn():
+    mixed = MixedReplay(buffer(0), [buffer(1)], [0.9, 0.1])
+    assert [int(mixed.draw(4)["source"].sum()) for _ in range(5)].count(1) == 2
+
+
+def test_priorities_and_rewritten_entries_go_back_to_where_the_rows_came_from():
+    buffers = [buffer(number, sampler=prioritized) for number in range(2)]
+    mixed = MixedReplay(buffers[0], buffers[1:], [0.5, 0.5])
+    batch = mixed.draw(8)
+    batch["td_error"] = 1.0 + torch.arange(8.0)
+    batch["state"] = torch.full((8, 2), 7.0) * (1 + batch["source"]).unsqueeze(-1)
+    mixed.update_tensordict_priority(batch)
+    mixed.write_back(batch, ["state"])
+    for number, each in enumerate(buffers):
+        mine = batch[batch["source"] == number]
+        last = dict(zip(mine["index"].tolist(), mine["td_error"].tolist(), strict=True))
+        found = each.sampler.table.tree[torch.tensor(list(last))]
+        assert found.tolist() == pytest.approx([(error + 1e-8) ** 0.7 for error in last.values()])
+        states = each[:]["state"][:, 0]
+        assert {cell for cell, state in enumerate(states.tolist()) if state} == set(last)
+        assert states[list(last)].tolist() == [7.0 * (1 + number)] * len(last)
+
+
+def test_windows_are_mixed_too():
+    sampler = partial(SequenceSampler, 4)
+    mixed = MixedReplay(buffer(0, sampler=sampler), [buffer(1, sampler=sampler)], [0.5, 0.5])
+    batch = mixed.draw(6)
+    assert batch["source"].shape == batch["a"].shape == (6, 4)
+    batch["state"] = torch.ones(6, 4, 2)
+    mixed.write_back(batch, ["state"])
+    assert all(each[:]["state"].any() for each in mixed.buffers)
+
+
+def test_a_state_goes_on_with_the_same_batches():
+    mixed, other = (MixedReplay(buffer(0), [buffer(1), buffer(2)], [0.5, 0.3, 0.2]) for _ in range(2))
+    mixed.draw(7)
+    other.load_state_dict(mixed.state_dict())
+    other.buffers[0].load_state_dict(mixed.buffers[0].state_dict())
+    for _ in range(3):
+        assert (mixed.draw(7) == other.draw(7)).all()
+    with pytest.raises(ValueError, match="state is that of 3 mixed buffers, but here are 2"):
+        MixedReplay(buffer(0), [buffer(1)], [0.5, 0.5]).load_state_dict(mixed.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ([0.5, 0.4], "sum to 0.9; they must sum to 1"),
+        ([1.0], "must be 2 positive numbers, one for a buffer"),
+        ([1.2, -0.2], "must be 2 positive numbers"),
+    ],
+)
+def test_ratios_that_are_none_are_refused(ratios, message):
+    with pytest.raises(ValueError, match=message):
+        MixedReplay(buffer(0), [buffer(1)], ratios)
+
+
+def test_what_cannot_be_mixed_is_said():
+    with pytest.raises(RuntimeError, match="buffer 1 of 2 is empty"):
+        MixedReplay(buffer(0), [buffer(1, rows=0)], [0.5, 0.5]).draw(4)
+    different = MixedReplay(buffer(0), [buffer(1, b=torch.zeros(20))], [0.5, 0.5])
+    with pytest.raises(ValueError, match=r"batches differ in b\. Store the same entries"):
+        different.draw(4)
+
+
+class Counting(DQNModule):
+    """Counts the demonstrations in each batch."""
+
+    def training_step(self, batch, batch_idx):
+        self.__dict__.setdefault("shown", []).append(int(batch["source"].sum()))
+        super().training_step(batch, batch_idx)
+
+
+def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
+    recorded = replay_data("prioritized", warmup_frames=60, updates_per_epoch=1)
+    fit(tmp_path, recorded, max_epochs=1)
+    state = recorded.buffer.state_dict()
+
+    def data():
+        exact = {"reset_at_each_batch": True, "frames_per_batch": 8}
+        return replay_data("prioritized", source=lambda own: MixedReplay(own, [shown()], [0.75, 0.25]), **exact)
+
+    def shown():
+        made = recorded._make_buffer(num_envs=2)
+        made.load_state_dict(state)
+        return made
+
+    whole, uninterrupted = data(), dqn(Counting)
+    fit(tmp_path, whole, uninterrupted, max_epochs=2)
+    assert uninterrupted.shown == [2] * 20
+    fit(tmp_path, data(), dqn(Counting), max_epochs=2, callbacks=[SaveAfter(13, tmp_path / "at.ckpt")])
+    resumed, module = data(), dqn(Counting, seed=9)
+    fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=2)
+    assert torch.equal(parameters(module), parameters(uninterrupted))
+
+
+def test_a_source_that_is_none_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="source= gave a list, which has no draw, update_tensordict_priority"):
+        fit(tmp_path, replay_data(source=lambda own: [own]))
