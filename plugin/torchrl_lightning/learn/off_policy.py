@@ -20,7 +20,6 @@ from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
-from torchrl_lightning.learn.q_networks import write_error
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
@@ -209,7 +208,7 @@ class OffPolicyModule(AgentModule):
             if self.updates % self.target_interval == 0:
                 self.require_built(self.targets).follow(self.tau)
             self.accumulate({**terms, **norms})
-            write_error(part, errors)
+            part.set("td_error", errors)
             if states is not None:
                 self._rewrite(part, states)
             self.explore()

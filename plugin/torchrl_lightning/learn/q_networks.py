@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -226,16 +225,3 @@ def _layers_of(critic: ActionValue) -> list[nn.Module]:
     """Return the linear layers and activations of a perceptron, in the order in which they run."""
     parts = [*critic.encoder.modules(), *critic.last.modules()]
     return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder | FlatEntries)]
-
-
-def write_error(batch: TensorDictBase, error: Tensor) -> None:
-    """Write the absolute TD error ``[*B]``, from which a prioritized buffer takes new priorities.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> batch = TensorDict(batch_size=2)
-        >>> write_error(batch, torch.tensor([1.0, -2.0]))
-        >>> batch["td_error"]
-        tensor([1., 2.])
-    """
-    batch.set("td_error", error.detach().abs())

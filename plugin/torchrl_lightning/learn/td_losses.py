@@ -27,7 +27,8 @@ def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) ->
     if one_hot:
         assert action.shape == values.shape, f"actions {list(action.shape)}, values {list(values.shape)}"
         return (values * action).sum(-1)
-    return values.gather(-1, action.reshape(*values.shape[:-1], 1)).squeeze(-1)
+    index = action.unsqueeze(-1) if action.ndim < values.ndim else action
+    return values.gather(-1, index).squeeze(-1)
 
 
 def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
@@ -113,11 +114,8 @@ def td_loss(values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor |
     if mask is not None:
         # NaN in a target would make the gradient NaN even behind a selection.
         target = torch.where(mask, target, values.detach()[0] if several else values.detach())
-    loss = DISTANCES[distance](values, target.expand_as(values), reduction="none")
-    with torch.no_grad():
-        error = (values - target).abs_()
-        if several:
-            error = error.amax(0)
-        if mask is not None:
-            error = torch.where(mask, error, 0.0)
-    return loss.sum(0) if several else loss, error
+    loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction="none")
+    error = (values.detach() - target).abs_()
+    if several:
+        loss, error = loss.sum(0), error.amax(0)
+    return loss, error if mask is None else torch.where(mask, error, 0.0)

@@ -54,7 +54,11 @@ class Transitions:
 
     def target(self, value: Tensor) -> Tensor:
         r"""Return the one-step (or n-step) target \(r + \gamma (1 - \mathrm{terminated}) V(s')\), ``[*B]``."""
-        return torch.addcmul(self.reward, self.discount * value, (~self.terminated).to(value.dtype))
+        if isinstance(self.discount, Tensor):
+            going_on = torch.addcmul(self.reward, self.discount, value)
+        else:
+            going_on = torch.add(self.reward, value, alpha=self.discount)
+        return torch.where(self.terminated, self.reward, going_on)
 
     def mean(self, loss: Tensor) -> Tensor:
         r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
