@@ -15,10 +15,10 @@ from torchrl_lightning.entries import Path
 from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.scan import compiled
+from torchrl_lightning.segment_kernels import jitted
 
 REWARD = ("next", "reward")
-ADDED = ("steps_to_next_obs", "gamma")
+KERNEL_DTYPES = (torch.float32, torch.float64)
 Folded = tuple[Tensor, Tensor, Tensor, Tensor]
 """Cells of the last steps, discounted sums of rewards, numbers of steps, and their discounts."""
 
@@ -76,10 +76,10 @@ class NStepReturns:
                 f"n_steps={self.n_steps} needs to know where episodes end, but nothing does: write the entry "
                 '("next", "done") with the first data, into a RingWriter that tracks episodes.'
             )
-        last, reward, steps, gamma = self.fold(episodes, cells.leaves[place], index.reshape(-1))
-        entries = cells.gather(index, names, {*skip, REWARD}, last.view(index.shape))
-        entries_of(entries["next"])["reward"] = reward.view(*index.shape, *reward.shape[1:])
-        entries.update(zip(ADDED, (steps.view(index.shape), gamma.view(index.shape)), strict=True))
+        last, reward, steps, gamma = self.fold(episodes, cells.leaves[place], index)
+        entries = cells.gather(index, names, {*skip, REWARD}, last)
+        entries_of(entries["next"])["reward"] = reward
+        entries["steps_to_next_obs"], entries["gamma"] = steps, gamma
         return entries
 
     def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
@@ -88,24 +88,24 @@ class NStepReturns:
         Args:
             episodes: where episodes begin and end.
             reward: all stored rewards, ``[cells, *F]``.
-            index: cells ``[B]`` that hold something.
+            index: cells that hold something, any shape ``[*B]``.
         """
-        if reward.device.type != "cpu" or reward.dtype not in (torch.float32, torch.float64):
+        if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
-        rows = index.numpy()
-        last, steps = np.empty_like(rows), np.empty_like(rows)
-        rewards = reward.numpy().reshape(len(reward), -1)
-        total = np.empty((len(rows), rewards.shape[1]), rewards.dtype)
-        gamma = np.empty(len(rows), np.float32)
-        compiled(fold_rows)(
-            *(rows, *episodes.followed, self.n_steps, self.gamma),
-            *(rewards, last, total, steps, gamma),
+        rows, rewards = index.contiguous().numpy(), reward.numpy()
+        # In their final shapes, because each view of a tensor costs as much as a tenth of this.
+        last, steps, gamma = (
+            np.empty(rows.shape, np.int64),
+            np.empty(rows.shape, np.int64),
+            np.empty(rows.shape, np.float32),
         )
-        found = torch.from_numpy(total).view(-1, *reward.shape[1:])
-        return torch.from_numpy(last), found, torch.from_numpy(steps), torch.from_numpy(gamma)
+        total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
+        jitted(fold_rows)(rows, *episodes.followed, self.n_steps, self.gamma, rewards, last, total, steps, gamma)
+        return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)
 
     def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
         """Fold as :meth:`fold` does, on any device and for any dtype of the rewards: one indexed read for each step."""
+        shape, index = index.shape, index.reshape(-1)
         env, position = episodes.steps_of(index.cpu().numpy())
         _, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
         left = np.minimum(end.numpy() - position + 1, self.n_steps)
@@ -119,7 +119,8 @@ class NStepReturns:
             term = self.gamma**step * reward.index_select(0, cells)
             total += torch.where(going.view(-1, *[1] * (reward.ndim - 1)), term, 0).to(dtype)
         steps = torch.from_numpy(left).to(index.device)
-        return cells, total, steps, (self.gamma ** steps.double()).float()
+        gamma = (self.gamma ** steps.double()).float()
+        return cells.view(shape), total.view(shape + reward.shape[1:]), steps.view(shape), gamma.view(shape)
 
 
 def fold_rows(
@@ -137,34 +138,41 @@ def fold_rows(
     """Fold steps (numba); the last four arrays are filled.
 
     Args:
-        cells: where the first steps are, ``[B]``.
+        cells: where the first steps are, any shape ``[*B]``.
         begins: of all cells: where a step's episode began; for a first step its own position, or a later one.
         positions: next position of every ring, ``[num_envs]``.
         n_steps: most steps.
         factor: discount of a step.
-        rewards: of all cells, ``[cells, F]``.
-        last: cells of the last steps, ``[B]``.
-        total: discounted sums of rewards, ``[B, F]``.
-        steps: numbers of steps, ``[B]``.
-        gamma: discounts after them, ``[B]``.
+        rewards: of all cells, ``[cells, *F]``.
+        last: cells of the last steps, ``[*B]``.
+        total: discounted sums of rewards, ``[*B, *F]``.
+        steps: numbers of steps, ``[*B]``.
+        gamma: discounts after them, ``[*B]``.
     """
     width, size = len(positions), len(begins)
     length = size // width
-    for row in range(len(cells)):
-        cell = cells[row]
-        newest = positions[cell % width] - 1
-        left = min((newest - cell // width) % length + 1, n_steps)  # the seam is behind the newest step
-        position = newest - (newest - cell // width) % length
-        total[row] = rewards[cell]
+    first, final, taken_steps, factors = cells.reshape(-1), last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
+    reward, sums = rewards.reshape(size, -1), total.reshape(len(first), -1)
+    for row in range(len(first)):
+        cell = first[row]
+        slot = cell // width
+        newest = positions[cell - slot * width] - 1
+        behind = newest % length - slot
+        if behind < 0:
+            behind += length
+        position = newest - behind
+        for place in range(reward.shape[1]):
+            sums[row, place] = reward[cell, place]
         discount, taken = factor, 1
-        while taken < left:
+        while taken < min(behind + 1, n_steps):  # the seam is behind the newest step
             following = cell + width
             if following >= size:
                 following -= size
             if begins[following] >= position + taken:
                 break
             cell = following
-            total[row] += discount * rewards[cell]
+            for place in range(reward.shape[1]):
+                sums[row, place] += discount * reward[cell, place]
             discount *= factor
             taken += 1
-        last[row], steps[row], gamma[row] = cell, taken, discount
+        final[row], taken_steps[row], factors[row] = cell, taken, discount
