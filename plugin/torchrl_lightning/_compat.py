@@ -300,9 +300,13 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             several.shutdown(wait=False)
             self._prefetch_executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=1)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a sample is the sampled cells and nothing else: no prefetch, pinning, unit, transform, collation."""
+    def is_plain(self, batch_size: int | None) -> bool:
+        """Return whether a sample is the sampled cells and nothing else, so that TorchRL's long path is not needed.
+
+        That is: no prefetching, pinning, sample unit, transform or collation, and a size about which TorchRL would not
+        complain.
+        """
+        own = self._batch_size
         return not (
             self._prefetch
             or self._pin_memory
@@ -310,6 +314,8 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             or self._sample_dependency is not None
             or self._service_shutdown
             or self._collate_fn is not _collate_id
+            or (own is None and batch_size is None)
+            or not (own is None or batch_size is None or own == batch_size or self._warned_batch_size_conflict)
             or self.has_transform
         )
 
@@ -318,18 +324,14 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         """Whether there is any transform."""
         return bool(self._transform._modules["transforms"]._modules)  # torch's attribute access is ten times slower
 
-    def conflicts(self, batch_size: int | None) -> bool:
-        """Return whether TorchRL has yet to say something about this batch size."""
-        own = self._batch_size
-        if own is None or batch_size is None:
-            return own is None and batch_size is None
-        return not (own == batch_size or self._warned_batch_size_conflict)
-
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T]) -> T:
         """Let the sampler draw and ``fetch(index, info)`` read, under TorchRL's locks."""
         size = self._batch_size if batch_size is None else batch_size
-        with self._replay_lock, self._write_lock:
-            return fetch(*self._sampler.sample(self._storage, size))
+        with self._replay_lock:
+            if not self.shared:
+                return fetch(*self._sampler.sample(self._storage, size))
+            with self._write_lock:
+                return fetch(*self._sampler.sample(self._storage, size))
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
         """Write under TorchRL's locks, without transforms; further arguments go to the writer."""

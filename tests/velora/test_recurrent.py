@@ -289,7 +289,7 @@ def test_rollouts_with_layered_states_serve_both_paths() -> None:
     buffer = RecurrentReplayBuffer(12, None, None, None, num_envs=2)
     buffer.extend(rollout(2, 3))
     assert (buffer.state_dim, buffer.action_dim, buffer.hidden_dim) == (3, 2, 4)
-    batch = buffer.sample_tensordict(5)
+    batch = buffer.draw(5)
     assert isinstance(batch, TensorDict)
     assert batch[HIDDEN].shape == (5, 1, 4)
     assert batch["index"].shape == (5,)
@@ -309,7 +309,7 @@ def test_two_part_states_lie_side_by_side() -> None:
     buffer = RecurrentReplayBuffer(12, 3, 2, 8, num_envs=2)
     buffer.extend(data)
     assert sorted(buffer.sample(1).hiddens.flatten().tolist()) == [0.0] * 4 + [1.0] * 4
-    assert set(buffer.sample_tensordict(1)["recurrent_state"].keys()) == {"h", "c"}
+    assert set(buffer.draw(1)["recurrent_state"].keys()) == {"h", "c"}
 
 
 def test_a_tensordict_may_be_added() -> None:
@@ -322,8 +322,8 @@ def test_a_tensordict_may_be_added() -> None:
 def test_transitions_without_recurrent_states_are_told_apart() -> None:
     buffer = RecurrentReplayBuffer(12, 3, 2, 4, num_envs=2)
     buffer.extend(rollout(2, 3).exclude(HIDDEN, "recurrent_state"))
-    assert len(buffer.sample_tensordict(2)) == 2
-    with pytest.raises(KeyError, match="sample_tensordict"):
+    assert len(buffer.draw(2)) == 2
+    with pytest.raises(KeyError, match="use draw"):
         buffer.sample(2)
 
 

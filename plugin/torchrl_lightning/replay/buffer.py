@@ -273,19 +273,19 @@ class ExperienceBuffer(BufferBase):
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
-        if return_info or include_info is not None or not self.is_plain or self.conflicts(batch_size):
+        if return_info or include_info is not None or not self.is_plain(batch_size):
             return super().sample(batch_size, return_info, include_info)
         if self._n_step is None:
             return self.read(batch_size, self._fetch)
         return self._folded(self.read, batch_size, self._fetch)
 
-    def draw(self, batch_size: int) -> TensorDictBase:
-        """Sample a batch of this size as a TensorDict, whatever the documented ``sample`` of a buffer returns.
+    def draw(self, batch_size: int | None = None) -> TensorDictBase:
+        """Sample a batch as a TensorDict, even where the documented ``sample`` of a buffer returns something else.
 
         Args:
-            batch_size: rows, or windows.
+            batch_size: rows, or windows; the buffer's own by default.
         """
-        batch: TensorDictBase = ExperienceBuffer.sample(self, batch_size)
+        batch: TensorDictBase = self.sample(batch_size)
         return batch
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
@@ -298,17 +298,21 @@ class ExperienceBuffer(BufferBase):
             index = integers(index, "Cells")
             storage.check_filled(index)
         stamps = writer.stamp(index)
-        index = moved(index, storage.device)
-        device = index.device
+        cells = storage.cells
+        assert cells is not None
+        device = cells.device
+        if not (index.is_cpu and cells.on_cpu):
+            index, stamps = index.to(device), stamps.to(device)
         if isinstance(sampler, SequenceSampler):
             return read_windows(storage, index, {**info, "write_position": stamps})
         entries = storage.gather(index)
-        entries["index"], entries["write_position"] = index, moved(stamps, device)
+        entries["index"], entries["write_position"] = index, stamps
         if info and own:  # a fifth of the time that setting them one by one takes
             entries.update((key, moved(info.pop(key), device)) for key in [key for key in info if isinstance(key, str)])
         batch = new_tensordict(entries, index.shape, None, device)
-        for key, value in info.items():
-            batch.set(key, value)
+        if info:
+            for key, value in info.items():
+                batch.set(key, value)
         return batch
 
     def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:

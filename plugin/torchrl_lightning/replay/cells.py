@@ -57,12 +57,14 @@ class Cells:
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
         self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
-        self._on_cpu = all(leaf.device.type == "cpu" for leaf in self.leaves)
+        self.device = self.leaves[0].device  # of all; asking a tensor for it costs as much as a small copy
+        self.on_cpu = all(leaf.device.type == "cpu" for leaf in self.leaves)
         self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
         self._plans: dict[int, Plan] = {}
         self._view()
 
     def _view(self) -> None:
+        # Made anew where sharing a storage with another process has moved its memory.
         self._address = self._probe.data_ptr()
         self._table = _table(self.leaves)
         self._readings: dict[frozenset[Path], _Reading] = {}
@@ -106,7 +108,7 @@ class Cells:
         Returns:
             ``sources`` and ``leaves``; None where a leaf has no address on the CPU.
         """
-        if not self._on_cpu:
+        if not self.on_cpu:
             return None
         sources = []
         for place, leaf in enumerate(leaves):
@@ -129,7 +131,6 @@ class Cells:
         names: Names = None,
         skip: Collection[Path] = _EVERYTHING,
         after: Tensor | None = None,
-        limit: int | None = None,
     ) -> dict[str, Any]:
         """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves).
 
@@ -140,24 +141,23 @@ class Cells:
             names: names of the dimensions of nested levels.
             skip: leaves that are not read.
             after: the cells, of the same shape, of which everything below ``"next"`` is read; ``index`` if None.
-            limit: on the CPU, cells from this one on are refused; by default those that do not exist.
 
         Raises:
-            IndexError: a cell is refused.
+            IndexError: a cell does not exist.
         """
-        self._follow()
-        skip = frozenset(skip)
-        reading = self._readings.get(skip)
+        if self._probe.data_ptr() != self._address:
+            self._view()
+        reading = self._readings.get(skip := frozenset(skip))
         if reading is None:
             reading = self._readings[skip] = self._prepare(skip)
         shape = index.shape
-        if not self._on_cpu:
+        if not self.on_cpu:
             rows = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
             found = [
                 leaf.index_select(0, rows[place >= reading.middle]).view(shape + leaf.shape[1:])
                 for place, leaf in enumerate(reading.leaves)
             ]
-            return _entries(reading.level, found, shape, names, index.device)
+            return _entries(reading.level, found, shape, names, self.device)
         index = index.contiguous()
         after = index if after is None else after.contiguous()
         sizes, found = tuple(shape), []
@@ -166,11 +166,13 @@ class Cells:
             found.append(leaf if view is None else leaf.view(view))
         refused = jitted(row_kernels.gather)(
             np.array([leaf.data_ptr() for leaf in found], np.int64), reading.table, reading.middle,
-            index.data_ptr(), after.data_ptr(), index.numel(), self.count if limit is None else limit,
+            index.data_ptr(), after.data_ptr(), index.numel(), self.count,
         )  # fmt: skip
         if refused >= 0:
-            raise IndexError("A cell holds nothing.")
-        return _entries(reading.level, found, shape, names, index.device)
+            raise IndexError(
+                f"There are {self.count} cells, asked for was {(index if after is index else after).tolist()}."
+            )
+        return _entries(reading.level, found, shape, names, self.device)
 
     def _prepare(self, skip: frozenset[Path]) -> _Reading:
         kept = sorted((path for path in self.places if path not in skip), key=_is_next)

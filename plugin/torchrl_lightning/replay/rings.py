@@ -39,16 +39,18 @@ def integers(value: Any, name: str) -> Tensor:
     return found.to(torch.int64)
 
 
-def integers_below(high: int, count: int, generator: torch.Generator | None, device: torch.device | str) -> Tensor:
-    """Draw what ``torch.randint(high, (count,))`` draws; on the CPU in half the time.
+def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
+    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device; on the CPU in half the time.
 
     Example:
-        >>> integers_below(1, 2, None, "cpu")
+        >>> integers_below(1, 2, None)
         tensor([0, 0])
     """
-    if str(device) != "cpu":
+    try:
+        return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
+    except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
+        device = None if generator is None else generator.device
         return torch.randint(high, (count,), generator=generator, device=device)
-    return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
 
 
 class Rings(SharedArrays):
@@ -162,12 +164,23 @@ class Rings(SharedArrays):
         self._even = full or (self._aligned and not oldest.any())
 
 
-_RINGS: weakref.WeakKeyDictionary[Storage, weakref.ref[Rings]] = weakref.WeakKeyDictionary()
+class _Link:
+    """A weak reference that a copy of its owner does not take along."""
+
+    def __init__(self, rings: Rings | None = None) -> None:
+        self.rings = _nothing if rings is None else weakref.ref(rings)
+
+    def __reduce__(self) -> Any:
+        return _Link, ()
+
+
+def _nothing() -> None:
+    return None
 
 
 def lay_rings(storage: Storage, rings: Rings) -> None:
-    """Let it be known that rings lie in a storage, ours or one of TorchRL's; neither is kept alive."""
-    _RINGS[storage] = weakref.ref(rings)
+    """Let it be known that rings lie in a storage, ours or one of TorchRL's, which does not keep them alive."""
+    storage.rings_link = _Link(rings)
 
 
 def rings_in(storage: Storage) -> Rings | None:
@@ -178,8 +191,8 @@ def rings_in(storage: Storage) -> Rings | None:
         >>> rings_in(ListStorage(4)) is None
         True
     """
-    reference = _RINGS.get(storage)
-    return None if reference is None else reference()
+    link = getattr(storage, "rings_link", None)
+    return None if link is None else link.rings()
 
 
 def uneven_rings(storage: Storage) -> Rings | None:

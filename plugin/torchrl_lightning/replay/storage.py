@@ -353,9 +353,7 @@ class RingStorage(StorageBase):
             RuntimeError: the rings are unevenly filled.
         """
         self.check_even("RandomSampler")
-        generator = self.generator
-        device = self.device if generator is None else generator.device
-        return moved(integers_below(len(self), count, generator, device), self.device)
+        return moved(integers_below(len(self), count, self.generator), self.device)
 
     def check_seam(self) -> None:
         """Refuse readers that take neighbouring cells for successive steps, where they are not.

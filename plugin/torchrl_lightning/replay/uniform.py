@@ -68,7 +68,9 @@ class UniformSampler(SamplerHooks, Sampler):
             RuntimeError: nothing is stored.
             ValueError: there are fewer cells than asked for without replacement, or ``batch_size`` is not a size.
         """
-        batch_size, stored = integer(batch_size, "batch_size", 0), len(storage)
+        stored = len(storage)
+        if type(batch_size) is not int or batch_size < 0:
+            batch_size = integer(batch_size, "batch_size", 0)
         if not stored:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         if batch_size > stored and not self.with_replacement:
@@ -89,15 +91,16 @@ class UniformSampler(SamplerHooks, Sampler):
 
     def _ranks(self, stored: int, count: int) -> Tensor:
         if self.with_replacement:
-            return self._integers(stored, count)
+            drawn = integers_below(stored, count, self.generator)
+            return drawn if drawn.is_cpu else drawn.cpu()
         rng = self.generator
         if 3 * count > stored:
             return torch.randperm(stored, generator=rng, device=rng.device)[:count].cpu()
         # Draws with replacement, less the repeated ones, are a uniform set of cells, because no cell is treated
         # otherwise than another; so is what remains of it when a random part is dropped.
-        found = self._integers(stored, count).unique()
+        found = integers_below(stored, count, self.generator).cpu().unique()
         while len(found) < count:
-            found = torch.cat([found, self._integers(stored, count)]).unique()
+            found = torch.cat([found, integers_below(stored, count, self.generator).cpu()]).unique()
         return found[torch.randperm(len(found), generator=rng, device=rng.device)[:count].cpu()]
 
     def _stratified(self, storage: Storage, count: int) -> Tensor:
@@ -138,10 +141,6 @@ class UniformSampler(SamplerHooks, Sampler):
         # Stretches differ in length by one step; the offset, the same for a whole ring, makes all steps equal.
         offset = (uniform[1][(draws.cumsum(0) - draws)[env]] * steps).long()
         return env, (rank + offset) % steps
-
-    def _integers(self, high: int, count: int) -> Tensor:
-        rng = self.generator
-        return integers_below(high, count, rng, rng.device).cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and generator: tensors and scalars."""

@@ -355,8 +355,8 @@ class RingWriter(WriterBase, Rings):
         """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
         if not self._aligned:
             return self.snapshot()[index.cpu() % self.num_envs]
-        stamps = np.empty(index.shape, np.int64)
-        stamps.fill(self._positions[0] + self._counters[1])
+        stamps = np.empty(tuple(index.shape), np.int64)
+        stamps.fill(self._positions.item(0) + self._counters.item(1))
         return torch.from_numpy(stamps)
 
     def snapshot(self) -> Tensor:

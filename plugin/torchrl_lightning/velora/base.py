@@ -232,13 +232,13 @@ class BufferBase(ExperienceBuffer):
 
     # ------------------------------------------------------------------ reading
 
-    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, batch_size: int | None = None) -> Any:  # type: ignore[override]
         """Sample a batch; defined by subclasses."""
         raise NotImplementedError(f"{type(self).__name__} does not say how to sample.")
 
-    def sample_tensordict(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> TensorDictBase:
+    def draw(self, batch_size: int | None = None) -> TensorDictBase:
         """Sample as TorchRL does: a TensorDict with our keys, and the ``index`` that priorities go back to."""
-        batch: TensorDictBase = super().sample(batch_size, *args, **kwargs)
+        batch: TensorDictBase = super().sample(batch_size)
         return batch
 
     def experience(self, data: TensorDictBase) -> BatchExperience:

@@ -109,7 +109,7 @@ def _flags(column: Tensor, name: str) -> Tensor:
 
 def _flat(entry: Tensor | TensorDictBase | None, key: NestedKey) -> Tensor:
     if entry is None:
-        raise KeyError(f"The stored transitions have no entry {key!r}; use sample_tensordict to get what they have.")
+        raise KeyError(f"The stored transitions have no entry {key!r}; use draw to get what they have.")
     leaves = list(entry.values(True, True)) if isinstance(entry, TensorDictBase) else [entry]
     flat = [leaf.flatten(1).float() if leaf.ndim > 1 else leaf.unsqueeze(1).float() for leaf in leaves]
     return flat[0] if len(flat) == 1 else torch.cat(flat, -1)

@@ -62,13 +62,11 @@ class RecurrentReplayBuffer(BufferBase):
         (1, torch.Size([1, 8]))
     """
 
-    def sample(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> BatchExperience:
+    def sample(self, batch_size: int | None = None) -> BatchExperience:  # type: ignore[override]
         """Sample transitions uniformly, with replacement (or as the given ``sampler`` does).
 
         Args:
             batch_size: how many; the buffer's own by default.
-            *args: as in TorchRL.
-            **kwargs: as in TorchRL.
 
         Raises:
             ValueError: fewer are stored (names both numbers), or ``batch_size`` is not a size.
@@ -78,7 +76,7 @@ class RecurrentReplayBuffer(BufferBase):
             raise ValueError(
                 f"The buffer does not hold enough transitions. Available: {len(self)}, Requested: {wanted}."
             )
-        return self.experience(self.sample_tensordict(batch_size, *args, **kwargs))
+        return self.experience(self.draw(batch_size))
 
     def config(self) -> BufferConfig:
         """Return what the buffer was built with, under the type name that Velora knows."""
