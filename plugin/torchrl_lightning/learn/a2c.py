@@ -48,8 +48,6 @@ class A2CModule(ActorCriticModule):
         ['state_value']
     """
 
-    entropy_coeff: Tensor
-
     def __init__(
         self,
         network: Network | None = None,
@@ -95,12 +93,10 @@ class A2CModule(ActorCriticModule):
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient's objective, the entropy bonus and the critics' losses."""
         log_prob, entropy, values = self.evaluate(batch)
-        entropy = entropy.mean()
         terms = {
             "loss_objective": policy_gradient_loss(log_prob, self.advantage(batch)),
-            "loss_entropy": -self.entropy_coeff * entropy,
+            **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "entropy": entropy.detach(),
         }
         behaviour = batch.get("action_log_prob", None)
         if behaviour is not None:

@@ -22,7 +22,12 @@ from torchrl.data import (
 )
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
-from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
+from torchrl_lightning.learn.distributions import (
+    ClippedNormal,
+    MultiCategorical,
+    clipped_normal_log_prob,
+    normal_entropy,
+)
 from torchrl_lightning.learn.layers import orthogonal
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
@@ -47,6 +52,7 @@ class ActionHead(nn.Module):
         distribution_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.hidden: nn.Module | None = None
         self.layers = layers
         self.parameter_keys = list(parameter_keys)
         self.distribution_class = distribution_class
@@ -54,8 +60,12 @@ class ActionHead(nn.Module):
 
     def forward(self, features: Tensor) -> Parameters:
         """Return the distribution's parameters."""
-        parameters = self.layers(features)
+        parameters = self.layers(features if self.hidden is None else self.hidden(features))
         return parameters if isinstance(parameters, tuple) else (parameters,)
+
+    def read(self, features: Tensor) -> Parameters:
+        """Return what ``sample`` and ``evaluate`` need to know."""
+        return self(features)
 
     def distribution(self, parameters: Parameters) -> D.Distribution:
         """Return the distribution with these parameters."""
@@ -103,6 +113,45 @@ class CategoricalHead(ActionHead):
         return log_prob, -(logits.clamp_min(torch.finfo(logits.dtype).min) * logits.exp()).sum(-1)
 
 
+class ClippedNormalHead(ActionHead):
+    """Bounded actions: a :class:`ClippedNormal` computed directly on mean and deviation.
+
+    Args:
+        layer: Maps features to mean and standard deviation.
+        low: Lower bound ``[A]``.
+        high: Upper bound ``[A]``.
+    """
+
+    layers: GaussianLayer
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, layer: GaussianLayer, low: Tensor, high: Tensor) -> None:
+        super().__init__(layer, ["loc", "scale"], ClippedNormal, {"low": low, "high": high})
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+
+    def read(self, features: Tensor) -> Parameters:
+        """Return the mean ``[*B, A]``, and the standard deviation and its logarithm ``[A]``."""
+        layer = self.layers
+        loc = layer.loc(features if self.hidden is None else self.hidden(features))
+        return loc, layer.log_std.exp() * layer.half_range, layer.log_std + layer.half_range.log()
+
+    def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
+        """Return actions ``[*B, A]`` inside the box and log-probabilities ``[*B]``."""
+        loc, scale, log_scale = parameters
+        with torch.no_grad():
+            action = loc if deterministic else torch.addcmul(loc, torch.randn_like(loc), scale)
+            action = action.clamp(self.low, self.high)
+        return action, clipped_normal_log_prob(action, loc, scale, log_scale, self.low, self.high)
+
+    def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities ``[*B]`` and entropies before clipping ``[*B]``."""
+        loc, scale, log_scale = parameters
+        log_prob = clipped_normal_log_prob(action, loc, scale, log_scale, self.low, self.high)
+        return log_prob, normal_entropy(log_scale).expand_as(log_prob)
+
+
 class GaussianLayer(nn.Module):
     """A linear mean and a standard deviation that does not depend on the state, both in units of the action.
 
@@ -125,8 +174,12 @@ class GaussianLayer(nn.Module):
 
     def forward(self, features: Tensor) -> Parameters:
         """Return mean and standard deviation, ``[*B, A]`` each."""
-        loc = torch.addcmul(self.center, self.mean(features), self.half_range)
+        loc = self.loc(features)
         return loc, (self.log_std.exp() * self.half_range).expand_as(loc)
+
+    def loc(self, features: Tensor) -> Tensor:
+        """Return the mean ``[*B, A]``."""
+        return torch.addcmul(self.center, self.mean(features), self.half_range)
 
 
 def build_head(
@@ -179,8 +232,7 @@ def build_head(
         )
     if distribution != "auto":
         raise ValueError(f"distribution={distribution!r} is for continuous actions, but the actions are {spec}")
-    if hidden is not None:
-        head.layers = nn.Sequential(hidden, head.layers)
+    head.hidden = hidden
     return head
 
 
@@ -210,4 +262,4 @@ def _gaussian_head(spec: TensorSpec, features: int, distribution: str, initial_s
         return ActionHead(layer, ["loc", "scale"], TanhNormal, {"low": low, "high": high, "event_dims": 1})
     if bool(low.isinf().all() & high.isinf().all()):
         return ActionHead(layer, ["loc", "scale"], IndependentNormal)
-    return ActionHead(layer, ["loc", "scale"], ClippedNormal, {"low": low, "high": high})
+    return ClippedNormalHead(layer, low, high)

@@ -14,7 +14,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.learn.action_heads import ActionHead, Parameters, build_head
+from torchrl_lightning.learn.action_heads import ActionHead, build_head
 from torchrl_lightning.learn.layers import mlp, orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.trunks import FEATURES
@@ -63,7 +63,7 @@ class Actor(ProbabilisticActor):
             full = self.generic_forward(step.copy())
             return {key: full.get(key) for key in self.out_keys}
         features, states = self.trunk.step(step)
-        outputs = self.head.sample(self.head(features), _DETERMINISTIC[kind])
+        outputs = self.head.sample(self.head.read(features), _DETERMINISTIC[kind])
         return dict(zip(self.out_keys, (*outputs, *states), strict=True))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,17 +81,13 @@ class Actor(ProbabilisticActor):
             return args[0].update(full.select(*self.out_keys))
         return super().forward(*args, **kwargs)
 
-    def parameters_of(self, tensordict: TensorDictBase) -> Parameters:
-        """Return the distribution's parameters, writing nothing."""
-        return self.head(self.trunk.read(tensordict))
-
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
         """Return the distribution over actions, writing nothing."""
-        return self.head.distribution(self.parameters_of(tensordict))
+        return self.head.distribution(self.head(self.trunk.read(tensordict)))
 
     def evaluate(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of the stored actions, ``[*B]`` each, writing nothing."""
-        return self.head.evaluate(self.parameters_of(tensordict), tensordict.get("action"))
+        return self.head.evaluate(self.head.read(self.trunk.read(tensordict)), tensordict.get("action"))
 
 
 def build_actor(

@@ -217,6 +217,15 @@ class ActorCriticModule(AgentModule):
         advantage = advantage.squeeze(-1)
         return standardized(advantage) if self.normalize_advantage else advantage
 
+    def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
+        """Return the entropy bonus as a loss, which costs no gradient where it weighs 0, and the entropy."""
+        mean = entropy.mean()
+        weighs = self._coefficients["entropy_coeff"][0] != 0.0
+        return {
+            "loss_entropy": -self.get_buffer("entropy_coeff") * (mean if weighs else mean.detach()),
+            "entropy": mean.detach(),
+        }
+
     def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the weighted losses of the extrinsic critics, summed, and of the intrinsic one."""
         terms: dict[str, Tensor] = {}
@@ -260,7 +269,7 @@ def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tenso
     with set_recurrent_mode(batch.ndim > 1) if actor.is_recurrent else nullcontext():
         features = actor.trunk.read(batch)
         values = critic.values_of(features) if critic.is_shared else critic.values(batch)
-    log_prob, entropy = actor.head.evaluate(actor.head(features), batch.get("action"))
+    log_prob, entropy = actor.head.evaluate(actor.head.read(features), batch.get("action"))
     return log_prob, entropy, values
 
 

@@ -64,13 +64,46 @@ class MultiCategorical(D.Distribution):
         return self.mode
 
 
+def clipped_normal_log_prob(
+    value: Tensor, loc: Tensor, scale: Tensor, log_scale: Tensor, low: Tensor, high: Tensor
+) -> Tensor:
+    r"""Return the log-probability ``[*B]`` of a Normal's samples that were clipped to a box.
+
+    A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
+    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``.
+
+    Args:
+        value: Actions ``[*B, A]``.
+        loc: Mean before clipping ``[*B, A]``.
+        scale: Standard deviation before clipping, ``[A]`` or ``[*B, A]``.
+        log_scale: Its logarithm.
+        low: Lower bound ``[A]``, may be -inf.
+        high: Upper bound ``[A]``, may be inf.
+
+    Example:
+        >>> zero, one = torch.zeros(1), torch.ones(1)
+        >>> clipped_normal_log_prob(one, zero, one, zero, -one, one).exp()  # the mass beyond one sigma
+        tensor(0.1587)
+    """
+    z = (value - loc) / scale
+    inside = torch.addcmul((log_scale + _HALF_LOG_2PI).neg(), z, z, value=-0.5)
+    below, above = value <= low, value >= high
+    # On a bound z is the bound's own, so that the tail beyond it has the mass ndtr(z) or ndtr(-z).
+    tail = torch.special.log_ndtr(torch.where(above, -z, z))
+    return torch.where(below | above, tail, inside).sum(-1)
+
+
+def normal_entropy(log_scale: Tensor) -> Tensor:
+    """Return the entropy ``[*B]`` of a diagonal Normal with the logarithms of its deviations ``[*B, A]``."""
+    return (log_scale + (0.5 + _HALF_LOG_2PI)).sum(-1)
+
+
 class ClippedNormal(D.Distribution):
     r"""A diagonal Normal whose samples are clipped to a box, with the exact log-probability of the clipped action.
 
-    A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
-    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``. The policy gradient
-    stays unbiased and has less variance than that of the Normal before clipping (Fujita and Maeda, "Clipped
-    Action Policy Gradient", ICML 2018). The stored action is the one that the environment executes.
+    See :func:`clipped_normal_log_prob`. The policy gradient stays unbiased and has less variance than that of the
+    Normal before clipping (Fujita and Maeda, "Clipped Action Policy Gradient", ICML 2018). The stored action is the
+    one that the environment executes.
 
     Args:
         loc: Mean before clipping ``[*B, A]``.
@@ -102,16 +135,11 @@ class ClippedNormal(D.Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of actions ``[*B, A]``: density inside, mass on the bounds."""
-        z = (value - self.loc) / self.scale
-        inside = torch.addcmul((self.scale.log() + _HALF_LOG_2PI).neg(), z, z, value=-0.5)
-        # On a bound z is the bound's own, so that the tail beyond it has the mass ndtr(z) or ndtr(-z). Inside the box
-        # the tail is not wanted, and the argument 0 keeps its gradient finite.
-        side = (value <= self.low).to(z.dtype) - (value >= self.high).to(z.dtype)
-        return torch.where(side.bool(), torch.special.log_ndtr(side * z), inside).sum(-1)
+        return clipped_normal_log_prob(value, self.loc, self.scale, self.scale.log(), self.low, self.high)
 
     def entropy(self) -> Tensor:
         """Return the entropy ``[*B]`` before clipping, which does not reward collapsing onto the bounds."""
-        return (self.scale.log() + (0.5 + _HALF_LOG_2PI)).sum(-1)
+        return normal_entropy(self.scale.log())
 
     @property
     def mode(self) -> Tensor:

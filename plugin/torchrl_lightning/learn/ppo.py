@@ -56,7 +56,6 @@ class PPOModule(ActorCriticModule):
         torch.Size([3])
     """
 
-    entropy_coeff: Tensor
     clip_epsilon: Tensor
 
     def __init__(
@@ -114,13 +113,11 @@ class PPOModule(ActorCriticModule):
         """Return the clipped objective, the entropy bonus and the critics' losses, and how far the policy moved."""
         log_prob, entropy, values = self.evaluate(batch)
         log_ratio = log_prob - require(batch, "action_log_prob")
-        entropy = entropy.mean()
         moved = log_ratio.detach()
         return {
             "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
-            "loss_entropy": -self.entropy_coeff * entropy,
+            **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "entropy": entropy.detach(),
             "kl_approx": -moved.mean(),
             "clip_fraction": (moved.expm1().abs() > self.clip_epsilon).float().mean(),
         }
