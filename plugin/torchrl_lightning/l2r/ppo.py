@@ -132,7 +132,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         integer(size, "size")
         integer(batch_size, "batch_size")
         not_negative(eps, "eps")
-        super().__init__(**passed_on(super().__init__, {**locals(), "gae_lambda": lam}))
+        super().__init__(**passed_on(GAEBuffer, {**locals(), "gae_lambda": lam}))
         self.obs_dim, self.act_dim, self.eps = obs_dim, act_dim, float(eps)
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0

@@ -62,7 +62,7 @@ class DiscountedReturns(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(AdvantageTransform, locals()))
         self.bootstrap = bootstrap
 
     def fill(self, rollout: TensorDictBase) -> None:
@@ -126,7 +126,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(AdvantageTransform, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
 
@@ -190,7 +190,7 @@ class VTraceAdvantages(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(AdvantageTransform, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.actor = actor

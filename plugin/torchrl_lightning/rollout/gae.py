@@ -94,7 +94,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(VanillaOnPolicyBuffer, locals()))
         self.gae_lambda = fraction(gae_lambda, "gae_lambda")
 
     @classmethod

@@ -71,7 +71,7 @@ class IntrinsicReturns(AdvantageTransform):
         standardize_advantages: bool = False,
         on_write: bool = False,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(AdvantageTransform, locals()))
         fraction(lmbda, "lmbda")
         self.lmbda = lmbda
         self.normalize = normalize

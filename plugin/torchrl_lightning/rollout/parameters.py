@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchrl_lightning.entries import nested_keys
@@ -24,8 +24,8 @@ def any_object(value: Any, name: str) -> Any:
     return value
 
 
-def passed_on(constructor: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Select from a constructor's arguments, its ``locals()``, those that another constructor takes.
+def passed_on(base: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Select from a constructor's arguments, its ``locals()``, those that the constructor of ``base`` takes.
 
     A subclass writes every argument out once, in its signature, for readers, ``help`` and configs, and names only its
     own ones again.
@@ -36,15 +36,14 @@ def passed_on(constructor: Callable[..., None], given: Mapping[str, Any]) -> dic
         ...         self.x, self.y = x, y
         >>> class Named(Point):
         ...     def __init__(self, name, x, y=0):
-        ...         super().__init__(**passed_on(super().__init__, locals()))
+        ...         super().__init__(**passed_on(Point, locals()))
         ...         self.name = name
         >>> Named("a", 1, y=2).__dict__
         {'x': 1, 'y': 2, 'name': 'a'}
     """
-    names = _argument_names(getattr(constructor, "__func__", constructor))
-    return {name: given[name] for name in names if name in given and name != "self"}
+    return {name: given[name] for name in _argument_names(base) if name in given}
 
 
 @functools.cache
-def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _argument_names(base: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]

@@ -91,7 +91,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        super().__init__(**passed_on(super().__init__, locals()))
+        super().__init__(**passed_on(VanillaOnPolicyBuffer, locals()))
         self.lmbda = fraction(lmbda, "lmbda")
         self.clip_rho_thres = _threshold(clip_rho_thres, "clip_rho_thres")
         self.clip_c_thres = _threshold(clip_c_thres, "clip_c_thres")
