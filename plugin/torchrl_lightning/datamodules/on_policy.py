@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
@@ -13,17 +13,14 @@ from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.protocols import AnnotatingLearner, ValueLearner, VersionedCollector
+from torchrl_lightning.datamodules.protocols import (
+    AnnotatingLearner,
+    RolloutBufferFactory,
+    ValueLearner,
+    VersionedCollector,
+)
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
-
-
-class RolloutBufferFactory(Protocol):
-    """A callable that takes ``size``, the time steps of a rollout, and returns the buffer."""
-
-    def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
-        """Build the buffer."""
-        ...
 
 
 class OnPolicyDataModule(ExperienceDataModule):
@@ -43,17 +40,8 @@ class OnPolicyDataModule(ExperienceDataModule):
             that many batches of exactly that size (environments, for a recurrent policy). For a recurrent policy it
             must divide ``num_envs``.
         shuffle: draw the samples of each pass in a new random order.
-        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several.
-        frames_per_batch: frames of one rollout, on each rank; a multiple of ``num_envs``.
-        total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and returns any TorchRL collector, see
-            :class:`ExperienceDataModule`; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
-        reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
-        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
-        eval_episodes: finished episodes that one evaluation plays.
-        eval_num_envs: environments that play them side by side.
-        seed: seed of the run, see :class:`ExperienceDataModule`; drawn from torch's global generator if None.
+
+    The other arguments are those of :class:`ExperienceDataModule`.
 
     Raises:
         ValueError: if the mini-batches do not fit the rollout.

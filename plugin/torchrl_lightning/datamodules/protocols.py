@@ -12,6 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.rollout import VanillaOnPolicyBuffer
+
 
 @runtime_checkable
 class Learner(Protocol):
@@ -81,6 +84,22 @@ class RowCollector(Protocol):
 
     def reused_rows(self, excluded: Sequence[str]) -> Iterator[TensorDictBase]:
         """Return such a stream, without these entries."""
+
+
+class ReplayBufferFactory(Protocol):
+    """A callable that takes ``num_envs`` and returns the replay buffer."""
+
+    def __call__(self, *, num_envs: int) -> ExperienceBuffer:
+        """Build the buffer."""
+        ...
+
+
+class RolloutBufferFactory(Protocol):
+    """A callable that takes ``size``, the time steps of a rollout, and returns the buffer."""
+
+    def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
+        """Build the buffer."""
+        ...
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -19,14 +19,19 @@ from torch import Tensor
 
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.cell_files import check_files_apart
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.protocols import ReplaySource, RewritingLearner, RowCollector, missing
+from torchrl_lightning.datamodules.protocols import (
+    ReplayBufferFactory,
+    ReplaySource,
+    RewritingLearner,
+    RowCollector,
+    missing,
+)
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.ranges import integer, not_negative, positive
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
@@ -35,14 +40,6 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = ("inside", "beside", "none")
 # Entries that repeat the previous step or serve bookkeeping alone are not stored.
 LEFT_OUT = ("collector", "done", "terminated", "truncated")
-
-
-class ReplayBufferFactory(Protocol):
-    """A callable that takes ``num_envs`` and returns the replay buffer."""
-
-    def __call__(self, *, num_envs: int) -> ExperienceBuffer:
-        """Build the buffer."""
-        ...
 
 
 class ReplayDataModule(ExperienceDataModule):
@@ -76,16 +73,8 @@ class ReplayDataModule(ExperienceDataModule):
             gathered, each rank writes its own.
         buffer_dir: where ``"beside"`` writes; ``buffer`` below the trainer's root folder if None.
         frames_per_batch: frames collected at a time; one step of every environment if None.
-        num_envs: environments stepped side by side, on each rank; of all workers, if the collector has several.
-        total_frames: frames, summed over ranks, after which training stops; -1 for never.
-        collector: a callable that takes the policy and returns any TorchRL collector, see
-            :class:`ExperienceDataModule`; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``.
-        reset_at_each_batch: begin each rollout with a seeded reset, see :class:`ExperienceDataModule`.
-        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
-        eval_episodes: finished episodes that one evaluation plays.
-        eval_num_envs: environments that play them side by side.
-        seed: seed of the run, see :class:`ExperienceDataModule`; drawn from torch's global generator if None.
+
+    The other arguments are those of :class:`ExperienceDataModule`.
 
     Raises:
         ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown.
@@ -134,13 +123,9 @@ class ReplayDataModule(ExperienceDataModule):
             eval_num_envs=eval_num_envs,
             seed=seed,
         )
-        sizes = {
-            "batch_size": batch_size,
-            "updates_per_epoch": updates_per_epoch,
-            "updates_per_step": updates_per_step,
-        }
-        for name, value in sizes.items():
-            integer(value, name)
+        integer(batch_size, "batch_size")
+        integer(updates_per_epoch, "updates_per_epoch")
+        integer(updates_per_step, "updates_per_step")
         positive(frames_per_update, "frames_per_update")
         not_negative(warmup_frames, "warmup_frames")
         if checkpoint_buffer not in CHECKPOINTS:
@@ -193,8 +178,6 @@ class ReplayDataModule(ExperienceDataModule):
         if stage == "fit":
             if self.buffer is None:
                 self.buffer = self._make_buffer(num_envs=self.num_envs)
-            # Not where the buffer is built: it may be built to check a checkpoint, before a trainer knows the ranks.
-            check_files_apart(self.buffer.storage, self.world_size)
             if self.trainer is not None:
                 self._check_module(self.trainer.lightning_module)
                 self._hooks.attach(self.trainer)
@@ -315,13 +298,8 @@ class ReplayDataModule(ExperienceDataModule):
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
         buffer = self._require_buffer()
-        # A transform, another storage or a documented buffer may keep what it is given.
-        copies = (
-            isinstance(buffer.storage, RingStorage)
-            and isinstance(buffer.writer, RingWriter)
-            and not buffer.has_transform
-            and type(buffer).extend is ExperienceBuffer.extend
-        )
+        # A transform or a documented buffer may keep what it is given.
+        copies = not buffer.has_transform and type(buffer).extend is ExperienceBuffer.extend
         self._writes_rows = copies and isinstance(collector, RowCollector)
         if self._writes_rows:
             rows: Iterator[TensorDictBase] = collector.reused_rows(self._left_out(buffer))
