@@ -43,6 +43,7 @@ from torchrl_lightning.estimators import gae
 from torchrl_lightning.learn import MLPNetwork, build_actor, build_critic
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy
 from torchrl_lightning.learn.q_networks import build_q_network
+from torchrl_lightning.replay.prepared import PreparedRows
 
 ENV, NUM_ENVS, STEPS = "CartPole-v1", 8, 128
 FRAMES = NUM_ENVS * STEPS
@@ -135,10 +136,13 @@ def steps_of_replay() -> dict[str, Contender]:
     collector = GymnasiumCollector(ENV, policy, num_envs=NUM_ENVS, frames_per_batch=NUM_ENVS, seed=0)
     buffer = ExperienceBuffer(storage=RingStorage(48_000), num_envs=NUM_ENVS)
     stream = collector.reused_rows(NOT_STORED)
+    buffer.extend(next(stream))
+    prepared = PreparedRows(buffer, next(stream))
 
     def mine() -> None:
         for _ in range(STEPS):
-            buffer.extend(next(stream))
+            next(stream)
+            prepared.write()
 
     model = DQN("MlpPolicy", make_vec_env(ENV, NUM_ENVS), buffer_size=48_000, device="cpu", seed=0)
     _, callback = model._setup_learn(1 << 30)

@@ -59,27 +59,6 @@ def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     return None
 
 
-class PolicyDevice:
-    """The device of a policy's first parameter or buffer, or the CPU if it has none.
-
-    A parameter is looked for once: moving a module leaves its parameters the same objects.
-
-    Example:
-        >>> PolicyDevice(nn.Linear(2, 1))()
-        device(type='cpu')
-    """
-
-    def __init__(self, policy: object) -> None:
-        self._policy = policy
-        self._parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
-
-    def __call__(self) -> torch.device:
-        """Return where the policy is now."""
-        if self._parameter is not None:
-            return self._parameter.device
-        return policy_device(self._policy)
-
-
 def policy_device(policy: object) -> torch.device:
     """Return the device of the policy's first parameter or buffer, or the CPU if it has none."""
     return device_of(policy) or torch.device("cpu")

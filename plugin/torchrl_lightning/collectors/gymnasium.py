@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
+from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._checks import check_frames, check_policy, number_of_batches, read_specs
 from torchrl_lightning.collectors._loop import RolloutLoop
 from torchrl_lightning.collectors._memory import Array, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, PolicyDevice, load_weights, recurrent_states
+from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
 from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import ReplaySource, ResumableVectorEnv
@@ -135,7 +136,9 @@ class GymnasiumCollector:
         self._needs_reset = True
         self._static_seed = False
         self._loop: RolloutLoop | None = None
-        self._evaluation, self._policy_device = EvaluationMode(policy), PolicyDevice(policy)
+        self._evaluation = EvaluationMode(policy)
+        # Looked for once: moving a module leaves its parameters the same objects.
+        self._parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
         self._memory: RolloutMemory | None = None  # that is written again and again
         self._ids: Array = np.arange(self.num_envs)  # of the trajectories that are running
         self._same_td: TensorDict | None = None
@@ -231,7 +234,8 @@ class GymnasiumCollector:
             memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
             self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
-        device = self.device or self._policy_device()
+        parameter = self._parameter
+        device = self.device or (policy_device(self.policy) if parameter is None else parameter.device)
         begin_anew = self._needs_reset or self.reset_at_each_batch
         self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
         with (
@@ -260,8 +264,9 @@ class GymnasiumCollector:
             self._trajectories += 1
 
     def _yielded(self, batch: TensorDict) -> TensorDict:
-        if self.storing_device is not None:
-            batch = batch.to(self.storing_device)
+        if self.storing_device is None:
+            return batch
+        batch = batch.to(self.storing_device)
         if not self.return_same_td:
             return batch
         if self._same_td is None or set(self._same_td.keys(True, True)) != set(batch.keys(True, True)):

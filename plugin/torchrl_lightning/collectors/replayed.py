@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
 from numpy.typing import NDArray
-from tensordict.utils import NestedKey
+
+if TYPE_CHECKING:
+    from tensordict.utils import NestedKey  # a process that only steps an environment needs no torch
 
 Array = NDArray[Any]
 

@@ -147,6 +147,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
+        self._rows: TensorDictBase | None = None  # that were written last
         self._prepared: PreparedRows | None = None
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
@@ -326,8 +327,10 @@ class ReplayDataModule(ExperienceDataModule):
             prepared.write()
         else:
             buffer.extend(rows)
-            with suppress(ValueError):
-                self._prepared = PreparedRows(buffer, rows)
+            if rows is self._rows:  # they come again and again
+                with suppress(ValueError):
+                    self._prepared = PreparedRows(buffer, rows)
+            self._rows = rows
         return True
 
     def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
