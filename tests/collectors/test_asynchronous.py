@@ -199,6 +199,6 @@ def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
     collector = AsynchronousCollector(CountingEnv, policy, frames_per_batch=8)
     with pytest.raises(TypeError, match=r"policy.*cannot be pickled"):
         next(iter(collector))
-    with pytest.raises(ValueError, match="num_workers=0"):
+    with pytest.raises(ValueError, match="num_workers must be a positive integer, got 0"):
         AsynchronousCollector(CountingEnv, num_workers=0, frames_per_batch=8)
     assert not workers()
