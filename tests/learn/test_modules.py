@@ -21,6 +21,7 @@ from torchrl_lightning.learn import (
     RandomNetworkDistillation,
     ReinforceModule,
     VTraceModule,
+    agents,
 )
 from torchrl_lightning.learn.metrics import MetricSums
 
@@ -188,3 +189,19 @@ def test_metric_sums() -> None:
     explained = 1 - (target - value).var(correction=0) / target.var(correction=0)
     assert means == pytest.approx({"a": 1.5, "b": 5.0, "explained_variance": float(explained)}, rel=1e-5)
     assert sums.flush() == {}
+
+
+@pytest.mark.parametrize("cls", [A2CModule, PPOModule, ReinforceModule])
+def test_a_compiled_loss_gives_the_same(cls: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by dynamo in one piece, not compiled: that would take a minute."""
+    monkeypatch.setattr(agents, "compiled", lambda function: torch.compile(function, backend="eager", fullgraph=True))
+    batch = TensorDict({"observation": torch.randn(16, 4)}, [16])
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = cls(MLPNetwork([8]), compile=compiled).build(SPECS)
+        with torch.no_grad():
+            module.critic(module.policy(batch))
+        batch["advantage"], batch["value_target"] = torch.randn(2, 16, 1).unbind(0)
+        results.append(module.compute(batch))
+    torch.testing.assert_close(results[0], results[1])

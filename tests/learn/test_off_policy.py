@@ -23,7 +23,7 @@ from torchrl_lightning.learn import (
     RecurrentNetwork,
     SACModule,
     TD3Module,
-    off_policy,
+    agents,
 )
 from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.updates import UpdateBatches
@@ -277,7 +277,7 @@ def test_gradients_are_clipped() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_loss_gives_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by dynamo, not compiled: that would take a minute."""
-    monkeypatch.setattr(off_policy, "compiled", lambda function: torch.compile(function, backend="eager"))
+    monkeypatch.setattr(agents, "compiled", lambda function: torch.compile(function, backend="eager"))
     results = []
     for compiled in (False, True):
         module = small(case, compile=compiled).build(CASES[case][1])

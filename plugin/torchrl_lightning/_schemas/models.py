@@ -32,6 +32,7 @@ class A2CSchema:
     max_grad_norm: float | None = 0.5
     schedule: Any = "constant"
     entropy_schedule: Any = "constant"
+    compile: bool = False
 
 
 @dataclass
@@ -102,6 +103,7 @@ class PPOSchema:
     max_grad_norm: float | None = 0.5
     schedule: Any = "constant"
     entropy_schedule: Any = "constant"
+    compile: bool = False
 
 
 @dataclass
@@ -121,6 +123,7 @@ class ReinforceSchema:
     learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
     schedule: Any = "constant"
+    compile: bool = False
 
 
 @dataclass
@@ -198,6 +201,7 @@ class VTraceSchema:
     max_grad_norm: float | None = 0.5
     schedule: Any = "constant"
     entropy_schedule: Any = "constant"
+    compile: bool = False
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ class AgentModule(ReportingModule):
         max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
         schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
             of progress.
+        compile: Compute the loss by ``torch.compile``.
     """
 
     adam_eps: ClassVar[float] = 1e-8
@@ -41,6 +43,7 @@ class AgentModule(ReportingModule):
         critic_optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
         schedule: str | Schedule,
+        compile: bool = False,
     ) -> None:
         for name, factory in (("optimizer", optimizer), ("critic_optimizer", critic_optimizer)):
             if factory is not None and not callable(factory):
@@ -54,7 +57,7 @@ class AgentModule(ReportingModule):
         self.automatic_optimization = False
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
-        self.schedule = as_schedule(schedule)
+        self.schedule, self.compiled = as_schedule(schedule), compile
         self.loss: Any = None
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
@@ -184,6 +187,14 @@ class AgentModule(ReportingModule):
                 # The initial rate is kept in the optimizer's own state, as torch's schedulers do.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
+    def terms(self, batch: Any) -> Any:
+        """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
+        raise NotImplementedError
+
+    def compute(self, batch: Any) -> Any:
+        """Return ``terms``, compiled if asked for."""
+        return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
+
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the learnt parameters that do not take part in this update."""
         return []
@@ -254,3 +265,9 @@ class _UnscaledSteps:
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
         """Step unless a gradient is infinite or there is none."""
         return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled by ``torch.compile``, the same for all modules of one class."""
+    return torch.compile(function)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -86,6 +85,7 @@ class OffPolicyModule(AgentModule):
             critic_optimizer=critic_optimizer,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
+            compile=compile,
         )
         self.network = network or self.default_network()
         integer(target_interval, "target_interval")
@@ -100,7 +100,6 @@ class OffPolicyModule(AgentModule):
         self.gamma = gamma
         self.tau, self.target_interval = tau, target_interval
         self.updates = 0
-        self.compiled = compile
         self.memory: RecurrentTrunk | None = None
         self.targets: TargetNetworks | None = None
         self._keys: list[NestedKey] = []
@@ -237,7 +236,8 @@ class OffPolicyModule(AgentModule):
         with targets.evaluation:
             if self.memory is not None:
                 batch = remember(batch, self.memory, targets.memory)
-            return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
+            computed: tuple[Terms, Tensor] = super().compute(batch)
+            return computed
 
     @abstractmethod
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
@@ -271,9 +271,3 @@ class OffPolicyModule(AgentModule):
         self.updates = int(state["updates"])
         self.policy.amount.fill_(state.get("exploration", 0.0))
         self._restored = None
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled by ``torch.compile``, the same for all modules of one class."""
-    return torch.compile(function)
