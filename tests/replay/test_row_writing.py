@@ -1,0 +1,118 @@
+"""Rows of every kind arrive whole, or leave no trace that can be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
+from torchrl_lightning.replay.cells import Cells
+
+ENVS, LENGTH = 3, 4
+
+
+def step(number: int, rows: int = ENVS) -> TensorDict:
+    value = torch.full((rows, 2), float(number))
+    done = torch.tensor([[number % 3 == 2]] * rows)
+    return TensorDict({"a": value, "b": value.double(), "next": {"done": done}}, [rows])
+
+
+def filled(steps: int) -> ExperienceBuffer:
+    ours = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, batch_size=200)
+    for number in range(steps):
+        ours.extend(step(number))
+    return ours
+
+
+KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "transposed": (torch.float32, lambda value: value.t().contiguous().t()),
+    "expanded": (torch.float32, lambda value: value[:, :1].expand(-1, 4)),
+    "strided": (torch.int16, lambda value: value.repeat_interleave(2, 0)[::2]),
+    "bfloat16": (torch.bfloat16, lambda value: value),
+    "float8": (torch.float8_e4m3fn, lambda value: value),
+    "conjugated": (torch.complex64, lambda value: value.conj()),
+    "negated": (torch.float32, torch._neg_view),
+    "parameter": (torch.float32, nn.Parameter),
+    "with a gradient": (torch.float32, lambda value: value.requires_grad_() * 2),
+    "empty": (torch.float32, lambda value: value[:, :0]),
+}
+
+
+@pytest.mark.parametrize("env_ids", [None, [2, 0]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaves_of_every_kind(kind: str, env_ids: list[int] | None) -> None:
+    dtype, make = KINDS[kind]
+    ours = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS)
+    rows = ENVS if env_ids is None else len(env_ids)
+    for number in range(2 * LENGTH + 1):
+        leaf = make((torch.arange(rows * 4).view(rows, 4) + number).to(dtype))
+        data = TensorDict({"a": leaf, "n": torch.full((rows,), number)}, [rows])
+        index = ours.extend(data, env_ids)
+        found = ours.storage.get(index)
+        assert found["n"].tolist() == [number] * rows
+        assert torch.equal(found["a"].to(torch.complex64), leaf.detach().to(torch.complex64).resolve_neg())
+        assert found["a"].dtype == dtype
+
+
+@pytest.mark.parametrize("steps", [2, LENGTH, 2 * LENGTH + 1])
+@pytest.mark.parametrize("env_ids", [None, [1]])
+def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
+    steps: int, env_ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = filled(steps)
+
+    def interrupted(cells: Cells, leaves: list[Tensor], index: Tensor) -> None:
+        cells.leaves[0].index_copy_(0, index, leaves[0])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # as on a device, where leaf after leaf is copied
+        patch.setattr(Cells, "addresses", lambda cells, leaves: None)
+        patch.setattr(Cells, "scatter", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours.extend(step(90, ENVS if env_ids is None else 1), env_ids)
+    writer = ours.writer
+    assert writer.positions.tolist() == [steps] * ENVS
+    kept = writer.filled_cells()
+    env, position = writer.env_of(kept), writer.position_of(kept)
+    ends = torch.minimum(position + (2 - position) % 3, torch.tensor(steps - 1))
+    lost = (ENVS if env_ids is None else 1) if steps >= LENGTH else 0
+    assert len(kept) == len(ours) == ENVS * min(steps, LENGTH) - lost
+    restored = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, batch_size=200)
+    restored.load_state_dict(ours.state_dict())
+    for one in (ours, restored):
+        batch = one.sample()
+        assert set(batch["index"].tolist()) == set(kept.tolist())
+        assert (batch["a"] == batch["b"]).all()
+        assert batch["a"].max() < steps
+        assert torch.equal(one.writer.index.end(env, position), ends)
+        for number in range(steps, steps + LENGTH):  # what was given up is filled again
+            one.extend(step(number))
+        assert one.writer.is_even
+        assert len(one) == ENVS * min(steps + LENGTH, LENGTH)
+        assert set(one.sample()["a"][:, 0].tolist()) == set(range(steps, steps + LENGTH))
+
+
+def test_cells_that_were_claimed_are_not_sampled() -> None:
+    ours = filled(2 * LENGTH)
+    ours.set_sampler(UniformSampler(stratified=True))
+    ours.writer.claim(None, 2)
+    assert len(ours) == ENVS * (LENGTH - 2)
+    assert set(ours.sample()["a"][:, 0].tolist()) == {6, 7}
+    ours.extend(step(8))
+    assert set(ours.sample()["a"][:, 0].tolist()) == {6, 7, 8}
+    ours.empty()
+    ours.extend(step(9))
+    assert len(ours) == ENVS
+
+
+def test_more_steps_than_there_is_room_for() -> None:
+    ours = filled(1)
+    many = torch.stack([step(number) for number in range(1, 3 * LENGTH)])
+    ours.extend(many, time_dim=0)
+    assert ours[:]["a"][:, 0].view(LENGTH, ENVS)[:, 0].sort().values.tolist() == [8, 9, 10, 11]
+    ours.extend(many, torch.arange(ENVS).flip(0), time_dim=0)
+    assert ours.writer.positions.tolist() == [6 * LENGTH - 1] * ENVS
