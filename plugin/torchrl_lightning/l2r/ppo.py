@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from omegaconf import MISSING
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -218,18 +218,19 @@ class PPOBuffer(Configurable, GAEBuffer):
 
     def _overwrite(self, row: TensorDict) -> None:
         self.writer.prepare(row.unsqueeze(0), 0, 0)
-        data = self.storage.data
-        assert data is not None
         for key, value in keyed_leaves(row):
-            data.get(key)[self.ptr] = value
+            self._data.get(key)[self.ptr] = value
         self.writer.write_count += 1
-        self.storage._finish_write(self.size)
+        self.storage.finish_write(self.size)
+
+    @property
+    def _data(self) -> TensorDictBase:
+        assert self.storage.data is not None
+        return self.storage.data
 
     def _cells(self, key: Any, steps: Any) -> Tensor:
         """Entry ``key`` of the given steps, ``[n, 1, 1]``."""
-        data = self.storage.data
-        assert data is not None
-        return data.get(key)[torch.as_tensor(steps, device=self.device) % self.size]
+        return self._data.get(key)[torch.as_tensor(steps, device=self.device) % self.size]
 
     def finish_path(self, action_obj: Any = None) -> None:
         """Give every step of the open path its advantage and its reward-to-go.
@@ -255,13 +256,12 @@ class PPOBuffer(Configurable, GAEBuffer):
         following = torch.cat((value[1:], value.new_full((1, 1, 1), last or 0.0)))
         advantage, _ = gae(reward, value, following, terminated, done, self.gamma, self.gae_lambda)
         target = discounted_returns(reward, following, terminated, done, self.gamma)
-        data, cells = self.storage.data, steps % self.size
-        assert data is not None
+        data, cells = self._data, steps % self.size
         for key, result in (("advantage", advantage), ("value_target", target), (DONE, done)):
             data.get(key)[cells] = result
         for key, result in ((TERMINATED, terminated), (TRUNCATED, done & ~terminated), (FINISHED, done | True)):
             data.get(key)[cells] = result
-        self.storage._finish_write(self.step)
+        self.storage.finish_write(self.step)
         self._path_start = self._stored
         self._drawable = None
 
@@ -340,8 +340,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             cells = torch.arange(self.rollout.numel(), device=self.device)
             return cells, self._column(flatten_tree(self.rollout), "advantage", cells).flatten()
         if self._drawable is None:
-            data = self.storage.data
-            assert data is not None
+            data = self._data
             cells = data.get(FINISHED)[: self.step].flatten().nonzero().squeeze(1)
             raw = data.get("advantage")[: self.step].flatten()[cells]
             self._drawable = cells, population_standardize(raw, self.eps)

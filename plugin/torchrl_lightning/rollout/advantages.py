@@ -198,15 +198,6 @@ class VTraceAdvantages(AdvantageTransform):
         self.log_prob_key, self.current_log_prob_key = nested_key(log_prob_key), nested_key(current_log_prob_key)
         self.action_key = nested_key(action_key)
 
-    @property
-    def actor(self) -> Any:
-        """The current policy."""
-        return self.__dict__.get("_actor_reference")
-
-    @actor.setter
-    def actor(self, actor: Any) -> None:
-        self.__dict__["_actor_reference"] = actor
-
     def fill(self, rollout: TensorDictBase) -> None:
         """Write values and the current policy's log-probabilities."""
         if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):

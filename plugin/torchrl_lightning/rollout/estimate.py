@@ -40,6 +40,7 @@ class AdvantageTransform(Transform):
     """
 
     episodic = True
+    critic: TensorDictModuleBase | None
 
     def __init__(
         self,
@@ -65,16 +66,6 @@ class AdvantageTransform(Transform):
         self.standardize_advantages = standardize_advantages
         self.on_write = on_write
 
-    # A critic belongs to the learner; registering it as a submodule would save its weights with every buffer.
-    @property
-    def critic(self) -> TensorDictModuleBase | None:
-        """The module that writes the values."""
-        return self.__dict__.get("_critic_reference")
-
-    @critic.setter
-    def critic(self, critic: TensorDictModuleBase | None) -> None:
-        self.__dict__["_critic_reference"] = critic
-
     # TorchRL's PPO trainer config puts its critic into ``transform.module.value_network``, where its own GAE has it.
     @property
     def module(self) -> AdvantageTransform:
@@ -90,9 +81,10 @@ class AdvantageTransform(Transform):
     def value_network(self, critic: TensorDictModuleBase | None) -> None:
         self.critic = critic
 
+    # Critic and actor belong to the learner; registering them as submodules would save their weights with every buffer.
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("critic", "actor", "value_network"):
-            self.__dict__[f"_{'critic' if name == 'value_network' else name}_reference"] = value
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 

@@ -127,7 +127,7 @@ class RolloutStorage(StorageBase):
         self.schema = describe(self.data, 2)
         self.num_envs = rollout.shape[1]
         self.max_size = rollout.shape.numel()
-        self._finish_write(self.size)
+        self.finish_write(self.size)
         return True
 
     def _check_room(self, row: Schema, rows: int) -> None:
@@ -158,9 +158,10 @@ class RolloutStorage(StorageBase):
         rows = slice(cursor, cursor + 1) if isinstance(cursor, int) else cursor
         for key, value in keyed_leaves(data):
             self.data.get(key)[rows].copy_(value if isinstance(cursor, slice) else value.unsqueeze(0))
-        self._finish_write(rows.stop)
+        self.finish_write(rows.stop)
 
-    def _finish_write(self, num_steps: int) -> None:
+    def finish_write(self, num_steps: int) -> None:
+        """Note that cells were written and that ``num_steps`` steps are stored now; drop entries that were added."""
         self._rollout = None
         self.num_steps = num_steps
         self.record_cursor(num_steps - 1)
