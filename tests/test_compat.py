@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
-from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
+from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter, _compat
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
@@ -160,7 +162,7 @@ def test_touching_moves_the_revision() -> None:
 
 
 def test_torchrl_draws_through_our_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = replay()
+    ours = replay(sampler=RandomSampler())
     monkeypatch.setattr(RingStorage, "draw", lambda self, count: torch.full((count,), 3))
     assert ours.sample()["index"].tolist() == [3, 3]
 
@@ -175,7 +177,7 @@ def test_torchrl_asks_for_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plain_buffers_are_recognised() -> None:
-    assert replay().is_plain
+    assert replay().is_plain(2)
     for kwargs in (
         {"prefetch": 1},
         {"pin_memory": True},
@@ -183,7 +185,7 @@ def test_plain_buffers_are_recognised() -> None:
         {"collate_fn": lambda batch: batch},
         {"transform": UnsqueezeTransform(-1, in_keys=["a"])},
     ):
-        assert not replay(**kwargs).is_plain, kwargs
+        assert not replay(**kwargs).is_plain(2), kwargs
     ours = replay()
     assert not ours.has_transform
     ours.append_transform(UnsqueezeTransform(-1, in_keys=["a"]))
@@ -231,3 +233,33 @@ def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
     sampler.mark_update(torch.arange(3))
     sampler._init()
     assert sampler.table.count == 0
+
+
+def _touched(name: str) -> set[str]:
+    """Underscored attributes that a class of ``_compat`` reads or sets, but for those that are its own."""
+    source = ast.parse(inspect.getsource(getattr(_compat, name)))
+    own = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    return {
+        attr
+        for attr in found - own - {"_own_rng", "_rows_written"}
+        if attr.startswith("_") and not attr.startswith("__")
+    }
+
+
+def test_every_underscored_name_is_one_that_torchrl_has() -> None:
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
+    )
+    theirs.extend(TensorDict({"a": torch.arange(4)}, [4]))
+    theirs.sample()
+    parts = {
+        "StorageBase": [theirs.storage],
+        "WriterBase": [theirs._writer, theirs.storage],
+        "SamplerBase": [theirs.sampler],
+        "BufferBase": [theirs, theirs.sampler, theirs.transform],
+    }
+    for name, live in parts.items():
+        touched = _touched(name)
+        assert touched, name
+        assert not [attr for attr in touched if not any(hasattr(part, attr) for part in live)], name
