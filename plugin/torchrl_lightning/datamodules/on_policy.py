@@ -183,8 +183,8 @@ class OnPolicyDataModule(ExperienceDataModule):
             return False
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
-        # Of TorchRL's collectors, some yield the same memory again.
-        fresh = isinstance(self.collector, GymnasiumCollector) and not self.collector.return_same_td
+        # Of other collectors, some yield the same memory again.
+        fresh = type(self.collector) is GymnasiumCollector and not self.collector.return_same_td
         buffer.insert_data_slice(rollout, copy=not fresh)
         if isinstance(module, AnnotatingLearner):
             module.annotate(buffer.rollout)
