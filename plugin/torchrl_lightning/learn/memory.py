@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
-from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning.learn.transitions import Entries, Transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -86,11 +84,10 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     else:
         entries = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(batch.now, batch.after, strict=True)]
         is_init = torch.cat([batch.is_init, torch.zeros_like(batch.is_init[:, -1:])], 1)
-    sequence = _sequence(online, entries, is_init, batch.states)
-    with set_recurrent_mode(True):
-        features = online.read(sequence)
-        with torch.no_grad():
-            target_features = target.read(sequence)
+    first = [state[:, 0] for state in batch.states]
+    features = online.run(entries, is_init, first)
+    with torch.no_grad():
+        target_features = target.run(entries, is_init, first)
     if inner:
         now, after, after_target = (
             _gather(features, steps),
@@ -135,29 +132,10 @@ def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entrie
     """
     assert batch.is_init is not None
     assert batch.states is not None
-    sequence = TensorDict({"is_init": batch.is_init.unsqueeze(-1)}, batch.is_init.shape)
-    for keys, entries in ((memory.observation_keys, batch.now), (memory.state_keys, batch.states)):
-        for key, entry in zip(keys, entries, strict=True):
-            sequence.set(key, entry)
-    before, after = memory.unroll(sequence)
+    before, after = memory.unroll(batch.now, batch.is_init, [state[:, 0] for state in batch.states])
     for state, stored in zip(before, batch.states, strict=True):
         state[:, 0] = stored[:, 0]
     return before, after
-
-
-def _sequence(trunk: RecurrentTrunk, entries: Entries, is_init: Tensor, states: Entries) -> TensorDict:
-    shape = is_init.shape
-    sequence = TensorDict({}, shape)
-    for key, entry in zip(trunk.observation_keys, entries, strict=True):
-        sequence.set(key, entry)
-    fresh = is_init[:, 0].reshape(-1, 1, 1)
-    for key, state in zip(trunk.state_keys, states, strict=True):
-        first = state[:, 0].masked_fill(fresh, 0.0)
-        sequence.set(key, first.unsqueeze(1).expand(*shape, *first.shape[1:]))
-    # The first step's reset is done; without further resets the memory runs in one piece.
-    rest = is_init.clone()
-    rest[:, 0] = False
-    return sequence.set("is_init", rest.unsqueeze(-1))
 
 
 def _gather(values: Tensor, index: Tensor) -> Tensor:

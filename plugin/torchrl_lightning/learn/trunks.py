@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -138,13 +139,17 @@ class RecurrentTrunk(TensorDictModuleBase):
     def _advance(self, encoded: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         batch = encoded.shape[:-1]
         inputs = encoded.reshape(-1, 1, encoded.shape[-1])
-        # [*B, L, H] -> [L, B, H], which torch's cells want.
-        before = [state.reshape(-1, *state.shape[-2:]).transpose(0, 1).contiguous() for state in states]
-        output, after = self._cells(inputs, before[0] if len(before) == 1 else tuple(before))
+        output, after = self._cells(inputs, self._hidden([state.reshape(-1, *state.shape[-2:]) for state in states]))
         after = (after,) if isinstance(after, Tensor) else after
         return output.reshape(*batch, -1), tuple(
             state.transpose(0, 1).reshape(*batch, *state.shape[::2]) for state in after
         )
+
+    @staticmethod
+    def _hidden(states: Sequence[Tensor]) -> Any:
+        """Return states ``[B, L, H]`` as torch's cells want them, ``[L, B, H]``."""
+        turned = tuple(state.transpose(0, 1).contiguous() for state in states)
+        return turned[0] if len(turned) == 1 else turned
 
     def _sequence(
         self, encoded: Tensor, is_init: Tensor, states: list[Tensor], tensordict: TensorDictBase
@@ -155,16 +160,42 @@ class RecurrentTrunk(TensorDictModuleBase):
         work = self.memory(work)
         return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
 
-    @torch.no_grad()
-    def unroll(self, tensordict: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the states ``[B, T, L, H]`` before and after each step of sequences ``[B, T]``, without a gradient.
+    def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """Return the features ``[B, T, H]`` of sequences; an episode begins from zero wherever ``is_init`` says so.
 
-        They are computed step by step from each row's first state, because TorchRL's modules return the state after the
-        last step only.
+        Args:
+            entries: Observation entries, ``[B, T, *F]`` each.
+            is_init: ``[B, T]``.
+            states: States before the first steps, ``[B, L, H]`` each.
         """
-        encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
-        fresh = tensordict.get("is_init").unsqueeze(-1)
-        states = [tensordict.get(key)[:, 0] for key in self.state_keys]
+        encoded, (rows, length) = self.encoder(*entries), is_init.shape
+        states = [state.masked_fill(is_init[:, 0].reshape(-1, 1, 1), 0.0) for state in states]
+        if not bool(is_init[:, 1:].any()):
+            return self._cells(encoded, self._hidden(states))[0]
+        # Each episode is a row of its own, padded behind.
+        starts = is_init.clone()
+        starts[:, 0] = True
+        starts = starts.flatten()
+        episode, begins = starts.cumsum(0) - 1, starts.nonzero().squeeze(-1)
+        offset = torch.arange(rows * length, device=is_init.device) - begins[episode]
+        longest = int(offset.max()) + 1
+        place = episode * longest + offset
+        padded = encoded.new_zeros(len(begins) * longest, encoded.shape[-1]).index_copy(0, place, encoded.flatten(0, 1))
+        first = episode[::length]
+        states = [state.new_zeros(len(begins), *state.shape[1:]).index_copy(0, first, state) for state in states]
+        features = self._cells(padded.unflatten(0, (len(begins), longest)), self._hidden(states))[0]
+        return features.flatten(0, 1).index_select(0, place).unflatten(0, (rows, length))
+
+    @torch.no_grad()
+    def unroll(
+        self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the states ``[B, T, L, H]`` before and after each step of sequences, without a gradient.
+
+        They are computed step by step, because torch's cells return the state after the last step only. Arguments as
+        of ``run``.
+        """
+        encoded, fresh = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
         before: list[list[Tensor]] = [[] for _ in states]
         after: list[list[Tensor]] = [[] for _ in states]
         for t in range(encoded.shape[1]):
