@@ -175,9 +175,10 @@ class ExperienceDataModule(L.LightningDataModule):
         """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
         if isinstance(batch, UpdateBatches):
             return batch  # moves each of its batches itself
-        leaf = next(batch.values(True, True), None) if isinstance(batch, TensorDictBase) else None
-        if leaf is not None and leaf.device == device:
-            return batch
+        if isinstance(batch, TensorDictBase):
+            leaf = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
+            if leaf is not None and leaf.device == device:
+                return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def teardown(self, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,13 @@ class ReportingModule(L.LightningModule):
         super().__init__()
         self.metric_sums = MetricSums()
         self.epoch_metrics: dict[str, float] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the signature of ``training_step``: Lightning asks for it at each step, for a tenth of its own time."""
+        super().__init_subclass__(**kwargs)
+        step = vars(cls).get("training_step")
+        if inspect.isfunction(step):
+            vars(step)["__signature__"] = inspect.signature(step)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; bypass PyTorch's registries for the current hook's name.
