@@ -58,7 +58,7 @@ class Reporting(L.Callback):
 
 def flat(module):
     """All parameters, and the target networks, which are buffers."""
-    return torch.cat([value.detach().flatten().double() for value in module.loss.state_dict().values()]).tolist()
+    return torch.cat([value.detach().flatten().double() for value in module.state_dict().values()]).tolist()
 
 
 class OwnStart:

@@ -21,7 +21,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class AgentModule(ReportingModule):
-    """An agent whose networks are built from a DataModule's specs and registered in ``loss`` only.
+    """An agent whose networks are built from a DataModule's specs.
 
     Args:
         learning_rate: Learning rate of the default optimizer, fused Adam.
@@ -58,14 +58,13 @@ class AgentModule(ReportingModule):
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
         self.schedule, self.compiled = as_schedule(schedule), compile
-        self.loss: Any = None
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
 
     @property
+    @abstractmethod
     def is_built(self) -> bool:
         """Whether the networks exist."""
-        return self.loss is not None
 
     @abstractmethod
     def build(self, specs: Any) -> Self:
@@ -126,9 +125,6 @@ class AgentModule(ReportingModule):
         if network is None:
             raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
         return network
-
-    def _built(self) -> Any:
-        return self.require_built(self.loss)
 
     # -- optimizers -------------------------------------------------------------------------------------------------
 
