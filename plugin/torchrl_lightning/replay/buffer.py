@@ -45,8 +45,9 @@ class ExperienceBuffer(BufferBase):
     Args:
         storage: where the cells lie; of 1000 cells by default.
         writer: one for ``num_envs`` environments by default.
-        sampler: ours or one of TorchRL's; a :class:`UniformSampler` by default. TorchRL's see an ordinary storage as
-            long as the rings are evenly filled.
+        sampler: any; a :class:`UniformSampler` by default. One that draws from unevenly filled rings, too, as all of
+            ours, has an attribute ``reads_rings`` that is true. All others, TorchRL's among them, see an ordinary
+            storage as long as the rings are evenly filled, and are refused otherwise.
         num_envs: number of environments of the default writer.
         n_steps: length of the returns that batches hold (see :class:`NStepReturns`), with any sampler; they are made
             when cells are read, so that what is stored are single steps.
