@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from tensordict.nn.probabilistic import interaction_type
@@ -58,11 +57,7 @@ class Actor(ProbabilisticActor):
         return bool(self.trunk.recurrent)
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return what ``forward`` writes, without gradients, and write nothing; collectors call it on each step."""
-        with torch.inference_mode():
-            return self._act(step)
-
-    def _act(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
         kind = interaction_type() or InteractionType.RANDOM
         if kind not in _DETERMINISTIC:
             full = self.generic_forward(step.copy())
@@ -75,7 +70,7 @@ class Actor(ProbabilisticActor):
         """Write the action, its log-probability and, where there is one, the next recurrent state."""
         if len(args) != 1 or kwargs or not isinstance(args[0], TensorDictBase):
             return self.generic_forward(*args, **kwargs)
-        for key, value in self._act(args[0]).items():
+        for key, value in self.act_on(args[0]).items():
             args[0].set(key, value)
         return args[0]
 
