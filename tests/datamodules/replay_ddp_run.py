@@ -57,7 +57,7 @@ class Reporting(L.Callback):
 
 
 def flat(module):
-    """All parameters, and the target networks, which are buffers."""
+    """All parameters, those of the target networks included."""
     return torch.cat([value.detach().flatten().double() for value in module.state_dict().values()]).tolist()
 
 
