@@ -165,7 +165,9 @@ def test_modules_learn_as_with_parameters_that_lie_apart(case: str, monkeypatch:
         fit = trainer(max_epochs=1, limit_val_batches=0)
         specs = SPECS if case == "ppo" else BOX
         fit.fit(module.build(specs), datamodule=data)
-        assert (len(fit.optimizers[0].param_groups[0]["params"]) == 2) == flat
+        stepped = len(fit.optimizers[0].param_groups[0]["params"])
+        # TD3's actor rests at every other update; PPO moves all at each.
+        assert (stepped == {"ppo": 1, "td3": 2}[case]) == flat
         results.append(module.state_dict())
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5)
