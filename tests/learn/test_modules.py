@@ -23,7 +23,7 @@ from torchrl_lightning.learn import (
     VTraceModule,
     agents,
 )
-from torchrl_lightning.learn.metrics import MetricSums
+from torchrl_lightning.learn.reports import MetricSums
 
 MODULES = [PPOModule, A2CModule, ReinforceModule, VTraceModule]
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*logger.*")

@@ -68,13 +68,7 @@ class PathAdvantages(GeneralizedAdvantages):
 
 
 def population_standardize(x: Tensor, eps: float) -> Tensor:
-    """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0.
-
-    Example:
-        >>> import torch
-        >>> population_standardize(torch.tensor([1.0, 3.0]), eps=0.0)
-        tensor([-1.,  1.])
-    """
+    """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0."""
     centred = x - x.mean()
     deviation = centred.square().mean().sqrt() + eps
     return centred / deviation if float(deviation) else centred
@@ -83,20 +77,7 @@ def population_standardize(x: Tensor, eps: float) -> Tensor:
 def step_row(
     step: Mapping[str, Any], obs_dim: int | None, act_dim: int | None, device: torch.device, start: bool
 ) -> TensorDict:
-    """Read a documented step as one row ``[1]`` with our keys; its results are still zero.
-
-    Args:
-        step: ``obs``, ``act`` (an object with ``action``, ``value``, ``logp``), ``rew``; optionally ``done``,
-            ``truncated``, ``next_obs``.
-        obs_dim: expected length of an observation.
-        act_dim: expected length of an action.
-        device: device of the row.
-        start: whether a path starts with it.
-
-    Raises:
-        KeyError: ``obs``, ``act`` or ``rew`` is missing.
-        ValueError: something has another size or is not finite, or ``act`` lacks an attribute.
-    """
+    """Read a documented step as one row ``[1]`` with our keys, its results still zero; ``start`` begins a path."""
     missing = [name for name in ("obs", "act", "rew") if name not in step]
     if missing:
         raise KeyError(f"The step lacks {missing}; store takes obs, act, rew, and done, truncated, next_obs.")

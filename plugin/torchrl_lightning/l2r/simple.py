@@ -23,6 +23,7 @@ from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
+from torchrl_lightning.rollout.parameters import passed_on
 
 BATCH: dict[str, NestedKey] = {
     "obs": "observation",
@@ -60,13 +61,6 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         scratch_dir: folder on whose disk memory-mapped steps lie; ``None`` keeps them in memory.
         sampler: any sampler; a :class:`UniformSampler` without replacement by default.
         writer: as in :class:`ExperienceBuffer`, here and below.
-        num_envs: number of environments of the default writer.
-        generator: the only source of randomness; seeded from torch's global one by default.
-        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
-        transform: a transform that written data and samples pass through.
-        pin_memory: pin sampled batches in page-locked memory.
-        prefetch: batches drawn ahead by a thread.
-        shared: let other processes write and read.
 
     Raises:
         ValueError: a number is not a positive integer.
@@ -109,19 +103,9 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             optional(integer)(number, name)
         integer(size, "size")
         integer(batch_size, "batch_size")
-        super().__init__(
-            storage=RingStorage(size, device=device, scratch_dir=scratch_dir),
-            sampler=UniformSampler(with_replacement=False) if sampler is None else sampler,
-            writer=writer,
-            num_envs=num_envs,
-            generator=generator,
-            batch_size=batch_size,
-            priority_key=priority_key,
-            transform=transform,
-            pin_memory=pin_memory,
-            prefetch=prefetch,
-            shared=shared,
-        )
+        sampler = UniformSampler(with_replacement=False) if sampler is None else sampler
+        storage = RingStorage(size, device=device, scratch_dir=scratch_dir)
+        super().__init__(**passed_on(ExperienceBuffer, locals()))
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None
 

@@ -1,6 +1,5 @@
 """LightningModules, the losses that they minimise, and the builders of actors and critics."""
 
-from torchrl_lightning.learn.a2c import A2CModule
 from torchrl_lightning.learn.actors import Actor, build_actor
 from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.critics import Critic, build_critic
@@ -12,15 +11,14 @@ from torchrl_lightning.learn.loss_module import LossModuleAgent
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, policy_gradient_loss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
+from torchrl_lightning.learn.policy_gradients import A2CModule, ReinforceModule, VTraceModule
 from torchrl_lightning.learn.ppo import PPOModule
 from torchrl_lightning.learn.q_networks import build_action_critic, build_q_network
-from torchrl_lightning.learn.reinforce import ReinforceModule
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.sac import SACModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, CosineSchedule, LinearSchedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.td3 import TD3Module
-from torchrl_lightning.learn.vtrace import VTraceModule
 
 __all__ = [
     "A2CModule",

@@ -22,6 +22,7 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.ranges import optional, positive
+from torchrl_lightning.rollout.parameters import passed_on
 
 STATE = "on_policy"
 _TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}
@@ -85,14 +86,7 @@ class ActorCriticModule(AgentModule):
     ) -> None:
         positive(initial_std, "initial_std")
         optional(positive)(clip_value, "clip_value")
-        super().__init__(
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            compile=compile,
-        )
+        super().__init__(**passed_on(AgentModule, locals()))
         self.network: Network = network or MLPNetwork()
         self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type, "loss_critic_type")
         self.clip_value, self.normalize_advantage = clip_value, normalize_advantage

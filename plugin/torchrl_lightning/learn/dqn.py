@@ -16,6 +16,7 @@ from torchrl_lightning.learn.q_networks import build_q_network
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.td_losses import double_q_value, td_loss, value_of_action
 from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.rollout.parameters import passed_on
 
 
 class DQNModule(OffPolicyModule):
@@ -35,18 +36,7 @@ class DQNModule(OffPolicyModule):
         epsilon_start: Initial probability of a random action.
         epsilon_end: Final probability.
         epsilon_frames: Frames over which it moves from the initial to the final one.
-        gamma: Discount of one step.
-        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
-        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        tau: Fraction by which the target networks move towards the online ones at each of their updates.
-        target_interval: Updates between two updates of the target networks.
-        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
-            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.88 of the time.
+        gamma: As in :class:`OffPolicyModule`, here and below.
 
     Example:
         >>> import torch
@@ -82,19 +72,7 @@ class DQNModule(OffPolicyModule):
         refresh_states: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(
-            network,
-            gamma=gamma,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            tau=tau,
-            target_interval=target_interval,
-            refresh_states=refresh_states,
-            compile=compile,
-        )
+        super().__init__(**passed_on(OffPolicyModule, locals()))
         self.double_q, self.dueling = double, dueling
         self.loss_function = check_distance(loss_function, "loss_function")
         if max(epsilon_start, epsilon_end) > 1.0:

@@ -24,6 +24,7 @@ from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
@@ -79,14 +80,7 @@ class OffPolicyModule(AgentModule):
         compile: bool = False,
     ) -> None:
         fraction(gamma, "gamma")
-        super().__init__(
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            compile=compile,
-        )
+        super().__init__(**passed_on(AgentModule, locals()))
         self.network = network or self.default_network()
         integer(target_interval, "target_interval")
         if not 0.0 < tau <= 1.0:

@@ -14,6 +14,7 @@ from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.ranges import optional, positive
+from torchrl_lightning.rollout.parameters import passed_on
 
 
 class PPOModule(ActorCriticModule):
@@ -23,28 +24,10 @@ class PPOModule(ActorCriticModule):
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
         entropy_coeff: Weight of the entropy bonus.
-        critic_coeff: Weight of the critic's loss.
-        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        clip_value: Clip the change of the value prediction to this; None does not clip.
-        normalize_advantage: Standardise the advantage within each mini-batch.
         target_kl: Skip the rest of an epoch once the approximate divergence exceeds 1.5 times this.
-        extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
-        clip_schedule: Schedule of ``clip_epsilon`` over frames, likewise.
-        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
-        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
-        separate_critics: Give each critic head its own trunk.
-        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
-            by default.
-        critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        learning_rate: Learning rate of the default optimizer.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        entropy_schedule: Schedule of the entropy coefficient, likewise.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.83 of the time for PPO.
+        clip_schedule: Schedule of ``clip_epsilon`` over frames.
+        entropy_schedule: Schedule of ``entropy_coeff`` over frames.
+        critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
 
     Example:
         >>> import torch
@@ -88,26 +71,7 @@ class PPOModule(ActorCriticModule):
     ) -> None:
         positive(clip_epsilon, "clip_epsilon")
         optional(positive)(target_kl, "target_kl")
-        super().__init__(
-            network,
-            critic_coeff=critic_coeff,
-            loss_critic_type=loss_critic_type,
-            clip_value=clip_value,
-            normalize_advantage=normalize_advantage,
-            extrinsic_coeff=extrinsic_coeff,
-            intrinsic_coeff=intrinsic_coeff,
-            distribution=distribution,
-            initial_std=initial_std,
-            critics=critics,
-            separate_critics=separate_critics,
-            intrinsic=intrinsic,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            compile=compile,
-        )
+        super().__init__(**passed_on(ActorCriticModule, locals()))
         self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
         self.add_coefficient("clip_epsilon", clip_epsilon, clip_schedule)
         self.target_kl = target_kl

@@ -19,6 +19,7 @@ from torchrl_lightning.learn.squashed import build_squashed_actor
 from torchrl_lightning.learn.td_losses import soft_value, td_loss, temperature_loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.ranges import integer, positive
+from torchrl_lightning.rollout.parameters import passed_on
 
 
 class SACModule(OffPolicyModule):
@@ -40,18 +41,7 @@ class SACModule(OffPolicyModule):
         target_entropy: Target entropy in nats; minus the number of action dimensions by default.
         alpha_optimizer: A separate optimizer for the temperature, as a callable; optional.
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        gamma: Discount of one step.
-        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
-        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        tau: Fraction by which the target networks move towards the online ones at each of their updates.
-        target_interval: Updates between two updates of the target networks.
-        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
-            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 1.25 of the time.
+        gamma: As in :class:`OffPolicyModule`, here and below.
 
     Example:
         >>> from types import SimpleNamespace
@@ -87,19 +77,7 @@ class SACModule(OffPolicyModule):
         refresh_states: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(
-            network,
-            gamma=gamma,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            tau=tau,
-            target_interval=target_interval,
-            refresh_states=refresh_states,
-            compile=compile,
-        )
+        super().__init__(**passed_on(OffPolicyModule, locals()))
         integer(num_critics, "num_critics")
         positive(alpha, "alpha")
         if alpha_optimizer is not None and not learn_alpha:

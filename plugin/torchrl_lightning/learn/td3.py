@@ -18,6 +18,7 @@ from torchrl_lightning.learn.squashed import build_deterministic_actor
 from torchrl_lightning.learn.td_losses import smoothed, td_loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.rollout.parameters import passed_on
 
 
 class TD3Module(OffPolicyModule):
@@ -38,17 +39,7 @@ class TD3Module(OffPolicyModule):
         noise_clip: Bound of that noise.
         loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         target_interval: Updates between two updates of the policy and of the target networks.
-        gamma: Discount of one step.
-        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
-        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        tau: Fraction by which the target networks move towards the online ones at each of their updates.
-        refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
-            ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 1.29 of the time.
+        gamma: As in :class:`OffPolicyModule`, here and below.
 
     Example:
         >>> import torch
@@ -85,19 +76,7 @@ class TD3Module(OffPolicyModule):
         refresh_states: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(
-            network,
-            gamma=gamma,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            tau=tau,
-            target_interval=target_interval,
-            refresh_states=refresh_states,
-            compile=compile,
-        )
+        super().__init__(**passed_on(OffPolicyModule, locals()))
         self.num_critics = integer(num_critics, "num_critics")
         self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
         self.loss_function = check_distance(loss_function, "loss_function")

@@ -19,7 +19,7 @@ from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.uniform import UniformSampler
+from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.state import mapping
 from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
 from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
@@ -40,16 +40,7 @@ class BufferBase(ExperienceBuffer):
         hidden_dim: length of a recurrent state.
         device: device of the transitions; ``None`` means torch's default device.
         scratch_dir: folder on whose disk memory-mapped transitions lie; ``None`` keeps them in memory.
-        sampler: any sampler; a :class:`UniformSampler` by default.
-        writer: as in :class:`ExperienceBuffer`, here and below.
-        num_envs: number of environments of the default writer.
-        generator: the only source of randomness; seeded from torch's global one by default.
-        batch_size: rows (or windows) that ``sample()`` draws.
-        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
-        transform: a transform that written data and samples pass through.
-        pin_memory: pin sampled batches in page-locked memory.
-        prefetch: batches drawn ahead by a thread.
-        shared: let other processes write and read.
+        sampler: as in :class:`ExperienceBuffer`, here and below.
 
     Raises:
         TypeError: the class has no ``sample`` of its own.
@@ -94,19 +85,8 @@ class BufferBase(ExperienceBuffer):
         self.capacity, self.state_dim, self.action_dim, self.hidden_dim = capacity, state_dim, action_dim, hidden_dim
         self.device = None if device is None else torch.device(device)
         place = torch.get_default_device() if self.device is None else self.device
-        super().__init__(
-            storage=RingStorage(capacity, device=place, scratch_dir=scratch_dir),
-            sampler=UniformSampler() if sampler is None else sampler,
-            writer=writer,
-            num_envs=num_envs,
-            generator=generator,
-            batch_size=batch_size,
-            priority_key=priority_key,
-            transform=transform,
-            pin_memory=pin_memory,
-            prefetch=prefetch,
-            shared=shared,
-        )
+        storage = RingStorage(capacity, device=place, scratch_dir=scratch_dir)
+        super().__init__(**passed_on(ExperienceBuffer, locals()))
 
     # ------------------------------------------------------------------ writing
 

@@ -13,14 +13,8 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.velora.files import NAMES
 
 HIDDEN, PREVIOUS = ("next", "recurrent_state"), "recurrent_state"
-COLUMNS: dict[str, NestedKey] = dict(
-    zip(
-        NAMES,
-        ("observation", "action", ("next", "reward"), ("next", "observation"), ("next", "terminated"), HIDDEN),
-        strict=True,
-    )
-)
-"""The documented names, and the keys they stand for."""
+KEYS: list[NestedKey] = ["observation", "action", *(("next", key) for key in ("reward", "observation", "terminated"))]
+COLUMNS: dict[str, NestedKey] = dict(zip(NAMES, [*KEYS, HIDDEN], strict=True))  # documented names to keys
 
 
 class BatchExperience(TensorClass):
@@ -53,14 +47,7 @@ class BatchExperience(TensorClass):
 
 
 def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
-    """Build transitions ``[n]`` with our keys from columns ``[n, features]``, of which ``dones`` means terminated.
-
-    Args:
-        columns: the documented columns, ``truncated``, and optionally ``previous_hiddens``.
-
-    Raises:
-        ValueError: a flag is neither 0 nor 1.
-    """
+    """Build transitions ``[n]`` with our keys from the documented columns ``[n, features]`` and ``truncated``."""
     terminated, truncated = (_flags(columns[name], name) for name in ("dones", "truncated"))
     size = terminated.shape[:1]
     following = {
@@ -78,11 +65,7 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
 
 
 def experience_of(data: TensorDictBase) -> BatchExperience:
-    """Rename transitions ``[B]`` from our keys to the documented names; float32, recurrent states flat.
-
-    Raises:
-        KeyError: the transitions lack one of the documented columns.
-    """
+    """Rename transitions ``[B]`` from our keys to the documented names; float32, recurrent states flat."""
     columns = {name: _flat(data.get(key, None), key) for name, key in COLUMNS.items()}
     previous = data.get(PREVIOUS, None)
     if previous is not None:

@@ -41,29 +41,10 @@ def shapes_of(metadata: Mapping[str, Any]) -> Shapes:
     return dict(zip(NAMES, ((capacity, dim) for dim in (state, action, 1, state, 1, hidden)), strict=True))
 
 
-def file_paths(dirpath: str | Path, prefix: str) -> tuple[Path, Path]:
-    """Return the paths of the safetensors file and of the JSON file; a prefix may contain dots.
-
-    Example:
-        >>> [path.name for path in file_paths("folder", "run.1_")]
-        ['run.1_state.safetensors', 'run.1_metadata.json']
-    """
-    return Path(dirpath) / f"{prefix}state.safetensors", Path(dirpath) / f"{prefix}metadata.json"
-
-
 def save_files(dirpath: str | Path, prefix: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write both files; an error leaves the old ones intact.
-
-    Args:
-        dirpath: the folder; made, with its parents, where it is missing.
-        prefix: how both names begin.
-        tensors: the filled part of the six tensors, ``[size, dim]``; the files hold zeros up to the capacity.
-        metadata: Velora's seven entries.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
-    state_path, metadata_path = file_paths(dirpath, prefix)
+    """Write both files, of the filled part ``[size, dim]`` of the six tensors; an error leaves the old ones intact."""
+    # A prefix may contain dots.
+    state_path, metadata_path = (Path(dirpath) / f"{prefix}{name}" for name in ("state.safetensors", "metadata.json"))
     state_path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_files(state_path, metadata_path) as (state_file, metadata_file):
         _write_tensors(state_file, tensors, metadata)
@@ -91,20 +72,7 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapp
 
 
 def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Check a saved buffer without reading its tensors.
-
-    Args:
-        state_path: the safetensors file; the suffix may be left out.
-        metadata: the content of the JSON file.
-
-    Returns:
-        The checked metadata, and a function that opens the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: an entry of the metadata is missing or impossible, the file is truncated, corrupted or foreign, the
-            two contradict each other, or memory would not do.
-    """
+    """Check a saved buffer without reading its tensors; return its metadata, and a function that opens the file."""
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
     # For the buffer, and as much again while the file is read. The file's size bounds what the metadata can ask for.

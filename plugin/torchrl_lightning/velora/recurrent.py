@@ -31,25 +31,8 @@ class RecurrentReplayBuffer(BufferBase):
     """FIFO replay buffer with recurrent states, as Velora's ``ReplayBuffer``.
 
     ``hidden`` is the state *after* acting in ``state``: it is the one to evaluate ``next_state`` from. The one for
-    ``state`` is the hidden state before; give it as ``previous_hidden`` to have both.
-
-    Args:
-        capacity: transitions kept; later ones replace the oldest.
-        state_dim: length of an observation; ``None`` takes what the first transition has, here as in the next two.
-        action_dim: length of an action.
-        hidden_dim: length of a recurrent state.
-        device: where transitions lie; ``None`` means torch's default device.
-        scratch_dir: folder on whose disk memory-mapped transitions lie; ``None`` keeps them in memory.
-        sampler: any sampler; a :class:`UniformSampler` by default.
-        writer: as in :class:`ExperienceBuffer`, here and below.
-        num_envs: number of environments of the default writer.
-        generator: the only source of randomness; seeded from torch's global one by default.
-        batch_size: rows (or windows) that ``sample()`` draws.
-        priority_key: the entry of a batch that ``update_tensordict_priority`` takes.
-        transform: a transform that written data and samples pass through.
-        pin_memory: pin sampled batches in page-locked memory.
-        prefetch: batches drawn ahead by a thread.
-        shared: let other processes write and read.
+    ``state`` is the hidden state before; give it as ``previous_hidden`` to have both. Arguments as of
+    :class:`BufferBase`.
 
     Source:
         https://github.com/Achronus/Velora

@@ -17,18 +17,7 @@ STEPS = 64  # steps of one batch, at most
 def collect(
     agent: Any, count: int, num_envs: int, dims: tuple[int | None, int], generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
-    """Yield exactly ``count`` transitions, oldest first, in batches with Velora's names.
-
-    Args:
-        agent: has ``env.spec`` and ``predict(states, hidden, train_mode=True)``.
-        count: how many.
-        num_envs: copies of its environment.
-        dims: lengths of an observation (``None`` if any will do) and of a recurrent state.
-        generator: seeds the environments.
-
-    Raises:
-        ValueError: the agent has no registered environment, or something has another size.
-    """
+    """Yield exactly ``count`` transitions, oldest first, in batches with Velora's names."""
     # Here, so that importing the buffers costs no gymnasium.
     from torchrl_lightning.collectors import GymnasiumCollector, make_vector_env
 

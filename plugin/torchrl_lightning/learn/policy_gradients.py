@@ -1,4 +1,4 @@
-"""Advantage actor-critic."""
+"""Agents that follow the policy gradient: REINFORCE with a baseline, advantage actor-critic, and IMPALA's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,46 @@ from torchrl_lightning.learn.losses import policy_gradient_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.rollout.parameters import passed_on
+
+
+class ReinforceModule(ActorCriticModule):
+    """REINFORCE with a learnt baseline (Williams, 1992); arguments as of :class:`ActorCriticModule`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Categorical, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> ReinforceModule().build(specs).policy.log_prob_keys
+        ['action_log_prob']
+    """
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        loss_critic_type: str = "l2",
+        distribution: str = "auto",
+        initial_std: float = 1.0,
+        critics: Sequence[str] | None = None,
+        separate_critics: bool = False,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        learning_rate: float = 3e-4,
+        max_grad_norm: float | None = 0.5,
+        schedule: str | Schedule = "constant",
+        compile: bool = False,
+    ) -> None:
+        super().__init__(critic_coeff=1.0, **passed_on(ActorCriticModule, locals()))
+
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the policy gradient's objective and the baseline's loss."""
+        log_prob, entropy, values = self.evaluate(batch)
+        return {
+            "loss_actor": policy_gradient_loss(log_prob, self.advantage(batch)),
+            "loss_value": self.critic_terms(batch, values)["loss_critic"],
+            "entropy": entropy.detach().mean(),
+        }
 
 
 class A2CModule(ActorCriticModule):
@@ -21,25 +61,8 @@ class A2CModule(ActorCriticModule):
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         entropy_coeff: Weight of the entropy bonus.
-        critic_coeff: Weight of the critic's loss.
-        loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
-        normalize_advantage: Standardise the advantage within each mini-batch.
-        extrinsic_coeff: Weight of the advantage of the environment's reward.
-        intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
-        distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
-        initial_std: Initial standard deviation of continuous actions, in units of half the action range.
-        critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
-        separate_critics: Give each critic head its own trunk.
-        intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
-            by default.
-        critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        learning_rate: Learning rate of the default optimizer.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        entropy_schedule: Schedule of the entropy coefficient, likewise.
-        compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.83 of the time for PPO.
+        entropy_schedule: Schedule of ``entropy_coeff`` over frames.
+        critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
 
     Example:
         >>> from types import SimpleNamespace
@@ -72,25 +95,7 @@ class A2CModule(ActorCriticModule):
         entropy_schedule: str | Schedule = "constant",
         compile: bool = False,
     ) -> None:
-        super().__init__(
-            network,
-            critic_coeff=critic_coeff,
-            loss_critic_type=loss_critic_type,
-            normalize_advantage=normalize_advantage,
-            extrinsic_coeff=extrinsic_coeff,
-            intrinsic_coeff=intrinsic_coeff,
-            distribution=distribution,
-            initial_std=initial_std,
-            critics=critics,
-            separate_critics=separate_critics,
-            intrinsic=intrinsic,
-            optimizer=optimizer,
-            critic_optimizer=critic_optimizer,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            compile=compile,
-        )
+        super().__init__(**passed_on(ActorCriticModule, locals()))
         self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
@@ -106,3 +111,19 @@ class A2CModule(ActorCriticModule):
             # |rho - 1|: how far the policy is from the one that acted; zero on fresh data.
             terms["ratio_deviation"] = (log_prob.detach() - behaviour).expm1().abs().mean()
         return terms
+
+
+class VTraceModule(A2CModule):
+    """Policy gradient and value regression on V-trace targets (IMPALA, Espeholt et al., 2018).
+
+    ``VTraceBuffer`` provides ``advantage`` and ``value_target``, corrected for the difference between the policy that
+    acted and the current one; the losses are then those of A2C. Logs ``train/ratio_deviation``, the mean of
+    |pi / mu - 1|.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl.data import Categorical, Composite, Unbounded
+        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> VTraceModule(entropy_coeff=0.01).build(specs).policy.out_keys
+        ['action', 'action_log_prob']
+    """
