@@ -8,8 +8,7 @@ import torch
 from gymnasium import spaces
 from torchrl.data import Composite, OneHot
 
-from torchrl_lightning.collectors.spec_states import spec_from_state, spec_state
-from torchrl_lightning.collectors.specs import space_to_spec
+from torchrl_lightning.collectors.specs import space_to_spec, spec_from_state, spec_state
 
 SPACES = [
     spaces.Box(-np.inf, np.inf, (3,), np.float32),

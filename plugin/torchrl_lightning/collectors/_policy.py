@@ -99,11 +99,14 @@ def load_weights(policy: object, weights: object) -> None:
 
     Args:
         policy: The policy that acts.
-        weights: Another module of the same structure, its state dict, or a TensorDict of its parameters.
+        weights: Another module of the same structure, its state dict, or a TensorDict of its parameters; ``None``, or
+            the policy itself, changes nothing.
 
     Raises:
         TypeError: The weights are something else, or the policy has none.
     """
+    if weights is None or weights is policy:
+        return
     if not isinstance(policy, nn.Module):
         raise TypeError(f"The policy ({type(policy).__name__}) is no nn.Module, so it has no weights to update.")
     state: Mapping[str, Any]
@@ -116,3 +119,20 @@ def load_weights(policy: object, weights: object) -> None:
     else:
         raise TypeError(f"Expected a module, a state dict or a TensorDict of parameters, got {type(weights).__name__}.")
     policy.load_state_dict(dict(state))
+
+
+def check_policy(policy: object) -> None:
+    """Refuse a policy that cannot act on a TensorDict.
+
+    Raises:
+        TypeError: The policy is not callable, or a plain module from tensors to tensors.
+    """
+    if policy is not None and not callable(policy):
+        raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
+    # A policy may lack in_keys, but plain torch layers without any module that has them cannot read a TensorDict.
+    bare = isinstance(policy, nn.Linear | nn.Sequential)
+    if isinstance(policy, nn.Module) and bare and not any(hasattr(part, "in_keys") for part in policy.modules()):
+        raise TypeError(
+            f"policy is a bare {type(policy).__name__}, which knows no TensorDict; wrap it in "
+            "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+        )

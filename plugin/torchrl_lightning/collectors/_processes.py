@@ -1,21 +1,166 @@
-"""A pool of worker processes: started together, read in turn, ended together."""
+"""The worker processes of the asynchronous collector, and the memory that they share with it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor, nn
 
-from torchrl_lightning.collectors._shared import SharedWeights
-from torchrl_lightning.collectors._worker import WorkerTask, run_worker
+from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS
+
+_ALIGNMENT = 16
+_PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
+
+
+class SharedWeights:
+    """A copy of a module's parameters and buffers in one block of shared memory, with a version number.
+
+    Pass it to a process as an argument when the process is started.
+    """
+
+    def __init__(self, module: nn.Module | None, version: int) -> None:
+        self._layout: list[tuple[str, torch.Size, torch.dtype, int, int]] = []
+        size = 0
+        for name, value in _tensors(module).items():
+            length = value.numel() * value.element_size()
+            self._layout.append((name, value.shape, value.dtype, size, length))
+            size += -(length // -_ALIGNMENT) * _ALIGNMENT
+        self._bytes = torch.zeros(max(size, 1), dtype=torch.uint8).share_memory_()
+        self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._lock: Any = multiprocessing.get_context("spawn").Lock()
+        self.publish(module, version)
+
+    def publish(self, module: nn.Module | None, version: int) -> None:
+        """Copy a module's weights into shared memory as a new version."""
+        source = _tensors(module)
+        with self._locked():
+            for name, view in self._views():
+                view.copy_(source[name])
+            self._version.fill_(version)
+
+    def fetch(self, module: nn.Module | None, known: int) -> int:
+        """Copy the published weights into a module unless it already has them, and return their version."""
+        with self._locked():
+            version = int(self._version.item())
+            if version != known:
+                target = _tensors(module)
+                for name, view in self._views():
+                    target[name].copy_(view)
+        return version
+
+    def _views(self) -> list[tuple[str, Tensor]]:
+        return [
+            (name, self._bytes[start : start + length].view(dtype).view(shape))
+            for name, shape, dtype, start, length in self._layout
+        ]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise RuntimeError("A process died while it copied the policy's weights; start the collector anew.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
+    if module is None:
+        return {}
+    return {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a worker needs to know when it starts."""
+
+    payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
+    batches: int  # that it collected before the run was resumed
+    worker: int  # its number
+    num_workers: int
+    slots: int  # how many rollouts it may have in flight
+    parent: int  # id of the parent process; the worker ends when it does
+
+
+def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    """Collect rollouts into shared memory until the parent closes the connection or asks for the end.
+
+    Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
+    ``("error", text)``. The parent sends the number of a slot that is free again, or ``None`` to end the worker.
+    """
+    # Ctrl-C reaches the whole process group; the parent ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _collect(task, weights, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone or has closed the connection
+    except BaseException:
+        with suppress(OSError):
+            connection.send(("error", traceback.format_exc()))
+    finally:
+        connection.close()
+
+
+def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    env, policy, kwargs = pickle.loads(task.payload)
+    collector = GymnasiumCollector(env, policy, **kwargs)
+    # A resumed run uses other seeds and trajectory ids than before the interruption.
+    counters = {
+        "batches": task.batches,
+        "trajectories": task.batches * (collector.frames_per_batch + collector.num_envs),
+    }
+    collector.load_state_dict({**collector.state_dict(), **counters})
+    module = policy if isinstance(policy, nn.Module) else None
+    free = list(range(task.slots))
+    slots: list[TensorDict] = []
+    version, first_env = -1, task.worker * collector.num_envs
+    try:
+        while True:
+            while not free or connection.poll():
+                slot = _receive(connection, task.parent)
+                if slot is None:
+                    return
+                free.append(slot)
+            version = weights.fetch(module, version)
+            rollout = collector.rollout()
+            ids = rollout[TRAJ_IDS]
+            rollout[TRAJ_IDS] = ids * task.num_workers + task.worker
+            rollout[ENV_IDS] = (first_env + torch.arange(collector.num_envs))[:, None].expand_as(ids)
+            rollout["collector", "policy_version"] = torch.full_like(ids, version)
+            if not slots:
+                slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
+                connection.send(("slots", [dict(slot.items(True, True)) for slot in slots]))
+                if _receive(connection, task.parent) is None:  # wait until the parent has mapped them
+                    return
+            slot = free.pop(0)
+            slots[slot].update_(rollout.transpose(0, 1))
+            connection.send(("rollout", slot))
+    finally:
+        collector.shutdown(raise_on_error=False)
+
+
+def _receive(connection: Connection, parent: int) -> int | None:
+    while not connection.poll(1.0):
+        if os.getppid() != parent:
+            return None
+    message: int | None = connection.recv()
+    return message
 
 
 class WorkerPool:

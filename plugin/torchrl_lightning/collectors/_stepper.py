@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
-from numpy.typing import NDArray
 
+from torchrl_lightning.collectors.replayed import Array
 from torchrl_lightning.collectors.specs import observation_leaves
 from torchrl_lightning.collectors.vector_env import autoreset_mode
 
-Array = NDArray[Any]
 Final = tuple[int, list[Array]]  # environment, leaves of its last observation
 
 

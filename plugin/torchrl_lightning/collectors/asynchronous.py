@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import get_context
 from typing import Any
 
 import cloudpickle
@@ -15,26 +14,15 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_lightning.collectors._checks import (
-    check_frames,
-    check_policy,
-    number_of_batches,
-    read_specs,
-)
+from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device
-from torchrl_lightning.collectors._processes import WorkerPool
-from torchrl_lightning.collectors._rng import check_seed
-from torchrl_lightning.collectors._shared import SharedWeights
-from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.collectors._processes import SharedWeights, WorkerPool
+from torchrl_lightning.collectors.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.vector_env import check_env_source
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.state import check_state, same, whole
-
-_STATE_VERSION = 1
 
 
-class AsynchronousCollector:
+class AsynchronousCollector(CollectorBase):
     """Collect rollouts in worker processes while the learner learns.
 
     Each worker runs a :class:`GymnasiumCollector` with a copy of the policy. Before each rollout it takes the latest
@@ -79,6 +67,9 @@ class AsynchronousCollector:
         >>> collector.shutdown()
     """
 
+    _sizes = ("num_workers", *CollectorBase._sizes)
+    _counters = (*CollectorBase._counters, "policy_version")
+
     def __init__(
         self,
         env: str | Callable[..., gymnasium.Env[Any, Any]],
@@ -102,53 +93,25 @@ class AsynchronousCollector:
                 "pass its id or a factory of one environment."
             )
         check_env_source(env)
-        check_policy(policy)
-        check_frames(frames_per_batch, num_envs, total_frames)
         integer(num_workers, "num_workers")
         integer(rollouts_in_flight, "rollouts_in_flight")
-        self._env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
-        _pickled((env, self._env_args), "The environment (env, env_kwargs, wrappers)")
-        self.env, self.policy = env, policy
-        self.num_workers, self.num_envs = num_workers, num_envs
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self.steps = frames_per_batch // num_envs
-        self.rollouts_in_flight = rollouts_in_flight
-        self.seed = check_seed(seed)
+        env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
+        super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
+        _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")
+        self.env = env
+        self.num_workers, self.rollouts_in_flight = num_workers, rollouts_in_flight
         self._kwargs: dict[str, Any] = {
-            **self._env_args,
+            **env_args,
             "reset_at_each_batch": reset_at_each_batch,
             "exploration_type": exploration_type,
             "clip_actions": clip_actions,
             "num_envs": num_envs,
             "frames_per_batch": frames_per_batch,
         }
-        self.closed = False
-        self.frames = 0
         self.policy_version = 0
-        self._batches = 0
-        self._specs: EnvironmentSpecs | None = None
         self._weights: SharedWeights | None = None
         self._pool: WorkerPool | None = None
         self._end_pool: Callable[[], object] | None = None
-
-    @property
-    def specs(self) -> EnvironmentSpecs:
-        """The specs of one worker's environments; reading them starts no process."""
-        if self._specs is None:
-            self._specs = read_specs(self.env, self.num_envs, self._env_args)
-        return self._specs
-
-    # -- iteration ---------------------------------------------------------------------------------------------------
-    def __len__(self) -> int:
-        """Return the number of batches of a whole run.
-
-        Raises:
-            RuntimeError: The collector never stops.
-        """
-        return number_of_batches(self.total_frames, self.frames_per_batch)
-
-    def __iter__(self) -> Iterator[TensorDict]:
-        yield from self.iterator()
 
     def iterator(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; an error or Ctrl-C ends all workers."""
@@ -183,8 +146,7 @@ class AsynchronousCollector:
         # Worker w yields batches w, w + num_workers, ...
         batches = [-((self._batches - worker) // -self.num_workers) for worker in range(self.num_workers)]
         module = self.policy if isinstance(self.policy, nn.Module) else None
-        self._weights = SharedWeights(module, get_context("spawn"))
-        self._weights.publish(module, self.policy_version)
+        self._weights = SharedWeights(module, self.policy_version)
         shape = [self.steps, self.num_envs]
         pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, shape)
         # Also ends the processes when the collector is garbage-collected or the interpreter exits.
@@ -207,8 +169,7 @@ class AsynchronousCollector:
             policy_or_weights: A module, a state dict or a TensorDict of parameters, copied into the policy first.
                 ``None`` publishes the policy as it is.
         """
-        if policy_or_weights is not None and policy_or_weights is not self.policy:
-            load_weights(self.policy, policy_or_weights)
+        load_weights(self.policy, policy_or_weights)
         if self._weights is not None:
             module = self.policy if isinstance(self.policy, nn.Module) else None
             self._weights.publish(module, self.policy_version + 1)
@@ -238,35 +199,6 @@ class AsynchronousCollector:
         last = self._worker_options(self.num_workers - 1)["seed"]
         return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters and the seed: scalars only."""
-        return {
-            "schema_version": _STATE_VERSION,
-            "num_workers": self.num_workers,
-            "num_envs": self.num_envs,
-            "frames_per_batch": self.frames_per_batch,
-            "frames": self.frames,
-            "batches": self._batches,
-            "seed": self.seed,
-            "policy_version": self.policy_version,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue counting where a ``state_dict`` was taken, and restart the workers at the next batch.
-
-        Raises:
-            ValueError: The state comes from a collector of other sizes, or from another version of this class.
-        """
-        sizes = ("num_workers", "num_envs", "frames_per_batch")
-        schema = {
-            **{name: same(getattr(self, name), "collector") for name in sizes},
-            **dict.fromkeys(("frames", "batches", "seed", "policy_version"), whole()),
-        }
-        check_state(state_dict, schema, "collector", _STATE_VERSION)
-        self._stop()
-        self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
-        self.seed, self.policy_version = int(state_dict["seed"]), int(state_dict["policy_version"])
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End all workers; may be called any number of times.
 
@@ -277,12 +209,6 @@ class AsynchronousCollector:
         """
         self.closed = True
         self._stop()
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(env={self.env}, num_workers={self.num_workers}, num_envs={self.num_envs}, "
-            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
-        )
 
 
 def _pickled(content: object, what: str, shown: object = None) -> bytes:

@@ -13,13 +13,11 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._checks import check_policy
-from torchrl_lightning.collectors._loop import RolloutLoop
-from torchrl_lightning.collectors._memory import Array, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
-from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
+from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
+from torchrl_lightning.collectors._policy import Policy, check_policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
+from torchrl_lightning.collectors.replayed import Array
+from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
 from torchrl_lightning.ranges import integer

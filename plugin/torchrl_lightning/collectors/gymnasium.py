@@ -14,22 +14,17 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._checks import check_frames, check_policy, number_of_batches, read_specs
-from torchrl_lightning.collectors._loop import RolloutLoop
-from torchrl_lightning.collectors._memory import Array, RolloutMemory
+from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
-from torchrl_lightning.collectors._rng import IsolatedRng, check_seed
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.replayed import ReplaySource, ResumableVectorEnv
-from torchrl_lightning.collectors.seeds import numbered_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
+from torchrl_lightning.collectors.replayed import Array, ReplaySource, ResumableVectorEnv
+from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
+from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
-from torchrl_lightning.state import check_state, flag, same, whole
-
-_STATE_VERSION = 1
 
 
-class GymnasiumCollector:
+class GymnasiumCollector(CollectorBase):
     """Collect rollouts of a TensorDict policy in a gymnasium vector environment.
 
     It yields what ``torchrl.collectors.Collector`` yields over the same environment with ``InitTracker``: TensorDicts
@@ -80,6 +75,8 @@ class GymnasiumCollector:
         >>> collector.shutdown()
     """
 
+    _counters = (*CollectorBase._counters, "_trajectories", "_static_seed")
+
     def __init__(
         self,
         env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
@@ -102,7 +99,6 @@ class GymnasiumCollector:
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
     ) -> None:
         check_env_source(env, vectorization)
-        check_policy(policy)
         can_rest = isinstance(env, ResumableVectorEnv) if isinstance(env, VectorEnv) else vectorization == "sync"
         if replay is not None and not can_rest:
             raise ValueError(
@@ -111,28 +107,15 @@ class GymnasiumCollector:
             )
         if isinstance(env, VectorEnv):
             make_vector_env(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers)  # only checks
-        self.num_envs = env.num_envs if isinstance(env, VectorEnv) else 1 if num_envs is None else num_envs
-        check_frames(frames_per_batch, self.num_envs, total_frames)
-        self.policy = policy
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self.steps = frames_per_batch // self.num_envs
-        self.seed = check_seed(seed)
+        num_envs = env.num_envs if isinstance(env, VectorEnv) else 1 if num_envs is None else num_envs
+        env_args = {"vectorization": vectorization, "env_kwargs": env_kwargs, "wrappers": wrappers}
+        super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
         self.exploration_type = exploration_type
         self.device = None if device is None else torch.device(device)
         self.storing_device = self.device if storing_device is None else torch.device(storing_device)
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
-        self._env_args: dict[str, Any] = {
-            "vectorization": vectorization,
-            "env_kwargs": env_kwargs,
-            "wrappers": wrappers,
-        }
-        self._env_source, self._replay = env, replay
-        self._stepper: VectorStepper | None = None
-        self._specs: EnvironmentSpecs | None = None
-        self.closed = False
-        self.frames = 0
-        self._batches = 0  # since the collector was seeded
+        self._replay = replay
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
@@ -151,13 +134,6 @@ class GymnasiumCollector:
         """The vector environment; built at first use, so that no process starts before it is needed."""
         return self._built().stepper.env
 
-    @property
-    def specs(self) -> EnvironmentSpecs:
-        """The specs of the environment; reading them starts no process."""
-        if self._specs is None:
-            self._specs = read_specs(self._env_source, self.num_envs, self._env_args)
-        return self._specs
-
     def _built(self) -> RolloutLoop:
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
@@ -175,17 +151,6 @@ class GymnasiumCollector:
         return self._loop
 
     # -- iteration ---------------------------------------------------------------------------------------------------
-    def __len__(self) -> int:
-        """Return the number of batches of a whole run.
-
-        Raises:
-            RuntimeError: The collector never stops.
-        """
-        return number_of_batches(self.total_frames, self.frames_per_batch)
-
-    def __iter__(self) -> Iterator[TensorDict]:
-        yield from self.iterator()
-
     def iterator(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; an error shuts the collector down."""
         yield from self._until_spent(self.rollout)
@@ -310,38 +275,7 @@ class GymnasiumCollector:
         Args:
             policy_or_weights: A module, a state dict, or a TensorDict of parameters.
         """
-        if policy_or_weights is not None and policy_or_weights is not self.policy:
-            load_weights(self.policy, policy_or_weights)
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
-        return {
-            "schema_version": _STATE_VERSION,
-            "num_envs": self.num_envs,
-            "frames_per_batch": self.frames_per_batch,
-            "frames": self.frames,
-            "batches": self._batches,
-            "trajectories": self._trajectories,
-            "seed": self.seed,
-            "static_seed": self._static_seed,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue behind the batch after which a ``state_dict`` was taken; the next batch begins with a reset.
-
-        Raises:
-            ValueError: The state comes from a collector of other sizes, or from another version of this class.
-        """
-        schema = {
-            **{name: same(getattr(self, name), "collector") for name in ("num_envs", "frames_per_batch")},
-            **dict.fromkeys(("frames", "batches", "trajectories", "seed"), whole()),
-            "static_seed": flag,
-        }
-        check_state(state_dict, schema, "collector", _STATE_VERSION)
-        self.frames, self._batches = int(state_dict["frames"]), int(state_dict["batches"])
-        self._trajectories = int(state_dict["trajectories"])
-        self.seed, self._static_seed = int(state_dict["seed"]), bool(state_dict["static_seed"])
-        self._needs_reset = True
+        load_weights(self.policy, policy_or_weights)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment; may be called any number of times.
@@ -363,9 +297,3 @@ class GymnasiumCollector:
         except Exception:
             if raise_on_error:
                 raise
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(env={self._env_source}, num_envs={self.num_envs}, "
-            f"frames_per_batch={self.frames_per_batch}, frames={self.frames}, total_frames={self.total_frames})"
-        )

@@ -22,7 +22,7 @@ from torchrl_lightning.collectors import (
     spawn_seed,
 )
 from torchrl_lightning.collectors.origins import RowOrigins
-from torchrl_lightning.collectors.spec_states import specs_state
+from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.protocols import CopyingCollector, Learner, ResumableCollector, missing

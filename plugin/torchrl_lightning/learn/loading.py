@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_lightning.collectors.spec_states import specs_from_state
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
 _OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*")

@@ -1,0 +1,117 @@
+"""What both collectors are made of: an environment's source, sizes, counters and the specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+
+from torchrl_lightning.collectors._policy import Policy, check_policy
+from torchrl_lightning.collectors.seeds import check_seed
+from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
+from torchrl_lightning.collectors.vector_env import make_vector_env
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.state import check_state, flag, same, whole
+
+_STATE_VERSION = 1
+
+
+class CollectorBase:
+    """A collector of ``frames_per_batch`` frames at a time, up to ``total_frames``; its subclasses collect them."""
+
+    _sizes: tuple[str, ...] = ("num_envs", "frames_per_batch")  # on which two collectors of a state must agree
+    _counters: tuple[str, ...] = ("frames", "_batches", "seed")  # that a state restores
+
+    def __init__(
+        self,
+        source: Any,
+        policy: Policy | None,
+        num_envs: int,
+        frames_per_batch: int,
+        total_frames: int,
+        seed: int | None,
+        env_args: dict[str, Any],
+    ) -> None:
+        check_policy(policy)
+        integer(num_envs, "num_envs")
+        integer(frames_per_batch, "frames_per_batch")
+        if frames_per_batch % num_envs:
+            nearest = max(1, round(frames_per_batch / num_envs)) * num_envs
+            raise ValueError(
+                f"frames_per_batch={frames_per_batch} is not a multiple of num_envs={num_envs}; "
+                f"the nearest is {nearest}."
+            )
+        if total_frames < 1 and total_frames != -1:
+            raise ValueError(f"total_frames must be positive, or -1 for no end, got {total_frames}.")
+        self._env_source, self._env_args = source, env_args
+        self.policy, self.num_envs = policy, num_envs
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.steps = frames_per_batch // num_envs
+        self.seed = check_seed(seed)
+        self.closed = False
+        self.frames = 0
+        self._batches = 0  # since the collector was seeded
+        self._specs: EnvironmentSpecs | None = None
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """The specs of the environments (of one worker); reading them starts no process."""
+        if self._specs is None:
+            if isinstance(self._env_source, VectorEnv):
+                self._specs = environment_specs(self._env_source)
+            else:
+                inside = self._env_args["vectorization"].replace("async", "sync")
+                probe = make_vector_env(self._env_source, 1, **{**self._env_args, "vectorization": inside})
+                try:
+                    specs = environment_specs(probe)
+                finally:
+                    probe.close()
+                self._specs = EnvironmentSpecs(specs.observation, specs.action, self.num_envs)
+        return self._specs
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole run.
+
+        Raises:
+            RuntimeError: The collector never stops.
+        """
+        if self.total_frames < 0:
+            raise RuntimeError("A collector with total_frames=-1 never stops, so it has no length.")
+        return -(self.total_frames // -self.frames_per_batch)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        yield from self.iterator()
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` are collected."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Begin the next batch with a reset of every environment."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
+        names = (*self._sizes, *self._counters)
+        return {"schema_version": _STATE_VERSION, **{name.lstrip("_"): getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on behind the batch after which a ``state_dict`` was taken, with a reset (of all workers).
+
+        Raises:
+            ValueError: The state comes from a collector of other sizes, or from another version of this class.
+        """
+        schema = {name: same(getattr(self, name), "collector") for name in self._sizes}
+        counters = {name.lstrip("_"): name for name in self._counters}
+        for name, attribute in counters.items():
+            schema[name] = flag if isinstance(getattr(self, attribute), bool) else whole()
+        check_state(state_dict, schema, "collector", _STATE_VERSION)
+        for name, attribute in counters.items():
+            setattr(self, attribute, state_dict[name])
+        self.reset()
+
+    def __repr__(self) -> str:
+        sizes = "".join(f", {name}={getattr(self, name)}" for name in (*self._sizes, "frames", "total_frames"))
+        return f"{type(self).__name__}(env={self._env_source}{sizes})"
