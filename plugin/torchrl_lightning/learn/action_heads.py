@@ -35,14 +35,7 @@ Parameters = tuple[Tensor, ...]
 
 
 class ActionHead(nn.Module):
-    """One linear layer from features to distribution parameters.
-
-    Args:
-        layers: Maps features ``[*B, H]`` to the parameters.
-        parameter_keys: Names of the parameters, as the distribution takes them.
-        distribution_class: The distribution.
-        distribution_kwargs: Further arguments of the distribution.
-    """
+    """One linear layer from features ``[*B, H]`` to the parameters of a distribution, named as it takes them."""
 
     def __init__(
         self,
@@ -114,13 +107,7 @@ class CategoricalHead(ActionHead):
 
 
 class ClippedNormalHead(ActionHead):
-    """Bounded actions: a :class:`ClippedNormal` computed directly on mean and deviation.
-
-    Args:
-        layer: Maps features to mean and standard deviation.
-        low: Lower bound ``[A]``.
-        high: Upper bound ``[A]``.
-    """
+    """Bounded actions: a :class:`ClippedNormal` computed directly on mean and deviation; bounds are ``[A]``."""
 
     layers: GaussianLayer
     low: Tensor
@@ -153,13 +140,9 @@ class ClippedNormalHead(ActionHead):
 
 
 class GaussianLayer(nn.Module):
-    """A linear mean and a standard deviation that does not depend on the state, both in units of the action.
+    """A linear mean and a standard deviation that does not depend on the state.
 
-    Args:
-        features: Width of the input.
-        center: Middle of the action range ``[A]``.
-        half_range: Half the action range ``[A]``; mean and deviation are learnt in its units.
-        initial_std: Initial standard deviation, in units of ``half_range``.
+    Both are learnt in units of ``half_range`` around ``center``, ``[A]`` each, as is ``initial_std``.
     """
 
     center: Tensor
@@ -189,26 +172,15 @@ def build_head(
     initial_std: float = 1.0,
     hidden: nn.Module | None = None,
 ) -> ActionHead:
-    """Build the head of an unbatched action spec.
+    """Build the head of an unbatched action spec; ``hidden`` are layers in front of the last one.
 
     Integer actions get a categorical, one-hot ones TorchRL's ``OneHotCategorical``, several integers a joint
     ``MultiCategorical``; bounded boxes a ``ClippedNormal`` (``distribution="normal"``, the default) or TorchRL's
     ``TanhNormal`` (``"tanh_normal"``), unbounded ones an ``IndependentNormal``.
 
-    Args:
-        spec: The unbatched action spec.
-        features: Width of the last layer's input.
-        distribution: ``"auto"``, ``"normal"`` or ``"tanh_normal"``.
-        initial_std: Initial standard deviation of continuous actions, in units of half their range.
-        hidden: Layers in front of the last one.
-
     Raises:
         ValueError: ``distribution`` is unknown, or does not fit the actions.
         TypeError: There is no distribution for these actions.
-
-    Example:
-        >>> build_head(Categorical(3), 8).distribution_class.__name__
-        'Categorical'
     """
     if distribution not in ("auto", "normal", "tanh_normal"):
         raise ValueError(f"distribution must be 'auto', 'normal' or 'tanh_normal', got {distribution!r}")

@@ -21,17 +21,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class AgentModule(ReportingModule):
-    """An agent whose networks are built from a DataModule's specs.
-
-    Args:
-        learning_rate: Learning rate of the default optimizer, fused Adam.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
-        critic_optimizer: A separate optimizer for the critics' own parameters; optional.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
-        compile: Compute the loss by ``torch.compile``.
-    """
+    """An agent whose networks are built from a DataModule's specs; arguments as of its subclasses."""
 
     adam_eps: ClassVar[float] = 1e-8
 
@@ -71,11 +61,7 @@ class AgentModule(ReportingModule):
         """Build networks and loss for an environment's specs, once; return the module."""
 
     def setup(self, stage: str) -> None:
-        """Refuse a schedule over a run whose end is unknown.
-
-        Raises:
-            ValueError: There is such a schedule.
-        """
+        """Refuse a schedule over a run whose end is unknown, by a ValueError."""
         if stage != "fit" or all(isinstance(schedule, ConstantSchedule) for schedule in self.schedules):
             return
         if progress_of(self.trainer) is None:
@@ -106,22 +92,14 @@ class AgentModule(ReportingModule):
             self.build(self._data.specs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another environment before its weights are read.
-
-        Raises:
-            ValueError: It belongs to another environment.
-        """
+        """Refuse the checkpoint of another environment before its weights are read, by a ValueError."""
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None and hasattr(self._data, "check_state"):
             self._data.check_state(state)
 
     @staticmethod
     def require_built(network: T | None) -> T:
-        """Return a network, or say that there is none yet.
-
-        Raises:
-            RuntimeError: It is None.
-        """
+        """Return a network, or say by a RuntimeError that there is none yet."""
         if network is None:
             raise RuntimeError("the networks do not exist yet; the trainer builds them, or call `build(specs)`")
         return network

@@ -177,11 +177,7 @@ class ActorCriticModule(AgentModule):
         checkpoint[STATE] = {"stopped": self._stopped}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore whether the rest of the epoch is skipped.
-
-        Raises:
-            ValueError: The checkpoint belongs to another environment.
-        """
+        """Refuse the checkpoint of another environment; restore whether the rest of the epoch is skipped."""
         super().on_load_checkpoint(checkpoint)
         self._stopped = bool(checkpoint.get(STATE, {}).get("stopped", False))
 
@@ -271,11 +267,7 @@ def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tenso
 
 
 def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return an entry that the buffer must have written.
-
-    Raises:
-        KeyError: The entry is missing; the message says who writes it.
-    """
+    """Return an entry that the buffer must have written, or raise a KeyError that says who writes it."""
     value = batch.get(key, None)
     if value is None:
         present = sorted(map(str, batch.keys(True, True)))
@@ -287,12 +279,7 @@ def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def target_key(value_key: NestedKey) -> NestedKey:
-    """Return where the regression target of a value key lies.
-
-    Example:
-        >>> target_key("intrinsic_state_value"), target_key(("state_value", "critic_a"))
-        ('intrinsic_value_target', ('value_target', 'critic_a'))
-    """
+    """Return where the regression target of a value key lies."""
     if isinstance(value_key, str):
         return _TARGETS[value_key]
     return (_TARGETS[value_key[0]], *value_key[1:])

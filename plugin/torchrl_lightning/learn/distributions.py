@@ -67,23 +67,11 @@ class MultiCategorical(D.Distribution):
 def clipped_normal_log_prob(
     value: Tensor, loc: Tensor, scale: Tensor, log_scale: Tensor, low: Tensor, high: Tensor
 ) -> Tensor:
-    r"""Return the log-probability ``[*B]`` of a Normal's samples that were clipped to a box.
+    r"""Return the log-probability ``[*B]`` of a Normal's samples ``[*B, A]`` that were clipped to a box.
 
-    A component inside the box has the Normal's density, one on a bound has the whole tail's mass:
-    \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``.
-
-    Args:
-        value: Actions ``[*B, A]``.
-        loc: Mean before clipping ``[*B, A]``.
-        scale: Standard deviation before clipping, ``[A]`` or ``[*B, A]``.
-        log_scale: Its logarithm.
-        low: Lower bound ``[A]``, may be -inf.
-        high: Upper bound ``[A]``, may be inf.
-
-    Example:
-        >>> zero, one = torch.zeros(1), torch.ones(1)
-        >>> clipped_normal_log_prob(one, zero, one, zero, -one, one).exp()  # the mass beyond one sigma
-        tensor(0.1587)
+    A component inside the box has the Normal's density, one on a bound (which may be infinite) the mass of the whole
+    tail: \(\log p(a_i) = \log\Phi((l_i - \mu_i)/\sigma_i)\) at ``low``, and correspondingly at ``high``. Mean and
+    deviation are those before clipping.
     """
     z = (value - loc) / scale
     inside = torch.addcmul((log_scale + _HALF_LOG_2PI).neg(), z, z, value=-0.5)

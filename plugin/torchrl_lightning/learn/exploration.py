@@ -31,11 +31,7 @@ class FramesDecay:
     frames: int
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ValueError: A value is negative, or ``frames`` is below 1 although the values differ.
-        """
+        """Refuse a range that makes no sense."""
         if min(self.start, self.end) < 0 or (self.frames < 1 and self.start != self.end):
             raise ValueError(
                 f"exploration from {self.start} to {self.end} over {self.frames} frames makes no sense: both must be "

@@ -19,15 +19,7 @@ def addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def lay_flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Move the values of tensors of one type and device into one new tensor, of which they become views.
-
-    Example:
-        >>> weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(2))
-        >>> flat = lay_flat([weight, bias])
-        >>> flat += 1.0
-        >>> weight.tolist(), bias.tolist()
-        ([[2.0, 2.0], [2.0, 2.0]], [1.0, 1.0])
-    """
+    """Move the values of tensors of one type and device into one new tensor, of which they become views."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     for tensor, view in zip(tensors, _views(flat, tensors), strict=True):
         tensor.data = view
@@ -59,14 +51,7 @@ def alike(
 
 
 def merged(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of tensors as few long ones: neighbours in both lists' memory become one flat view.
-
-    Example:
-        >>> left, right = torch.arange(6.0), torch.zeros(6)
-        >>> pairs = merged([left[:2], left[2:4], left[5:]], [right[:2], right[2:4], right[5:]])
-        >>> pairs[0]
-        [tensor([0., 1., 2., 3.]), tensor([5.])]
-    """
+    """Return two lists of tensors as few long ones: neighbours in both lists' memory become one flat view."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in zip(left, right, strict=True):
         if runs and all(_adjacent(before, after) for before, after in zip(runs[-1][-1], pair, strict=True)):
@@ -124,16 +109,12 @@ class _Segment:
 class OptimizedParameters:
     """The parameters of one optimizer, laid flat where it treats each number alone.
 
-    Such an optimizer (torch's Adam, AdamW, SGD, RMSprop and the like) then steps one flat parameter for each part
-    instead of many; any other one keeps the parameters as they are. The parameters stay the objects that they were,
-    with their names in a state dict. Between ``clear`` and ``gather`` a gradient is each parameter's own, so that
-    whatever computes, reduces or drops gradients works as usual. Within a part, a parameter without a gradient counts
-    as one whose gradient is zero; a part without any is not stepped.
-
-    Args:
-        optimizer: A new optimizer, which has not stepped yet; its groups are changed.
-        parts: Its parameters, by what is trained together.
-        settled: Parameters that must stay where they lie.
+    Such an optimizer (torch's Adam, AdamW, SGD, RMSprop and the like), which has not stepped yet, then steps one flat
+    parameter for each of the ``parts`` that are trained together, instead of many; any other one keeps the parameters
+    as they are, and so do those in ``settled``. The parameters stay the objects that they were, with their names in a
+    state dict. Between ``clear`` and ``gather`` a gradient is each parameter's own, so that whatever computes, reduces
+    or drops gradients works as usual. Within a part, a parameter without a gradient counts as one whose gradient is
+    zero; a part without any is not stepped.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -144,8 +125,6 @@ class OptimizedParameters:
         >>> optimized.gather()
         >>> optimized.clip(1.0)
         tensor(1.7321)
-        >>> [group["params"][0].shape for group in optimizer.param_groups]
-        [torch.Size([3])]
     """
 
     def __init__(

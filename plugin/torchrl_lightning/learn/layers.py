@@ -32,11 +32,7 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
 
 
 def activation_class(name: str) -> type[nn.Module]:
-    """Return the activation of that name.
-
-    Raises:
-        ValueError: The name is unknown; the message lists the known ones.
-    """
+    """Return the activation of that name, or raise a ValueError that lists the known ones."""
     if name not in ACTIVATIONS:
         raise ValueError(f"unknown activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
@@ -64,15 +60,7 @@ class MLP(nn.Sequential):
 
 
 def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh") -> MLP:
-    """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity.
-
-    Raises:
-        ValueError: A layer would have no unit, or the activation is unknown.
-
-    Example:
-        >>> mlp(3, [8, 4])(torch.zeros(2, 3)).shape
-        torch.Size([2, 4])
-    """
+    """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity."""
     if any(width < 1 for width in hidden_sizes):
         raise ValueError(f"hidden_sizes is {list(hidden_sizes)}; every layer must have at least 1 unit.")
     act, layers = activation_class(activation), []

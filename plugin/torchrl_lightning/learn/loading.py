@@ -97,11 +97,7 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
 
 
 def specs_in(stored: Mapping[str, Any], path: str | Path) -> EnvironmentSpecs:
-    """Return the specs of the environment that a checkpoint was trained in.
-
-    Raises:
-        ValueError: It holds none.
-    """
+    """Return the specs of the environment that a checkpoint was trained in; raise ValueError where it holds none."""
     states = (state["specs"] for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     state = next(states, None)
     if state is None:
@@ -110,12 +106,9 @@ def specs_in(stored: Mapping[str, Any], path: str | Path) -> EnvironmentSpecs:
 
 
 def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:
-    """Return these groups of the config of the run that wrote a checkpoint.
+    """Return these groups of the config of the run that wrote a checkpoint; raise ValueError where it holds none.
 
     Whoever made the file says in it which classes are built, so that only ours and PyTorch's are.
-
-    Raises:
-        ValueError: It holds none, or names classes of other packages.
     """
     config = stored.get(CONFIG)
     if not isinstance(config, Mapping) or any(group not in config for group in groups):

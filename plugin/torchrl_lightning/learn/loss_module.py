@@ -142,11 +142,7 @@ class LossModuleAgent(AgentModule):
             checkpoint[STATE] = self.updater.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore how far the target updater has come.
-
-        Raises:
-            ValueError: The checkpoint belongs to another environment.
-        """
+        """Refuse the checkpoint of another environment; restore how far the target updater has come."""
         super().on_load_checkpoint(checkpoint)
         if self.updater is not None and STATE in checkpoint:
             self.updater.load_state_dict(checkpoint[STATE])
@@ -169,11 +165,8 @@ def _network(loss: LossModule, *names: str) -> Any:
 
 
 def _acting_network(loss: LossModule) -> Any:
-    """Return the network that acts; a copy (of a functional loss) writes only what a step of experience holds.
-
-    Otherwise the distribution's parameters or the values of all actions would be stored, which steps that are collected
-    without the policy do not have.
-    """
+    """Return the network that acts; a copy (of a functional loss) writes only what a step of experience holds."""
+    # Steps that are collected without the policy have neither the distribution's parameters nor all actions' values.
     network, keys = _network(loss, *_ACTING), loss.tensor_keys
     if network is not None and loss.functional:
         wanted = {keys.action, getattr(keys, "sample_log_prob", None)}

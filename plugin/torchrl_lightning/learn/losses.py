@@ -78,23 +78,14 @@ def critic_loss(
 
 
 def check_distance(distance: str, name: str) -> str:
-    """Return the name of a distance between values, given as the argument ``name``.
-
-    Raises:
-        ValueError: It is unknown.
-    """
+    """Return the name of a distance between values, given as the argument ``name``; raise ValueError if unknown."""
     if distance not in DISTANCES:
         raise ValueError(f"{name} is {distance!r}; expected one of {', '.join(DISTANCES)}.")
     return distance
 
 
 def standardized(advantage: Tensor) -> Tensor:
-    """Return advantages with mean 0 and standard deviation 1; a single one as it is.
-
-    Example:
-        >>> standardized(torch.tensor([1.0, 3.0]))
-        tensor([-0.7071,  0.7071])
-    """
+    """Return advantages with mean 0 and standard deviation 1; a single one as it is."""
     if advantage.numel() < 2:
         return advantage
     std, mean = torch.std_mean(advantage)

@@ -14,20 +14,10 @@ from torchrl_lightning.learn.trunks import RecurrentTrunk
 def successor_layout(boundary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Arrange a window's steps and final successors as one sequence that a memory can run over.
 
-    The successor of a step is the next step, except before a boundary and at the end, where it is not part of the
-    window: there it is inserted. An episode begins after it, so that it does not disturb what follows.
-
-    Args:
-        boundary: ``[B, T]``, whether the next step belongs to another episode; the last column is ignored.
-
-    Returns:
-        Positions of the steps ``[B, T]``, of their successors ``[B, T]``, and what lies at each position ``[B, L]``:
-        ``t`` for step t, ``T + t`` for its successor.
-
-    Example:
-        >>> steps, successors, source = successor_layout(torch.tensor([[False, True, False]]))
-        >>> source, steps, successors
-        (tensor([[0, 1, 4, 2, 5]]), tensor([[0, 1, 3]]), tensor([[1, 2, 4]]))
+    The successor of a step is the next step, except before a boundary ``[B, T]`` (the next step belongs to another
+    episode) and at the end, where it is not part of the window: there it is inserted. An episode begins after it, so
+    that it does not disturb what follows. Return the positions of the steps ``[B, T]``, of their successors ``[B, T]``,
+    and what lies at each position ``[B, L]``: ``t`` for step t, ``T + t`` for its successor.
     """
     batch, length = boundary.shape
     ends = boundary.clone()
@@ -48,11 +38,7 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     The memory starts from the state that was stored before the first step (Kapturowski et al., 2019) and is reset
     wherever an episode begins. Each successor is seen with the memory of all steps before it, also at an episode's end.
     Steps whose successor lies several steps ahead and beyond the window are masked out: what lies between is unknown.
-
-    Args:
-        batch: Sequences with ``is_init``, ``done`` and stored states.
-        online: Memory whose features of the steps keep their gradient.
-        target: Memory whose features the target networks see.
+    Only the features that ``online`` gives the steps keep their gradient.
 
     Raises:
         ValueError: The batch is not one of sequences, or they are too short to hold successors.
@@ -125,10 +111,6 @@ def refreshed_states(batch: Transitions, memory: RecurrentTrunk) -> tuple[Entrie
 
     Stored states grow stale as the memory learns, and a window begins with one (Kapturowski et al., 2019, section 3).
     The state before the first step is kept: recomputing it would need the steps before the window.
-
-    Args:
-        batch: Sequences with ``is_init`` and stored states, as ``remember`` takes them.
-        memory: The online memory.
     """
     assert batch.is_init is not None
     assert batch.states is not None

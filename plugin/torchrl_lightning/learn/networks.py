@@ -18,11 +18,7 @@ from torchrl_lightning.learn.trunks import FeedForwardTrunk, RecurrentTrunk
 
 
 class FlatEntries(nn.Module):
-    """Flatten and concatenate observation entries: vectors as they are, discrete ones as one-hot.
-
-    Args:
-        specs: The unbatched spec of each entry, in the order of the forward arguments.
-    """
+    """Flatten and concatenate observation entries: vectors as they are, discrete ones as one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
         super().__init__()

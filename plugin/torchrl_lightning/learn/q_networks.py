@@ -21,17 +21,7 @@ Entries = list[Tensor]
 
 
 class DuelingHead(nn.Module):
-    r"""\(Q(s, a) = V(s) + A(s, a) - \mathrm{mean}_b A(s, b)\) (Wang et al., 2016).
-
-    Args:
-        features: Width of the input.
-        actions: Number of actions.
-        network: Defines the hidden layers of each of the two streams.
-
-    Example:
-        >>> DuelingHead(8, 3, MLPNetwork())(torch.zeros(2, 8)).shape
-        torch.Size([2, 3])
-    """
+    r"""\(Q(s, a) = V(s) + A(s, a) - \mathrm{mean}_b A(s, b)\), two streams of layers (Wang et al., 2016)."""
 
     def __init__(self, features: int, actions: int, network: Network) -> None:
         super().__init__()
@@ -44,13 +34,7 @@ class DuelingHead(nn.Module):
 
 
 class QNetwork(QValueActor):
-    """A trunk and a head as TorchRL's ``QValueActor``; ``values`` runs them without a TensorDict.
-
-    Args:
-        trunk: Maps observations to features.
-        head: Maps features to action values.
-        spec: The unbatched action spec, ``Categorical`` or ``OneHot``.
-    """
+    """A trunk and a head as TorchRL's ``QValueActor``; ``values`` runs them without a TensorDict."""
 
     def __init__(self, trunk: TensorDictModuleBase, head: nn.Module, spec: Categorical | OneHot) -> None:
         values = TensorDictModule(head, in_keys=[FEATURES], out_keys=["action_value"])
@@ -96,12 +80,7 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
 
 
 class ActionValue(nn.Module):
-    """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range.
-
-    Args:
-        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
-        network: Defines the encoder.
-    """
+    """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range."""
 
     center: Tensor
     half_range: Tensor
@@ -144,20 +123,9 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
 
 
 class CriticEnsemble(nn.Module):
-    """Several critics of one kind, as one module.
+    """Several critics of one kind, each with its own first weights, as one module.
 
     Perceptrons run as batched matrix products over stacked weights, other encoders one after the other.
-
-    Args:
-        critics: The critics, each with its own first weights.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from torchrl.data import Bounded, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (1,)))
-        >>> critics = CriticEnsemble([ActionValue(specs, MLPNetwork([8], "relu")) for _ in range(2)])
-        >>> critics([torch.zeros(5, 3)], torch.zeros(5, 1)).shape
-        torch.Size([2, 5])
     """
 
     critics: nn.ModuleList | None

@@ -26,10 +26,6 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: The actions are not one vector of floating-point numbers within finite bounds.
-
-    Example:
-        >>> action_range(Bounded(-2.0, 2.0, (1,)))
-        (tensor([0.]), tensor([2.]))
     """
     fits = isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1
     if fits:
@@ -58,11 +54,6 @@ class SquashedHead(ActionHead):
 
     \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
     Samples and log-probabilities are those of TorchRL's ``TanhNormal``, without its objects.
-
-    Args:
-        features: Width of the input.
-        spec: The unbatched action spec.
-        hidden: Layers in front of the last one.
     """
 
     center: Tensor
@@ -105,13 +96,7 @@ class SquashedHead(ActionHead):
 
 
 class DeterministicHead(nn.Module):
-    """One linear layer and a tanh, scaled to the action range.
-
-    Args:
-        features: Width of the input.
-        spec: The unbatched action spec.
-        hidden: Layers in front of the last one.
-    """
+    """One linear layer and a tanh, scaled to the action range; ``hidden`` are layers in front."""
 
     center: Tensor
     half_range: Tensor
@@ -138,12 +123,7 @@ class DeterministicHead(nn.Module):
 
 
 class DeterministicActor(TensorDictSequential):
-    """A trunk and a deterministic head; writes ``action``.
-
-    Args:
-        trunk: Maps observations to features.
-        head: Maps features to actions.
-    """
+    """A trunk and a deterministic head; writes ``action``."""
 
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
         super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))

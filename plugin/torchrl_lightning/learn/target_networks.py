@@ -16,19 +16,8 @@ from torchrl_lightning.learn.flat_parameters import addresses, alike, lay_flat, 
 class TargetNetworks(nn.Module):
     r"""Copies of networks that follow them, \(\bar\theta \leftarrow \bar\theta + \tau (\theta - \bar\theta)\).
 
-    They lie here under the networks' names and have no gradient. Compute with them inside ``with targets.evaluation``:
-    Lightning warns of modules that are in evaluation mode all the time.
-
-    Args:
-        networks: The networks to follow, which are not registered here.
-
-    Example:
-        >>> network = nn.Linear(2, 1)
-        >>> targets = TargetNetworks({"network": network})
-        >>> _ = nn.init.constant_(network.bias, 4.0), nn.init.constant_(targets.network.bias, 0.0)
-        >>> targets.follow(0.25)
-        >>> targets.network.bias.tolist()
-        [1.0]
+    They lie here under the networks' names and have no gradient; the networks themselves are not registered here.
+    Compute with them inside ``with targets.evaluation``: Lightning warns of modules that are always in evaluation mode.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:

@@ -79,28 +79,14 @@ def read_transitions(
     gamma: float,
     state_keys: Sequence[NestedKey] = (),
 ) -> Transitions:
-    """Read the entries that a loss needs.
+    """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
 
     The discount is the batch's own ``gamma`` if it has one, else ``gamma`` to the power of its ``steps_to_next_obs``
-    (both are written by TorchRL's ``MultiStepTransform``), else ``gamma``.
-
-    Args:
-        batch: Transitions ``[B]``, or sequences ``[B, T]``;
-            ``mask`` marks the valid steps, ``priority_weight`` weights them.
-        keys: The observation entries.
-        gamma: Discount of one step.
-        state_keys: Keys of the recurrent states.
+    (both are written by TorchRL's ``MultiStepTransform``), else ``gamma``. ``mask`` marks the valid steps,
+    ``priority_weight`` weights them.
 
     Raises:
         KeyError: Something is missing; the message says what.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> zeros, flag = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool)
-        >>> after = TensorDict(observation=zeros, reward=zeros + 1, terminated=flag, done=flag, batch_size=2)
-        >>> batch = TensorDict(observation=zeros, action=zeros, next=after, batch_size=2)
-        >>> read_transitions(batch, ["observation"], 0.5).target(torch.ones(2))
-        tensor([1.5000, 1.5000])
     """
     following = batch.get("next", None)
     if following is None:

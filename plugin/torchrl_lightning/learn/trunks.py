@@ -18,19 +18,7 @@ FEATURES = "features"
 
 
 class FeedForwardTrunk(TensorDictModuleBase):
-    """An encoder as a TensorDict module.
-
-    Args:
-        encoder: Maps the entries to features, and has an integer attribute ``features``.
-        keys: The observation entries.
-
-    Example:
-        >>> from torchrl_lightning.learn.networks import MLPNetwork
-        >>> from torchrl.data import Unbounded
-        >>> trunk = MLPNetwork([8]).trunk(["observation"], [Unbounded(3)])
-        >>> trunk.read(TensorDict(observation=torch.zeros(2, 3), batch_size=2)).shape
-        torch.Size([2, 8])
-    """
+    """An encoder, which has an integer attribute ``features``, over observation entries as a TensorDict module."""
 
     recurrent = False
     state_keys: Sequence[NestedKey] = ()
@@ -61,17 +49,8 @@ class RecurrentTrunk(TensorDictModuleBase):
     Single steps (the default) take each row's own state, zeroed where ``is_init``:
     \(h_{t+1}, y_t = \mathrm{cell}(x_t, (1 - \mathrm{init}_t) h_t)\).
     Sequences ``[B, T]`` (inside ``torchrl.modules.set_recurrent_mode``) take the first state of each row and run on,
-    starting from zero wherever ``is_init`` says that an episode begins.
-
-    Args:
-        encoder: Maps the entries to features, and has an integer attribute ``features``.
-        keys: The observation entries.
-        cell: ``"gru"`` (state: a tensor ``[*B, L, H]``) or ``"lstm"`` (state: a nested TensorDict of ``h`` and ``c``).
-        hidden_size: Width of the recurrent state.
-        num_layers: Number of recurrent layers.
-
-    Raises:
-        ValueError: The cell is unknown.
+    starting from zero wherever ``is_init`` says that an episode begins. The state of a GRU is a tensor ``[*B, L, H]``,
+    that of an LSTM a nested TensorDict of ``h`` and ``c``.
     """
 
     recurrent = True
@@ -161,12 +140,9 @@ class RecurrentTrunk(TensorDictModuleBase):
         return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
 
     def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """Return the features ``[B, T, H]`` of sequences; an episode begins from zero wherever ``is_init`` says so.
+        """Return the features ``[B, T, H]`` of sequences; an episode begins from zero where ``is_init`` says so.
 
-        Args:
-            entries: Observation entries, ``[B, T, *F]`` each.
-            is_init: ``[B, T]``.
-            states: States before the first steps, ``[B, L, H]`` each.
+        Entries are ``[B, T, *F]`` each, ``is_init`` is ``[B, T]``, states before the first steps ``[B, L, H]`` each.
         """
         encoded, (rows, length) = self.encoder(*entries), is_init.shape
         states = [state.masked_fill(is_init[:, 0].reshape(-1, 1, 1), 0.0) for state in states]
@@ -221,15 +197,7 @@ class RecurrentTrunk(TensorDictModuleBase):
 
 
 def initial_states(trunk: RecurrentTrunk, batch_size: Sequence[int]) -> TensorDict:
-    """Return zero states of a batch, under the trunk's keys.
-
-    Example:
-        >>> from torchrl_lightning.learn.networks import RecurrentNetwork
-        >>> from torchrl.data import Unbounded
-        >>> trunk = RecurrentNetwork("lstm", 8).trunk(["observation"], [Unbounded(3)])
-        >>> initial_states(trunk, [2])["recurrent_state", "c"].shape
-        torch.Size([2, 1, 8])
-    """
+    """Return zero states of a batch, under the trunk's keys."""
     states = TensorDict({}, batch_size)
     for key in trunk.state_keys:
         states.set(key, torch.zeros(*batch_size, trunk._cells.num_layers, trunk.features))
