@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -19,6 +21,31 @@ class OwnSignature:
         super().__init_subclass__(**kwargs)
         shown = inspect.signature(cls.__init__)
         cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def passed_on(base: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Select from a constructor's arguments, its ``locals()``, those that the constructor of ``base`` takes.
+
+    A subclass writes every argument out once, in its signature, for readers, ``help`` and configs, and names only its
+    own ones again.
+
+    Example:
+        >>> class Point:
+        ...     def __init__(self, x, y=0):
+        ...         self.x, self.y = x, y
+        >>> class Named(Point):
+        ...     def __init__(self, name, x, y=0):
+        ...         super().__init__(**passed_on(Point, locals()))
+        ...         self.name = name
+        >>> Named("a", 1, y=2).__dict__
+        {'x': 1, 'y': 2, 'name': 'a'}
+    """
+    return {name: given[name] for name in _argument_names(base) if name in given}
+
+
+@functools.cache
+def _argument_names(base: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
 
 
 def is_spawning() -> bool:

@@ -26,11 +26,11 @@ from torchrl_lightning.l2r.paths import (
     step_row,
 )
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, optional
 from torchrl_lightning.replay.rows import check_step, vector
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED

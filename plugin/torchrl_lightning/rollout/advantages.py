@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
 from torchrl_lightning.rollout.writer import REWARD, TERMINATED
 
@@ -127,8 +127,7 @@ class GeneralizedAdvantages(AdvantageTransform):
         on_write: bool = False,
     ) -> None:
         super().__init__(**passed_on(AdvantageTransform, locals()))
-        fraction(lmbda, "lmbda")
-        self.lmbda = lmbda
+        self.lmbda = fraction(lmbda, "lmbda")
 
     def advantages(
         self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
@@ -191,8 +190,7 @@ class VTraceAdvantages(AdvantageTransform):
         on_write: bool = False,
     ) -> None:
         super().__init__(**passed_on(AdvantageTransform, locals()))
-        fraction(lmbda, "lmbda")
-        self.lmbda = lmbda
+        self.lmbda = fraction(lmbda, "lmbda")
         self.actor = actor
         self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
         self.log_prob_key, self.current_log_prob_key = nested_key(log_prob_key), nested_key(current_log_prob_key)

@@ -1,16 +1,20 @@
-"""Number and size of the mini-batches of an epoch."""
+"""Mini-batches of a rollout: how many there are in an epoch, and what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import Tree, path_of
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import Tree, next_key, path_of
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.rollout.minibatches import MinibatchSampler
+
+NAMES = (None, "time")
 
 
 def split_epoch(
@@ -59,25 +63,6 @@ def split_epoch(
     return None, mini_batch_size
 
 
-def index_batches(
-    sampler: MinibatchSampler,
-    units: int,
-    number: int | None,
-    size: int | None,
-    *,
-    shuffle: bool,
-    drop_last: bool,
-    device: object,
-) -> Iterator[Tensor]:
-    """Yield the index batches of one epoch as :func:`split_epoch` decided."""
-    if size is None:
-        yield from sampler.order(units, shuffle, str(device)).tensor_split(number or 1)
-    else:
-        yield from sampler.epoch(
-            units, size, shuffle=shuffle, drop_last=drop_last, num_batches=number, device=str(device)
-        )
-
-
 def pruned(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
@@ -113,3 +98,52 @@ def pruned(
         return tree
 
     return walk(rollout, ())
+
+
+def sequences(
+    rollout: TensorDictBase, envs: Tensor | None = None, recurrent_keys: Collection[NestedKey] = ("recurrent_state",)
+) -> TensorDict:
+    """Read environments ``envs`` of ``[T, N]`` as ``[B, T]`` named ``(None, "time")``.
+
+    Only the first step of a recurrent state is used; it is expanded over ``T``, with zeros where an episode starts,
+    because TorchRL's ``GRUModule`` and ``LSTMModule`` split a row at ``is_init`` and read the state at each split.
+
+    Args:
+        rollout: time-major ``[T, N]``.
+        envs: environment indices ``[B]``; all of them when ``None``.
+        recurrent_keys: root keys of recurrent states.
+    """
+    envs = torch.arange(rollout.shape[1], device=device_in(rollout)) if envs is None else envs
+    batch = torch.Size([envs.shape[0], rollout.shape[0]])
+
+    def read(node: TensorDictBase) -> TensorDict:
+        entries: dict[str, Any] = {
+            key: read(value) if isinstance(value, TensorDictBase) else value.transpose(0, 1).index_select(0, envs)
+            for key, value in node.items()
+        }
+        return new_tensordict(entries, batch, NAMES)
+
+    def first(value: Tensor, start: Tensor | None) -> Tensor:
+        state = value[0].index_select(0, envs).unsqueeze(1).expand(batch[0], batch[1], *value.shape[2:])
+        if start is None or not bool(start.any()):
+            return state
+        return state.masked_fill(start.reshape(*batch, *[1] * (value.ndim - 2)), 0)
+
+    present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
+    out = read(rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout)
+    start = out.get("is_init", None)
+    for key in present:
+        value = rollout.get(key)
+        if isinstance(value, TensorDictBase):
+            leaves = {name: first(leaf, start) for name, leaf in value.items()}
+            out.set(key, new_tensordict(leaves, batch, NAMES))
+        else:
+            out.set(key, first(value, start))
+    return out
+
+
+def device_in(data: TensorDictBase) -> torch.device | None:
+    """Return the device of the first leaf."""
+    for value in data.values(include_nested=True, leaves_only=True):
+        return torch.device(value.device)
+    return None

@@ -14,9 +14,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning.entries import join, nested_key, next_key, path_of
 from torchrl_lightning.estimators import standardize
 from torchrl_lightning.ranges import fraction
-from torchrl_lightning.rollout.layout import time_axis, time_major
 from torchrl_lightning.rollout.values import fill_values, value_keys
-from torchrl_lightning.rollout.writer import REWARD, check_flags
+from torchrl_lightning.rollout.writer import REWARD, check_flags, time_axis, time_major
 
 
 class AdvantageTransform(Transform):
@@ -29,14 +28,7 @@ class AdvantageTransform(Transform):
         gamma: discount.
         critic: module that writes ``value_key``; may be ``None`` where the rollout holds all values. It is not part of
             the transform's ``state_dict``.
-        time_dim: which dimension is time; ``None`` reads the dimension names.
-        reward_key: the reward.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: key of the advantages; nested for several critics.
-        value_target_key: key of the value targets; nested for several critics.
-        recompute_values: run the critic even if the rollout holds values.
-        standardize_advantages: zero mean, unit standard deviation over the whole rollout.
-        on_write: compute in a buffer's ``extend`` and pass samples through.
+        time_dim: as in :class:`DiscountedReturns`, here and below.
     """
 
     episodic = True

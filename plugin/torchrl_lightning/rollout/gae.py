@@ -11,10 +11,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.estimators import gae
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -25,35 +25,9 @@ class GAEBuffer(VanillaOnPolicyBuffer):
     ``δ[t] = r[t] + γ (1 - term[t]) V'[t] - V[t]``; ``A[t] = δ[t] + γ λ (1 - done[t]) A[t+1]``; the target is ``A + V``.
 
     Args:
-        size: capacity along time.
-        device: device of the rollout.
-        actor: TensorDict policy; may be assigned later.
-        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
-            read whenever they are needed.
-        envs: environments with ``num_envs``, and optionally ``env_kwargs["frame_stack"]``.
+        size: as in :class:`VanillaOnPolicyBuffer`, here and in the next four.
         gae_lambda: λ.
-        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
-        critic: writes ``value_key`` (nested for several critics) and ``intrinsic_state_value`` where there are
-            intrinsic rewards; may be assigned later.
-        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
-        normalize_intrinsic: divide intrinsic rewards by their running deviation.
-        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
-        standardize_advantages: scale to zero mean and unit (unbiased) deviation + 1e-5, over the whole rollout.
-        recompute_values: run the critic even if the policy wrote values.
-        bootstrap: use values where episodes are cut off; if False, no critic is needed and ``A = R``.
-        value_key: values, or the parent of several critics' values.
-        advantage_key: advantages.
-        value_target_key: value targets.
-        frame_stack: frames stacked along the channels of an observation; that of ``envs``, else 1.
-        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
-        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
-        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
-        recurrent_keys: root keys of recurrent states.
-        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
-        batch_size: samples of ``sample``.
-        generator: random generator; seeded from torch's global one when ``None``.
-        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
+        gamma: as in :class:`VanillaOnPolicyBuffer`, here and below.
 
     Example:
         >>> buffer = GAEBuffer(128, gae_lambda=0.9)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.advantages import log_probs
 from torchrl_lightning.rollout.estimate import AdvantageTransform
-from torchrl_lightning.rollout.parameters import passed_on
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 
@@ -72,8 +72,7 @@ class IntrinsicReturns(AdvantageTransform):
         on_write: bool = False,
     ) -> None:
         super().__init__(**passed_on(AdvantageTransform, locals()))
-        fraction(lmbda, "lmbda")
-        self.lmbda = lmbda
+        self.lmbda = fraction(lmbda, "lmbda")
         self.normalize = normalize
         self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
         self.log_prob_keys = (

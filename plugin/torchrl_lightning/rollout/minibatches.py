@@ -59,7 +59,7 @@ class MinibatchSampler(SamplerBase):
     def epoch(
         self,
         count: int,
-        batch_size: int,
+        batch_size: int | None,
         *,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
@@ -70,7 +70,7 @@ class MinibatchSampler(SamplerBase):
 
         Args:
             count: number of units (steps or environments).
-            batch_size: units in a batch.
+            batch_size: units in a batch; None makes ``num_batches`` as even as possible.
             shuffle: overrides the sampler's option.
             drop_last: overrides the sampler's option.
             num_batches: stop after this number of batches.
@@ -79,6 +79,9 @@ class MinibatchSampler(SamplerBase):
         Raises:
             ValueError: the batch size is not positive.
         """
+        if batch_size is None:
+            yield from self.order(count, shuffle, device).tensor_split(num_batches or 1)
+            return
         batch_size = integer(batch_size, "batch_size")
         drop = self.drop_last if drop_last is None else drop_last
         for number, batch in enumerate(self.order(count, shuffle, device).split(batch_size)):

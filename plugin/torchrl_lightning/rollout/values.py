@@ -14,8 +14,8 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning._modules import EvaluationMode, device_of
-from torchrl_lightning.entries import join, keyed_leaves, next_key, path_of, under
-from torchrl_lightning.rollout.sequences import sequences
+from torchrl_lightning.entries import join, keyed_leaves, next_key, path_of, to_tensordict, under
+from torchrl_lightning.rollout.batches import device_in, sequences
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.writer import DONE, TERMINATED
 
@@ -110,10 +110,7 @@ def _cut_rows(rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]])
 
 
 def _fill_next(
-    rollout: TensorDictBase,
-    wanted: Sequence[tuple[NestedKey, bool]],
-    cut: Tensor,
-    successors: TensorDictBase | None,
+    rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]], cut: Tensor, successors: TensorDictBase | None
 ) -> None:
     rows, (steps, envs) = cut.flatten().nonzero().squeeze(-1), rollout.shape
     terminated = rollout.get(TERMINATED)
@@ -134,15 +131,18 @@ def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:
 
 def run_on_steps(module: TensorDictModuleBase, rollout: TensorDictBase) -> TensorDictBase:
     """Run a module on every step, from the recurrent states that are stored; the result is ``[T, N]``."""
-    flat = rollout.batch_size.numel()
-    source = new_tensordict({}, torch.Size([flat]))
-    for key in module.in_keys:
+    return run(module, _flat_steps(rollout, module.in_keys)).unflatten(0, rollout.batch_size)
+
+
+def _flat_steps(rollout: TensorDictBase, keys: Collection[NestedKey]) -> TensorDict:
+    source = new_tensordict({}, torch.Size([rollout.batch_size.numel()]))
+    for key in keys:
         value = rollout.get(key, None)
         if isinstance(value, TensorDictBase):
-            source.set(key, new_tensordict(flatten_tree(value), source.batch_size))
+            source.set(key, to_tensordict(flatten_tree(value), source.batch_size))
         elif value is not None:
             source.set(key, value.flatten(0, 1))
-    return run(module, source).unflatten(0, rollout.batch_size)
+    return source
 
 
 def run_on_sequences(
@@ -203,16 +203,17 @@ def run_on_successors(
     return run(module, source)
 
 
-def run(module: TensorDictModuleBase, source: TensorDictBase, recurrent: bool = False) -> TensorDictBase:
-    """Run a module in evaluation mode where its parameters are and bring the result back, without gradients."""
-    home, there = _device_of(source), device_of(module)
+def run(
+    module: Any, source: TensorDictBase, recurrent: bool = False, call: Callable[[TensorDictBase], Any] | None = None
+) -> Any:
+    """Run a module where its parameters are, in evaluation mode and without gradients; bring the result back."""
+    home, there = device_in(source), device_of(module)
     moved = source if there is None or home == there else source.to(there)
     with torch.no_grad(), EvaluationMode(module), set_recurrent_mode(recurrent):
-        out = module(moved)
+        out = (call or module)(moved)
     return out if out is None or there is None or home == there else out.to(home)
 
 
-@torch.no_grad()
 def current_log_prob(
     rollout: TensorDictBase,
     actor: Any,
@@ -231,17 +232,10 @@ def current_log_prob(
     recurrent = is_recurrent(actor, recurrent_keys)
     keys = [*actor.in_keys, action_key]
     if recurrent:
-        chosen = rollout.select(*keys, "is_init", strict=False)
-        source: TensorDictBase = sequences(chosen, recurrent_keys=recurrent_keys)
+        source = sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)
     else:
-        source = new_tensordict(
-            flatten_tree(rollout.select(*keys, strict=False)), torch.Size([rollout.batch_size.numel()])
-        )
-    home, there = _device_of(source), device_of(actor)
-    if there is not None and there != home:
-        source = source.to(there)
-    with EvaluationMode(actor), set_recurrent_mode(recurrent):
-        log_prob = actor.get_dist(source).log_prob(source.get(action_key)).to(home)
+        source = _flat_steps(rollout, keys)
+    log_prob: Tensor = run(actor, source, recurrent, lambda data: actor.get_dist(data).log_prob(data.get(action_key)))
     return log_prob.transpose(0, 1) if recurrent else log_prob.unflatten(0, rollout.batch_size)
 
 
@@ -260,9 +254,3 @@ def _checked(value: Tensor, key: NestedKey) -> Tensor:
     if not bool(torch.isfinite(value).all()):
         raise ValueError(f"The critic returned NaN or infinite values for {key!r}.")
     return value
-
-
-def _device_of(data: TensorDictBase) -> torch.device | None:
-    for value in data.values(include_nested=True, leaves_only=True):
-        return torch.device(value.device)
-    return None

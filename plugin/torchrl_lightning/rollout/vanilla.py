@@ -19,14 +19,12 @@ from torchrl_lightning.parts import OwnSignature
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import DiscountedReturns
-from torchrl_lightning.rollout.batches import index_batches, pruned, split_epoch
+from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.carry import carried_over
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
-from torchrl_lightning.rollout.parameters import any_object, check_keys
-from torchrl_lightning.rollout.sequences import sequences
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
@@ -103,15 +101,9 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         "size": integer,
         "gamma": optional(fraction),
         "gamma_intrinsic": optional(fraction),
-        "actor": any_object,
-        "critic": any_object,
-        "intrinsic_critic": any_object,
-        "algorithm": any_object,
-        "envs": any_object,
-        "standardize_advantages": boolean,
-        "recompute_values": boolean,
-        "normalize_intrinsic": boolean,
-        "batch_keys": optional(check_keys),
+        **dict.fromkeys(("actor", "critic", "intrinsic_critic", "algorithm", "envs"), lambda value, name: value),
+        **dict.fromkeys(("standardize_advantages", "recompute_values", "normalize_intrinsic"), boolean),
+        "batch_keys": optional(lambda keys, name: nested_keys(keys)),
         "recurrent": optional(boolean),
         "frame_stack": integer,
     }
@@ -323,8 +315,8 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
 
         def batches() -> Iterator[TensorDictBase]:
             for _ in range(num_epochs):
-                for index in index_batches(
-                    self.sampler, units, number, size, shuffle=shuffle, drop_last=drop_last, device=self.device
+                for index in self.sampler.epoch(
+                    units, size, shuffle=shuffle, drop_last=drop_last, num_batches=number, device=self.device
                 ):
                     batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
                     yield self.transform(batch) if len(self.transform) else batch
