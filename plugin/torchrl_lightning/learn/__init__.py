@@ -1,8 +1,7 @@
 """LightningModules, the losses that they minimise, and the builders of actors and critics."""
 
-from torchrl_lightning.learn.actors import Actor, build_actor
+from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.base import ActorCriticModule
-from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
 from torchrl_lightning.learn.dqn import DQNModule
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy

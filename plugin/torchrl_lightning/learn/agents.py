@@ -231,13 +231,12 @@ class _UnscaledSteps:
         self._scaler = scaler
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the gradients are unscaled already."""
+        pass
 
     def update(self) -> None:
-        """Do nothing: other optimizers are still to step."""
+        pass  # other optimizers are still to step
 
     def step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> float | None:
-        """Step unless a gradient is infinite or there is none."""
         return self._scaler.step(optimizer, **kwargs) if _has_gradients(optimizer) else None
 
 

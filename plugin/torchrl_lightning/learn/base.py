@@ -14,9 +14,8 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
-from torchrl_lightning.learn.actors import Actor, build_actor
+from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
-from torchrl_lightning.learn.critics import Critic, build_critic
 from torchrl_lightning.learn.losses import check_distance, critic_loss, standardized
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation

@@ -58,10 +58,7 @@ class MultiCategorical(D.Distribution):
         """The most likely actions ``[*B, K]``."""
         return torch.stack([part.argmax(-1) for part in self.parts], -1)
 
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The mode, which TorchRL uses under deterministic exploration."""
-        return self.mode
+    deterministic_sample = mode  # which TorchRL uses under deterministic exploration
 
 
 def clipped_normal_log_prob(
@@ -134,12 +131,5 @@ class ClippedNormal(D.Distribution):
         """The mean before clipping, clipped."""
         return self.loc.clamp(self.low, self.high)
 
-    @property
-    def mean(self) -> Tensor:
-        """The mean before clipping, clipped (not the mean of the clipped samples)."""
-        return self.mode
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The clipped mean, which TorchRL uses under deterministic exploration."""
-        return self.mode
+    mean = mode  # not the mean of the clipped samples
+    deterministic_sample = mode  # which TorchRL uses under deterministic exploration

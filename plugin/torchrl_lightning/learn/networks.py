@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchrl.data import Categorical
 
 from torchrl_lightning.learn.layers import activation_class, mlp, orthogonal
-from torchrl_lightning.learn.trunks import FeedForwardTrunk, RecurrentTrunk
+from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 
 
 class FlatEntries(nn.Module):
@@ -153,9 +153,9 @@ class MLPNetwork:
         """Build the encoder of these entries."""
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> FeedForwardTrunk:
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> Trunk:
         """Build the TensorDict module from observation keys to features."""
-        return FeedForwardTrunk(self.encoder(specs), keys)
+        return Trunk(self.encoder(specs), keys)
 
 
 @dataclass
@@ -189,9 +189,9 @@ class CNNNetwork:
         """Build the encoder of these entries."""
         return CNNEncoder(specs, self)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> FeedForwardTrunk:
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> Trunk:
         """Build the TensorDict module from observation keys to features."""
-        return FeedForwardTrunk(self.encoder(specs), keys)
+        return Trunk(self.encoder(specs), keys)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torchrl.data import Bounded, TensorSpec
 from torchrl.modules import TanhNormal
 
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters
-from torchrl_lightning.learn.actors import Actor, observation_entries, private_layers
+from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.layers import orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.trunks import FEATURES
@@ -130,11 +130,7 @@ class DeterministicActor(TensorDictSequential):
         self.__dict__["trunk"], self.__dict__["head"] = trunk, head
 
 
-def _trunk_and_layers(specs: Any, network: Network | None) -> tuple[Any, int, nn.Module | None]:
-    network = network or MLPNetwork([256, 256], "relu")
-    trunk = network.trunk(*observation_entries(specs))
-    hidden, features = private_layers(network, trunk.features)
-    return trunk, features, hidden
+DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 
 
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
@@ -155,7 +151,7 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
         >>> build_squashed_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
         torch.Size([5, 2])
     """
-    trunk, features, hidden = _trunk_and_layers(specs, network)
+    trunk, hidden, features = trunk_and_layers(specs, network or DEFAULT_NETWORK)
     return Actor(trunk, SquashedHead(features, specs.action, hidden), specs.action)
 
 
@@ -170,5 +166,5 @@ def build_deterministic_actor(specs: Any, network: Network | None = None) -> Det
         >>> build_deterministic_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
         torch.Size([5, 2])
     """
-    trunk, features, hidden = _trunk_and_layers(specs, network)
+    trunk, hidden, features = trunk_and_layers(specs, network or DEFAULT_NETWORK)
     return DeterministicActor(trunk, DeterministicHead(features, specs.action, hidden))

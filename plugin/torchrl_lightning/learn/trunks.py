@@ -17,7 +17,7 @@ from torchrl_lightning.entries import next_key
 FEATURES = "features"
 
 
-class FeedForwardTrunk(TensorDictModuleBase):
+class Trunk(TensorDictModuleBase):
     """An encoder, which has an integer attribute ``features``, over observation entries as a TensorDict module."""
 
     recurrent = False
@@ -28,22 +28,26 @@ class FeedForwardTrunk(TensorDictModuleBase):
         self.encoder = encoder
         self.features: int = encoder.features  # type: ignore[assignment]
         self.in_keys = list(keys)
-        self.out_keys = [FEATURES]
+        self.out_keys: list[NestedKey] = [FEATURES]
 
     def step(self, tensordict: TensorDictBase) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the features ``[*B, H]`` and the next recurrent states (none), writing nothing."""
-        return self.read(tensordict), ()
+        """Return the features ``[*B, H]`` and the next recurrent states, if there are any, writing nothing."""
+        return self.encoder(*[tensordict.get(key) for key in self.in_keys]), ()
 
     def read(self, tensordict: TensorDictBase) -> Tensor:
         """Return the features ``[*B, H]``, writing nothing."""
-        return self.encoder(*[tensordict.get(key) for key in self.in_keys])
+        return self.step(tensordict)[0]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the features."""
-        return tensordict.set(FEATURES, self.read(tensordict))
+        """Write the features and the next recurrent states."""
+        features, states = self.step(tensordict)
+        tensordict.set(FEATURES, features)
+        for key, state in zip(self.state_keys, states, strict=True):
+            tensordict.set(next_key(key), state)
+        return tensordict
 
 
-class RecurrentTrunk(TensorDictModuleBase):
+class RecurrentTrunk(Trunk):
     r"""An encoder followed by TorchRL's ``GRUModule`` or ``LSTMModule``.
 
     Single steps (the default) take each row's own state, zeroed where ``is_init``:
@@ -63,31 +67,23 @@ class RecurrentTrunk(TensorDictModuleBase):
         hidden_size: int = 64,
         num_layers: int = 1,
     ) -> None:
-        super().__init__()
         if cell not in ("gru", "lstm"):
             raise ValueError(f"cell must be 'gru' or 'lstm', got {cell!r}")
-        self.encoder = encoder
-        self.state_keys: list[NestedKey] = (
-            ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
-        )
+        super().__init__(encoder, keys)
+        self.cell, self.features, self.observation_keys = cell, hidden_size, self.in_keys
+        self.state_keys = ["recurrent_state"] if cell == "gru" else [("recurrent_state", "h"), ("recurrent_state", "c")]
+        self.in_keys = [*self.observation_keys, *self.state_keys, "is_init"]
+        self.out_keys = [FEATURES, *(next_key(key) for key in self.state_keys)]
         module = GRUModule if cell == "gru" else LSTMModule
         self.memory = module(
             input_size=encoder.features,
             hidden_size=hidden_size,
             num_layers=num_layers,
             in_keys=["encoded", *self.state_keys, "is_init"],
-            out_keys=[FEATURES, *[next_key(key) for key in self.state_keys]],
+            out_keys=list(self.out_keys),
         )
-        cells: nn.RNNBase = self.memory.gru if cell == "gru" else self.memory.lstm
-        for name, parameter in cells.named_parameters():
-            if name.startswith("weight"):
-                nn.init.orthogonal_(parameter)
-            else:
-                nn.init.zeros_(parameter)
-        self.cell, self.features = cell, hidden_size
-        self.observation_keys = list(keys)
-        self.in_keys = [*self.observation_keys, *self.state_keys, "is_init"]
-        self.out_keys = [FEATURES, *[next_key(key) for key in self.state_keys]]
+        for name, parameter in self._cells.named_parameters():
+            (nn.init.orthogonal_ if name.startswith("weight") else nn.init.zeros_)(parameter)
 
     @property
     def _cells(self) -> nn.RNNBase:
@@ -182,18 +178,6 @@ class RecurrentTrunk(TensorDictModuleBase):
                 after[i].append(state)
             states = list(following)
         return [torch.stack(steps, 1) for steps in before], [torch.stack(steps, 1) for steps in after]
-
-    def read(self, tensordict: TensorDictBase) -> Tensor:
-        """Return features ``[*B, H]``, writing nothing."""
-        return self.step(tensordict)[0]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the features and the next recurrent states."""
-        features, states = self.step(tensordict)
-        tensordict.set(FEATURES, features)
-        for key, state in zip(self.state_keys, states, strict=True):
-            tensordict.set(next_key(key), state)
-        return tensordict
 
 
 def initial_states(trunk: RecurrentTrunk, batch_size: Sequence[int]) -> TensorDict:
