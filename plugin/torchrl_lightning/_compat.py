@@ -96,19 +96,14 @@ class StorageBase(OwnFiles, LazyTensorStorage):
     # TorchRL's length lies in shared memory from the start, while positions and cells do not.
     @property
     def _len(self) -> Any:
-        return self._own_length if self.is_private else LazyTensorStorage._len.fget(self)
+        return LazyTensorStorage._len.fget(self) if self._shared else self._own_length
 
     @_len.setter
     def _len(self, length: Any) -> None:
-        if self.is_private:
-            self._own_length = length
-        else:
+        if self._shared:
             LazyTensorStorage._len.fset(self, length)
-
-    @property
-    def is_private(self) -> bool:
-        """Whether nothing is shared with other processes."""
-        return not (self._shared or self._compilable)
+        else:
+            self._own_length = length
 
     def share_counters(self) -> None:
         """Move length, revision and cursor into memory that both forked and spawned processes share."""
@@ -121,7 +116,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning():
             return dict(super().__getstate__())
-        if self.is_private:
+        if not self._shared:
             LazyTensorStorage._len.fset(self, self._own_length)
         self._is_packing = True
         try:
@@ -137,10 +132,7 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     def touch(self) -> None:
         """Declare that the content changed, without the lock between processes: any change of the number will do."""
-        if self._compilable:
-            self._bump_mutation_revision()
-        else:
-            self._mutation_revision_value.get_obj().value += 1
+        self._mutation_revision_value.get_obj().value += 1
 
     @property
     def generator(self) -> torch.Generator | None:

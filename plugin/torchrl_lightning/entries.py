@@ -21,10 +21,7 @@ Schema = dict[NestedKey, tuple[Any, ...]]
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Read a key from YAML or code: a string, or a list or tuple of strings.
-
-    Raises:
-        TypeError: it is something else.
+    """Read a key from YAML or code: a string, or a list or tuple of strings; anything else is a TypeError.
 
     Example:
         >>> nested_key(["next", "reward"]), nested_key(["action"]), nested_key("action")
@@ -38,10 +35,7 @@ def nested_key(key: Any) -> NestedKey:
 
 
 def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
-    """Read a list of keys; a string alone is a list of one.
-
-    Raises:
-        TypeError: it is something else, or one of them is no key.
+    """Read a list of keys; a string alone is a list of one, anything else a TypeError.
 
     Example:
         >>> nested_keys(["h", ["state", "c"]]), nested_keys("h")
@@ -85,11 +79,7 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def keyed_leaves(data: TensorDictBase | Tree) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Yield every leaf with its key, a plain string if possible.
-
-    Raises:
-        TypeError: a leaf is not a dense tensor, or only some rows have it.
-    """
+    """Yield every leaf with its key, a plain string if possible; refuse what :func:`tree_of` refuses."""
     for path, leaf in leaves_of(data if isinstance(data, dict) else tree_of(data)):
         yield join((), path), leaf
 
@@ -100,11 +90,7 @@ def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def level_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level, for reading only.
-
-    Raises:
-        TypeError: only some rows of a lazy stack have an entry.
-    """
+    """Return the entries of one level, for reading only; a TypeError if only some rows of a lazy stack have one."""
     # A lazy stack shows only what all of its rows have.
     if type(data) is not TensorDict and isinstance(data, LazyStackedTensorDict):
         lost = set().union(*(row.keys() for row in data.tensordicts)) - set(data.keys())
@@ -148,11 +134,7 @@ def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
 
 
 def check_tensordict(data: Any) -> None:
-    """Refuse anything but a TensorDict.
-
-    Raises:
-        TypeError: says what it is, and how it becomes one.
-    """
+    """Refuse anything but a TensorDict by a TypeError that says how it becomes one."""
     if not is_tensordict(data):
         kind = "a plain tensor" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise TypeError(

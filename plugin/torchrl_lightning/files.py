@@ -107,25 +107,19 @@ class OwnFiles(StateFiles):
     """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
 
     Example:
-        >>> OwnFiles().register_save_hook(print)
+        >>> OwnFiles().register_load_hook(print)
         Traceback (most recent call last):
         TypeError: OwnFiles writes its own files, which TorchRL's checkpointers and hooks do not reach; ...
     """
 
     def register_save_hook(self, hook: Any) -> None:
-        """Refuse a hook.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse a hook by a TypeError."""
         raise TypeError(
             f"{type(self).__name__} writes its own files, which TorchRL's checkpointers and hooks do not reach; "
             "change what state_dict() gives, or use TorchRL's buffer and storage."
         )
 
-    def register_load_hook(self, hook: Any) -> None:
-        """Refuse a hook, as :meth:`register_save_hook`."""
-        self.register_save_hook(hook)
+    register_load_hook = register_save_hook
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,14 @@
 """Refuse settings that make no sense, before anything is built: one check for each kind of setting.
 
-Each takes a value and what its user calls it, and returns the value.
+Each takes a value and what its user calls it, and returns the value. What is refused raises a ``ValueError`` (of
+:func:`boolean` a ``TypeError``) that names the setting, what came and what was expected.
+
+Example:
+    >>> integer(8, "size"), integer(0, "burn_in", 0), fraction(1, "gamma"), optional(positive)(None, "alpha")
+    (8, 0, 1.0, None)
+    >>> integer(True, "size")
+    Traceback (most recent call last):
+    ValueError: size must be a positive integer, got True.
 """
 
 from __future__ import annotations
@@ -14,18 +22,7 @@ Check = Callable[[Any, str], Any]
 
 
 def integer(value: Any, name: str, least: int = 1) -> int:
-    """Return an integer of at least ``least``.
-
-    Raises:
-        ValueError: it is none, or too small.
-
-    Example:
-        >>> integer(8, "size"), integer(0, "burn_in", 0)
-        (8, 0)
-        >>> integer(True, "size")
-        Traceback (most recent call last):
-        ValueError: size must be a positive integer, got True.
-    """
+    """Return an integer of at least ``least``."""
     try:
         number = least - 1 if isinstance(value, bool) else index(value)
     except TypeError:
@@ -37,87 +34,42 @@ def integer(value: Any, name: str, least: int = 1) -> int:
 
 
 def positive(value: Any, name: str, hint: str = "") -> float:
-    """Return a number above 0, infinity included.
-
-    Raises:
-        ValueError: it is not; the message ends with the hint.
-
-    Example:
-        >>> positive(0.2, "clip_epsilon")
-        0.2
-    """
+    """Return a number above 0, infinity included; the message ends with the hint."""
     if not (number := _number(value)) > 0.0:
         raise ValueError(f"{name} must be above 0, got {value!r}{hint and '; '}{hint}.")
     return number
 
 
 def not_negative(value: Any, name: str) -> float:
-    """Return a finite number of at least 0.
-
-    Raises:
-        ValueError: it is not.
-
-    Example:
-        >>> not_negative(0, "eps")
-        0.0
-    """
+    """Return a finite number of at least 0."""
     if not 0.0 <= (number := _number(value)) < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
     return number
 
 
 def fraction(value: Any, name: str) -> float:
-    """Return a number in ``[0, 1]``, such as a discount.
-
-    Raises:
-        ValueError: it is not.
-
-    Example:
-        >>> fraction(1, "gamma")
-        1.0
-    """
+    """Return a number in ``[0, 1]``, such as a discount."""
     if not 0.0 <= (number := _number(value)) <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {value!r}.")
     return number
 
 
 def boolean(value: Any, name: str) -> bool:
-    """Return a boolean.
-
-    Raises:
-        TypeError: it is something else.
-
-    Example:
-        >>> boolean(True, "shuffle")
-        True
-    """
+    """Return a boolean."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
 def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
-    """Return one of some options.
-
-    Raises:
-        ValueError: it is something else.
-
-    Example:
-        >>> one_of("steps", "by", ("steps", "environments"))
-        'steps'
-    """
+    """Return one of some options."""
     if value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}.")
     return value
 
 
 def optional(check: Check) -> Check:
-    """Return a check that lets ``None`` pass.
-
-    Example:
-        >>> optional(fraction)(None, "gamma"), optional(fraction)(1, "gamma")
-        (None, 1.0)
-    """
+    """Return a check that lets ``None`` pass."""
 
     def checked(value: Any, name: str) -> Any:
         return None if value is None else check(value, name)

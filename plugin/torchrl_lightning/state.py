@@ -126,13 +126,7 @@ def optional(check: Check) -> Check:
 
 
 def same(here: Any, owner: str, argument: str | None = None) -> Check:
-    """Expect the value that a part was built with.
-
-    Args:
-        here: the value.
-        owner: what was built, for the message.
-        argument: what its constructor calls the value; as the entry by default.
-    """
+    """Expect the value that a part, the owner, was built with as ``argument`` (named as the entry by default)."""
 
     def check(value: Any, name: str) -> None:
         if type(value) is not type(here) or value != here:
@@ -152,15 +146,7 @@ def tensor(
     high: float | Tensor | None = None,
     anywhere: bool = False,
 ) -> Check:
-    """Expect a tensor.
-
-    Args:
-        dtype: its dtype.
-        shape: its shape; None for a dimension of any size.
-        low: least value.
-        high: greatest value.
-        anywhere: whether it may lie on another device than the CPU.
-    """
+    """Expect a tensor of values in ``[low, high]``, where a size may be None for any, on the CPU if not anywhere."""
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     expected = f"a tensor [{sizes}] of {str(dtype).removeprefix('torch.')}"
 

@@ -79,7 +79,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             _buffer("experience", "ExperienceBuffer", {*REPLAY, *RARE, "batch_size"}),
             _buffer("recurrent", "RecurrentReplayBuffer", {*REPLAY, "batch_size"}),
             _buffer("simple", "SimpleReplayBuffer", REPLAY),
-            Described("storage", "ring", "RingStorage", frozenset({"compilable"})),
+            Described("storage", "ring", "RingStorage"),
             # The buffer has the generator.
             Described("sampler", "uniform", "UniformSampler", frozenset({"generator"})),
             Described("sampler", "prioritized", "PrioritizedSampler", frozenset({"generator"})),

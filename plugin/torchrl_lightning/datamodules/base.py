@@ -25,7 +25,7 @@ from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.batches import Batches
-from torchrl_lightning.datamodules.protocols import CopyingCollector, Learner, ResumableCollector, missing
+from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, mapping, sequence
@@ -116,6 +116,8 @@ class ExperienceDataModule(L.LightningDataModule):
         self._acting = EvaluationMode()
         self._restored: dict[str, Any] | None = None
         self._num_evaluations = 0
+        self._episodes = FinishedEpisodes(num_envs)
+        self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the LightningModule reads
 
@@ -132,8 +134,12 @@ class ExperienceDataModule(L.LightningDataModule):
         return self.trainer.world_size if self.trainer is not None else 1
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last rollout, for loggers and progress bars."""
-        return {"frames": float(self.frames)}
+        """Metrics of the last rollout or epoch, for loggers and progress bars.
+
+        ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
+        ``time/*`` are seconds; the streams add their own.
+        """
+        return {"frames": float(self.frames), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -224,7 +230,12 @@ class ExperienceDataModule(L.LightningDataModule):
         own = state_of_rank(state["ranks"], self._rank, self.world_size)
         self.frames = int(own["frames"])
         self._num_evaluations = int(own["num_evaluations"])
-        self._restored = own
+        self._episodes.load_state_dict(own["episodes"])
+        if not self.reset_at_each_batch:
+            # The environments start anew, so that their unfinished episodes are lost.
+            self._episodes.forget_unfinished()
+        # A buffer restores its part itself; its tensors are not needed twice.
+        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that was written with other settings.
@@ -264,8 +275,9 @@ class ExperienceDataModule(L.LightningDataModule):
             "frames": self.frames,
             "num_evaluations": self._num_evaluations,
             "rng": torch.get_rng_state(),
+            "episodes": self._episodes.state_dict(),
         }
-        if isinstance(self.collector, ResumableCollector):
+        if hasattr(self.collector, "load_state_dict"):
             state["collector"] = dict(self.collector.state_dict())
         elif self._restored is not None and "collector" in self._restored:
             state["collector"] = self._restored["collector"]
@@ -360,7 +372,7 @@ class ExperienceDataModule(L.LightningDataModule):
         restored, self._restored = self._restored, None
         if restored is None:
             return
-        if "collector" in restored and isinstance(self.collector, ResumableCollector):
+        if "collector" in restored and hasattr(self.collector, "load_state_dict"):
             self.collector.load_state_dict(restored["collector"])
         # Last, so that nothing that is built for this run draws from the restored generator.
         torch.set_rng_state(restored["rng"])
@@ -387,7 +399,7 @@ class ExperienceDataModule(L.LightningDataModule):
     def _next_rollout(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         stream = self._start(policy)
-        if self._make_collector is not None and isinstance(self.collector, CopyingCollector):
+        if self._make_collector is not None and hasattr(self.collector, "update_policy_weights_"):
             self.collector.update_policy_weights_()
         with self._acting:
             rollout = next(stream, None)
@@ -444,7 +456,7 @@ class ExperienceDataModule(L.LightningDataModule):
                 f"{type(self).__name__} acts with the policy of the LightningModule that is being fitted; "
                 "iterate its loaders through Trainer.fit or Trainer.validate."
             )
-        if missing(module, Learner):
+        if not hasattr(module, "policy"):
             raise TypeError(
                 f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
                 "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."

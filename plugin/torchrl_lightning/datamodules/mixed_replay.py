@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -15,6 +15,25 @@ from torchrl_lightning.state import check_state, sequence
 
 # Says which buffer each row came from: 0 is the first one.
 SOURCE = "source"
+
+
+class ReplaySource(Protocol):
+    """What replayed batches are drawn from: a buffer, or several."""
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Return a batch."""
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a batch."""
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Any:
+        """Store rewritten entries of a batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from it."""
 
 
 class MixedReplay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
@@ -12,15 +12,17 @@ from tensordict import TensorDictBase
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.protocols import (
-    AnnotatingLearner,
-    RolloutBufferFactory,
-    ValueLearner,
-    VersionedCollector,
-)
+from torchrl_lightning.datamodules.ranks import state_of_rank
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
+
+
+class RolloutBufferFactory(Protocol):
+    """What builds the buffer; LightningCLI reads from it which arguments are still to come."""
+
+    def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
+        """Build the buffer."""
+        ...
 
 
 class OnPolicyDataModule(ExperienceDataModule):
@@ -90,8 +92,6 @@ class OnPolicyDataModule(ExperienceDataModule):
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)
         self.buffer: VanillaOnPolicyBuffer | None = None
         self._make_buffer = buffer
-        self._episodes = FinishedEpisodes(self.num_envs)
-        self._metrics: dict[str, float] = {}
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
@@ -104,14 +104,6 @@ class OnPolicyDataModule(ExperienceDataModule):
     def rollout_length(self) -> int:
         """Time steps of one rollout."""
         return self.frames_per_batch // self.num_envs
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last rollout.
-
-        ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
-        ``time/collect`` and ``time/estimate`` are seconds; the buffer adds its own.
-        """
-        return {**super().metrics(), **self._metrics}
 
     def setup(self, stage: str) -> None:
         """Build environment and buffer, once."""
@@ -129,7 +121,6 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
-        state["episodes"] = self._episodes.state_dict()
         state["metrics"] = dict(self._metrics)
         if self._place is not None:
             state["place"] = {**self._place, "generator": self._place["generator"].clone()}
@@ -140,25 +131,20 @@ class OnPolicyDataModule(ExperienceDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore counters, generators and the rollout; the collector follows at the first iteration."""
         super().load_state_dict(state)
-        own = self._restored
-        if own is None or self.buffer is None or "buffer" not in own:
+        if self._only_evaluates or self.buffer is None:
             return
-        self.buffer.load_state_dict(own["buffer"])
-        self._episodes.load_state_dict(own["episodes"])
-        if not self.reset_at_each_batch:
-            # The environments start anew, so that their unfinished episodes are lost.
-            self._episodes.forget_unfinished()
-        self._metrics = dict(own.get("metrics", {}))
-        self._place = self._resumed = own.get("place")
-        # The rollout is not needed twice.
-        self._restored = {key: value for key, value in own.items() if key != "buffer"}
+        own = state_of_rank(state["ranks"], self._rank, self.world_size)
+        if "buffer" in own:
+            self.buffer.load_state_dict(own["buffer"])
+            self._metrics = dict(own.get("metrics", {}))
+            self._place = self._resumed = own.get("place")
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         module, buffer = self._module(), self._require_buffer()
         trainer: Any = self.trainer
         length, served = self._epoch_length(), self._batches_served()
         buffer.actor = module.policy
-        buffer.critic = module.critic if isinstance(module, ValueLearner) else None
+        buffer.critic = getattr(module, "critic", None)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
             self._restore_rng()
@@ -186,10 +172,9 @@ class OnPolicyDataModule(ExperienceDataModule):
         # Of other collectors, some yield the same memory again.
         fresh = type(self.collector) is GymnasiumCollector and not self.collector.return_same_td
         buffer.insert_data_slice(rollout, copy=not fresh)
-        if isinstance(module, AnnotatingLearner):
+        if hasattr(module, "annotate"):
             module.annotate(buffer.rollout)
-        collector = self.collector
-        buffer.policy_version = collector.policy_version if isinstance(collector, VersionedCollector) else None
+        buffer.policy_version = getattr(self.collector, "policy_version", None)
         buffer.before_gradients()
         estimated = time.perf_counter()
         self._measure(buffer.rollout, collected - began, estimated - collected)

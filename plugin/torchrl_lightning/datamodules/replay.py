@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -19,14 +19,7 @@ from torch import Tensor
 
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.protocols import (
-    ReplayBufferFactory,
-    ReplaySource,
-    RewritingLearner,
-    RowCollector,
-    missing,
-)
+from torchrl_lightning.datamodules.mixed_replay import ReplaySource
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
@@ -40,6 +33,14 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = ("inside", "beside", "none")
 # Entries that repeat the previous step or serve bookkeeping alone are not stored.
 LEFT_OUT = ("collector", "done", "terminated", "truncated")
+
+
+class ReplayBufferFactory(Protocol):
+    """What builds the buffer; LightningCLI reads from it which arguments are still to come."""
+
+    def __call__(self, *, num_envs: int) -> ExperienceBuffer:
+        """Build the buffer."""
+        ...
 
 
 class ReplayDataModule(ExperienceDataModule):
@@ -123,17 +124,13 @@ class ReplayDataModule(ExperienceDataModule):
             eval_num_envs=eval_num_envs,
             seed=seed,
         )
-        integer(batch_size, "batch_size")
-        integer(updates_per_epoch, "updates_per_epoch")
-        integer(updates_per_step, "updates_per_step")
-        positive(frames_per_update, "frames_per_update")
         not_negative(warmup_frames, "warmup_frames")
         if checkpoint_buffer not in CHECKPOINTS:
             raise ValueError(f"checkpoint_buffer is {checkpoint_buffer!r}; expected one of {', '.join(CHECKPOINTS)}.")
-        self.batch_size = batch_size
-        self.updates_per_epoch = updates_per_epoch
-        self.updates_per_step = updates_per_step
-        self.frames_per_update = frames_per_update
+        self.batch_size = integer(batch_size, "batch_size")
+        self.updates_per_epoch = integer(updates_per_epoch, "updates_per_epoch")
+        self.updates_per_step = integer(updates_per_step, "updates_per_step")
+        self.frames_per_update = positive(frames_per_update, "frames_per_update")
         self.warmup_frames = warmup_frames
         self.write_back = None if write_back is None else list(write_back)
         self.checkpoint_buffer = checkpoint_buffer
@@ -153,8 +150,6 @@ class ReplayDataModule(ExperienceDataModule):
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._hooks = ReplayHooks(self)
-        self._episodes = FinishedEpisodes(self.num_envs)
-        self._metrics: dict[str, float] = {}
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshots: BufferSnapshots | None = None
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
@@ -165,13 +160,9 @@ class ReplayDataModule(ExperienceDataModule):
         return -(-self.updates_per_epoch // self.updates_per_step)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last epoch.
-
-        ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
-        ``time/collect`` and ``time/sample`` are seconds; ``replay/size`` is what the buffer holds.
-        """
+        """Add the number of updates, and as ``replay/size`` what the buffer holds."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
-        return {**super().metrics(), "updates": float(self.updates), **size, **self._metrics}
+        return {**super().metrics(), "updates": float(self.updates), **size}
 
     def setup(self, stage: str) -> None:
         """Build environment and buffer, once."""
@@ -301,7 +292,7 @@ class ReplayDataModule(ExperienceDataModule):
         buffer = self._require_buffer()
         # A transform or a documented buffer may keep what it is given.
         copies = not buffer.has_transform and type(buffer).extend is ExperienceBuffer.extend
-        self._writes_rows = copies and isinstance(collector, RowCollector)
+        self._writes_rows = copies and hasattr(collector, "reused_rows")
         if self._writes_rows:
             rows: Iterator[TensorDictBase] = collector.reused_rows(self._left_out(buffer))
             return rows
@@ -367,7 +358,7 @@ class ReplayDataModule(ExperienceDataModule):
         source.update_tensordict_priority(batch)
         if keys is None:
             module: Any = self.trainer.lightning_module if self.trainer is not None else None
-            keys = list(module.rewritten_keys(batch)) if isinstance(module, RewritingLearner) else []
+            keys = list(module.rewritten_keys(batch)) if hasattr(module, "rewritten_keys") else []
         if keys:
             source.write_back(batch, keys)
 
@@ -386,7 +377,8 @@ class ReplayDataModule(ExperienceDataModule):
         if self._source is None:
             buffer = self._require_buffer()
             self._source = buffer if self._make_source is None else self._make_source(buffer)
-            if lacking := missing(self._source, ReplaySource):
+            wanted = [name for name in vars(ReplaySource) if not name.startswith("_")]
+            if lacking := [name for name in wanted if not hasattr(self._source, name)]:
                 raise TypeError(f"source= gave a {type(self._source).__name__}, which has no {', '.join(lacking)}.")
         return self._source
 
@@ -418,7 +410,6 @@ class ReplayDataModule(ExperienceDataModule):
         state["updates"] = self.updates - (self._served is not None)
         state["in_step"] = self._in_step
         state["refilled"] = self._refilled
-        state["episodes"] = self._episodes.state_dict()
         if self.buffer is None or self._kept == "none":
             return state
         if self._make_source is not None:
@@ -474,14 +465,8 @@ class ReplayDataModule(ExperienceDataModule):
         self.buffer, self.updates, self._refilled = buffer, int(own["updates"]), refilled
         self._in_step = int(own["in_step"])
         self._served = self._snapshot = None
-        self._episodes.load_state_dict(own["episodes"])
-        if not self.reset_at_each_batch:
-            # The environments start anew, so that their unfinished episodes are lost.
-            self._episodes.forget_unfinished()
         if "source" in own:
             self._require_source().load_state_dict(own["source"])
-        # The tensors of the buffer are not needed twice.
-        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     @property
     def _kept(self) -> str:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
-
-
-class Replaying(Protocol):
-    """What is asked of the DataModule."""
-
-    def take_back(self) -> None:
-        """Take priorities and rewritten entries of the last batch back."""
-
-    def save_buffer(self) -> bool:
-        """Write the buffer; return whether a checkpoint must refer to it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
 
 
 class ReplayHooks(SparseCallback):
@@ -32,7 +19,7 @@ class ReplayHooks(SparseCallback):
         data: The DataModule whose methods are called.
     """
 
-    def __init__(self, data: Replaying) -> None:
+    def __init__(self, data: Any) -> None:
         super().__init__()
         self.data = data
 

@@ -51,7 +51,6 @@ class RingStorage(StorageBase):
         device: device of the cells; ``"auto"`` takes that of the first data.
         scratch_dir: folder on whose disk memory-mapped cells lie, in a file without a name that vanishes with the
             process; to keep the cells, use ``dumps``. None keeps them in memory.
-        compilable: use plain counters instead of ones that processes share, as in TorchRL.
 
     Raises:
         ValueError: ``max_size`` is not positive, or files are asked for on another device than the CPU.
@@ -70,13 +69,12 @@ class RingStorage(StorageBase):
         *,
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
-        compilable: bool = False,
     ) -> None:
         if not _is_whole(max_size) or max_size < 1:
             raise ValueError(f"max_size must be a positive integer, got {max_size!r}.")
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
-        super().__init__(int(max_size), device=device, compilable=compilable)
+        super().__init__(int(max_size), device=device)
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
@@ -111,11 +109,11 @@ class RingStorage(StorageBase):
         """Move cells and counters into memory that processes share; cells reserved later are placed there, too.
 
         Raises:
-            ValueError: the cells are memory-mapped files, or the storage is ``compilable``.
+            ValueError: the cells are memory-mapped files.
         """
-        if self.scratch_dir is not None or self._compilable:
-            what = "compilable=True" if self.scratch_dir is None else f"scratch_dir={str(self.scratch_dir)!r}"
-            raise ValueError(f"A RingStorage with {what} cannot be shared with other processes; build it without.")
+        if self.scratch_dir is not None:
+            what = f"A RingStorage with scratch_dir={str(self.scratch_dir)!r}"
+            raise ValueError(f"{what} cannot be shared with other processes; build it without.")
         if not self._shared:
             self.share_counters()
             self._share_cells()
