@@ -13,6 +13,7 @@ from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.ranks import state_of_rank
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 
@@ -75,18 +76,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         eval_num_envs: int = 10,
         seed: int | None = None,
     ) -> None:
-        super().__init__(
-            env,
-            num_envs=num_envs,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            collector=collector,
-            reset_at_each_batch=reset_at_each_batch,
-            eval_env=eval_env,
-            eval_episodes=eval_episodes,
-            eval_num_envs=eval_num_envs,
-            seed=seed,
-        )
+        super().__init__(**passed_on(ExperienceDataModule, locals()))
         self.num_epochs = integer(num_epochs, "num_epochs")
         self.shuffle = shuffle
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)

@@ -23,6 +23,7 @@ from torchrl_lightning.datamodules.mixed_replay import ReplaySource
 from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, positive
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
@@ -112,18 +113,8 @@ class ReplayDataModule(ExperienceDataModule):
         eval_num_envs: int = 10,
         seed: int | None = None,
     ) -> None:
-        super().__init__(
-            env,
-            num_envs=num_envs,
-            frames_per_batch=num_envs if frames_per_batch is None else frames_per_batch,
-            total_frames=total_frames,
-            collector=collector,
-            reset_at_each_batch=reset_at_each_batch,
-            eval_env=eval_env,
-            eval_episodes=eval_episodes,
-            eval_num_envs=eval_num_envs,
-            seed=seed,
-        )
+        frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
+        super().__init__(**passed_on(ExperienceDataModule, locals()))
         not_negative(warmup_frames, "warmup_frames")
         if checkpoint_buffer not in CHECKPOINTS:
             raise ValueError(f"checkpoint_buffer is {checkpoint_buffer!r}; expected one of {', '.join(CHECKPOINTS)}.")

@@ -18,12 +18,12 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import check_tensordict
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
-from torchrl_lightning.rollout.parameters import passed_on
 
 BATCH: dict[str, NestedKey] = {
     "obs": "observation",

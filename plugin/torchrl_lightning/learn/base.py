@@ -20,8 +20,8 @@ from torchrl_lightning.learn.losses import check_distance, critic_loss, standard
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import optional, positive
-from torchrl_lightning.rollout.parameters import passed_on
 
 STATE = "on_policy"
 _TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}

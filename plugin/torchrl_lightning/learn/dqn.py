@@ -16,7 +16,7 @@ from torchrl_lightning.learn.q_networks import build_q_network
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.td_losses import double_q_value, td_loss, value_of_action
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.rollout.parameters import passed_on
+from torchrl_lightning.parts import passed_on
 
 
 class DQNModule(OffPolicyModule):

@@ -23,8 +23,8 @@ from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction, integer
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"

@@ -13,7 +13,7 @@ from torchrl_lightning.learn.losses import policy_gradient_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.rollout.parameters import passed_on
+from torchrl_lightning.parts import passed_on
 
 
 class ReinforceModule(ActorCriticModule):

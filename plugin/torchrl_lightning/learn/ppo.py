@@ -13,8 +13,8 @@ from torchrl_lightning.learn.losses import clipped_surrogate_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import optional, positive
-from torchrl_lightning.rollout.parameters import passed_on
 
 
 class PPOModule(ActorCriticModule):

@@ -18,8 +18,8 @@ from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_squashed_actor
 from torchrl_lightning.learn.td_losses import soft_value, td_loss, temperature_loss
 from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, positive
-from torchrl_lightning.rollout.parameters import passed_on
 
 
 class SACModule(OffPolicyModule):

@@ -17,8 +17,8 @@ from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor
 from torchrl_lightning.learn.td_losses import smoothed, td_loss
 from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.rollout.parameters import passed_on
 
 
 class TD3Module(OffPolicyModule):

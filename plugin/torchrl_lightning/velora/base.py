@@ -15,11 +15,11 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import check_tensordict, to_tensordict
+from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.rollout.parameters import passed_on
 from torchrl_lightning.state import mapping
 from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
 from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
