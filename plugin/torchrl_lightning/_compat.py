@@ -38,15 +38,8 @@ def new_tensordict(
 ) -> TensorDict:
     """Build a TensorDict without checking its entries, several times faster than the constructor.
 
-    Args:
-        source: string keys; every value is a tensor or TensorDict (no dict) that starts with ``batch_size``.
-        batch_size: the batch size, as a ``torch.Size``.
-        names: dimension names, if any.
-        device: the device that all entries are on, if the TensorDict records it.
-
-    Example:
-        >>> new_tensordict({"a": torch.zeros(3, 2)}, torch.Size([3]))["a"].shape
-        torch.Size([3, 2])
+    The keys of ``source`` are strings; every value is a tensor or TensorDict (no dict) that starts with ``batch_size``,
+    and lies on ``device`` if the TensorDict is to record it.
     """
     # What ``TensorDict._new_unsafe`` does, without looking at each entry.
     data = TensorDict.__new__(TensorDict)
@@ -56,12 +49,7 @@ def new_tensordict(
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:
-    """Return the entries of one level of any TensorDict, for reading only: no checks, no copy of a plain one.
-
-    Example:
-        >>> list(entries_of(TensorDict({"a": torch.zeros(3)}, [3])))
-        ['a']
-    """
+    """Return the entries of one level of any TensorDict, for reading only: no checks, no copy of a plain one."""
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 

@@ -17,14 +17,7 @@ PRIMITIVES = (bool, int, float, str)
 
 
 def config_fields(component: type, left_out: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of every argument of a constructor, as far as a config can hold them.
-
-    Args:
-        component: the class.
-        left_out: arguments that a config does not give.
-
-    Raises:
-        ValueError: the constructor has no such argument.
+    """Return name, type and default of a constructor's arguments but those left out; a ValueError if it has not those.
 
     Example:
         >>> class Filter:
@@ -44,12 +37,7 @@ def config_fields(component: type, left_out: Collection[str] = ()) -> list[tuple
 
 
 def checked_type(annotation: Any) -> Any:
-    """Return the type that OmegaConf checks for an annotation: ``Any`` where it cannot, e.g. for keys and factories.
-
-    Example:
-        >>> checked_type(float | None), checked_type(Sequence[int]), checked_type(torch.device | str)
-        (float | None, list[int], <class 'str'>)
-    """
+    """Return the type that OmegaConf checks for an annotation: ``Any`` where it cannot, e.g. for keys and factories."""
     if annotation in PRIMITIVES:
         return annotation
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -11,13 +11,9 @@ from typing import Any
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562) from the stub beside it.
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562) from the stub beside its file.
 
     The stub is the only list of names, so that type checkers and the running program cannot disagree.
-
-    Args:
-        package: the package's ``__name__``.
-        file: the package's ``__file__``; its stub lies beside it as ``__init__.pyi``.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     module_of = {

@@ -9,12 +9,7 @@ from torch import nn
 
 
 def device_of(module: Any) -> torch.device | None:
-    """Return the device of a module's first parameter or buffer; ``None`` where it has neither.
-
-    Example:
-        >>> device_of(nn.Linear(2, 1)), device_of(nn.ReLU()), device_of(len)
-        (device(type='cpu'), None, None)
-    """
+    """Return the device of a module's first parameter or buffer; ``None`` where it has neither."""
     if isinstance(module, nn.Module):
         for tensors in (module.parameters(), module.buffers()):
             for tensor in tensors:

@@ -141,14 +141,10 @@ class Rows:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists, tensors and scalars to a folder, all of it or nothing.
+    """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, all of it or nothing.
 
     A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
     reached the disk.
-
-    Args:
-        folder: where to write; missing parents are made.
-        state: what to write; :class:`Rows` in place of tensors are gathered while they are written.
 
     Raises:
         TypeError: an entry is neither tensor nor scalar.

@@ -70,10 +70,7 @@ class RolloutLoop:
     def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
         """Fill a memory, and yield the number of each completed step.
 
-        Raises:
-            KeyError: The policy does not write ``action`` or the next value of a recurrent state.
-            TypeError: The policy returns something other than a TensorDict.
-            ValueError: Actions have the wrong shape or are NaN.
+        Actions that are missing, of the wrong shape or NaN, and policies that return no TensorDict, raise errors.
         """
         act = self._draw if random or self.policy is None else self._actor(device)
         for t in range(memory.steps):
@@ -184,15 +181,7 @@ class RolloutLoop:
 
 
 def policy_outputs(before: Mapping[Path, Tensor], written: object) -> dict[NestedKey, Tensor]:
-    """List what a policy wrote, without private keys (those with a leading underscore).
-
-    Args:
-        before: What it was given.
-        written: What it returned.
-
-    Raises:
-        TypeError: The result is not a TensorDict, or has entries that are not tensors.
-    """
+    """List what a policy wrote (``before`` is what it was given), without keys that have a leading underscore."""
     if not isinstance(written, TensorDictBase):
         raise TypeError(
             f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "
@@ -220,11 +209,7 @@ def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]
 class RolloutMemory:
     """Tensors of one rollout, ``[T, N, *F]``, with a view of every step, made once; it may serve any number of them.
 
-    Args:
-        specs: Of the environment.
-        stepper: Says in which order and shapes observations come.
-        steps: ``T``.
-        states: Recurrent states of one step, ``[N, *state]`` each.
+    The stepper says in which order and shapes observations come; ``states`` are recurrent ones, ``[N, *state]`` each.
     """
 
     def __init__(
@@ -298,11 +283,7 @@ class RolloutMemory:
         return self._ready[None]
 
     def rows(self, leave_out: Collection[str] = ()) -> TensorDict:
-        """Return the rollout as a ring takes it, over this memory: ``[T, N]``, or ``[N]`` if it has one step.
-
-        Args:
-            leave_out: First names of entries that are not wanted.
-        """
+        """Return the rollout as a ring takes it, ``[T, N]`` or one step ``[N]``, without these first names."""
         wanted = tuple(leave_out)
         if wanted not in self._ready:
             one = self.steps == 1

@@ -27,25 +27,16 @@ class BarePolicy(Protocol):
     """
 
     def act_on(self, step: TensorDictBase) -> Outputs:
-        """Return what the policy would write into ``step``, and write nothing.
+        """Return what the policy would write into ``step`` ``[N]``, and write nothing.
 
-        Args:
-            step: Entries ``[N, *]``. They are overwritten by the next step: copy what is to be remembered.
-
-        Returns:
-            Every entry that the policy would write, also ``("next", state)`` of recurrent states, chosen in the way of
-            ``torchrl.envs.utils.exploration_type()``.
+        Also ``("next", state)`` of recurrent states; actions as ``exploration_type()`` says. The entries of ``step``
+        are overwritten by the next step: copy what is to be remembered.
         """
         ...
 
 
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
-    """Return a policy's ``act_on``; None where it has none, or where it would bypass a hook or an overridden forward.
-
-    Example:
-        >>> bare_call(nn.Linear(2, 1)) is None
-        True
-    """
+    """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward."""
     if isinstance(policy, nn.Module) and (policy._forward_hooks or policy._forward_pre_hooks):
         return None
     if "forward" in getattr(policy, "__dict__", ()):
@@ -67,11 +58,7 @@ def policy_device(policy: object) -> torch.device:
 def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
     """Collect the recurrent states that the policy's submodules declare by ``make_tensordict_primer``.
 
-    Returns:
-        For each key, the values at the start of an episode, ``[num_envs, *state]``.
-
-    Raises:
-        ValueError: A primer draws or computes its initial values.
+    Returns the values at the start of an episode, ``[num_envs, *state]`` each; a ValueError if they are not constant.
     """
     if not isinstance(policy, nn.Module):
         return {}
@@ -95,15 +82,9 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
 
 
 def load_weights(policy: object, weights: object) -> None:
-    """Copy weights into the policy in place.
+    """Copy weights into the policy in place: a module, state dict or TensorDict of parameters, else a TypeError.
 
-    Args:
-        policy: The policy that acts.
-        weights: Another module of the same structure, its state dict, or a TensorDict of its parameters; ``None``, or
-            the policy itself, changes nothing.
-
-    Raises:
-        TypeError: The weights are something else, or the policy has none.
+    ``None``, or the policy itself, changes nothing.
     """
     if weights is None or weights is policy:
         return
@@ -122,11 +103,7 @@ def load_weights(policy: object, weights: object) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse a policy that cannot act on a TensorDict.
-
-    Raises:
-        TypeError: The policy is not callable, or a plain module from tensors to tensors.
-    """
+    """Refuse by a TypeError what is not callable, or a plain module from tensors to tensors."""
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must map a TensorDict to a TensorDict, got {type(policy).__name__}.")
     # A policy may lack in_keys, but plain torch layers without any module that has them cannot read a TensorDict.

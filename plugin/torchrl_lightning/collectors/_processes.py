@@ -166,14 +166,9 @@ def _receive(connection: Connection, parent: int) -> int | None:
 class WorkerPool:
     """Worker processes and the rollouts that they pass through shared memory.
 
-    Each worker has its own pipe, so that a process that is killed cannot keep a common lock.
-
-    Args:
-        payloads: The pickled environment, policy and arguments of each worker.
-        batches: How many batches each worker collected in earlier runs.
-        slots: How many rollouts each worker may have in flight.
-        weights: Shared memory from which the workers read their weights.
-        shape: ``[T, N]`` of a rollout.
+    Each worker has its own pipe, so that a process that is killed cannot keep a common lock. Of each worker come the
+    pickled environment, policy and arguments, and how many batches it collected in earlier runs; ``slots`` is how many
+    rollouts it may have in flight, ``shape`` the ``[T, N]`` of one.
     """
 
     def __init__(
@@ -207,11 +202,7 @@ class WorkerPool:
             raise
 
     def receive(self, worker: int) -> TensorDict:
-        """Wait for a worker's next rollout and return a copy, time-major ``[T, N]``.
-
-        Raises:
-            RuntimeError: The worker failed or died.
-        """
+        """Wait for a worker's next rollout and return a copy, ``[T, N]``; a RuntimeError if it failed or died."""
         while True:
             kind, content = self._message(worker)
             if kind == "rollout":

@@ -52,18 +52,9 @@ class VectorStepper:
     def finish(
         self, done: Array, leaves: list[Array], info: dict[str, Any]
     ) -> tuple[list[Array], Iterator[Final] | list[Final]]:
-        """Find the true last observations of a step that ended episodes.
+        """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
 
-        Args:
-            done: Which environments finished an episode, ``[N]``.
-            leaves: The observations that the step returned.
-            info: The info dictionary of the step.
-
-        Returns:
-            The observations to act on next, and the last observation of each finished episode.
-
-        Raises:
-            RuntimeError: The environment does not report last observations, or cannot reset single environments.
+        A RuntimeError if the environment does not report it, or cannot reset single environments.
         """
         if self.mode is AutoresetMode.DISABLED:
             return self._reset_done(done, leaves)

@@ -46,11 +46,7 @@ class RowOrigins:
         self._has_warned = False
 
     def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
-        """Return a rollout ``[N, T]`` with ``("collector", "env_ids")`` ``[N, T]``, if it needs them.
-
-        Raises:
-            ValueError: A row joins trajectories of several workers.
-        """
+        """Return a rollout ``[N, T]`` with ``("collector", "env_ids")`` ``[N, T]``, if it needs them."""
         if not self._has_workers or rollout.get(ENV_IDS, None) is not None:
             return rollout
         trajectories = rollout.get(TRAJ_IDS, None)
@@ -100,16 +96,6 @@ class RowOrigins:
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
-    """Look up whose steps a rollout holds, ``[N]``; None if it holds those of all environments in order.
-
-    Args:
-        rollout: ``[N, T]``, or ``[T, N]``.
-        time_dim: Which dimension is time.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> env_ids(TensorDict({}, [2, 3])) is None
-        True
-    """
+    """Look up whose steps a rollout holds, ``[N]``; None if it holds those of all environments in order."""
     stated: Tensor | None = rollout.get(ENV_IDS, None)
     return None if stated is None else stated.select(time_dim, 0).cpu()

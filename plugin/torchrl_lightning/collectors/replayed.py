@@ -84,23 +84,14 @@ class _Resting:
 
 
 class Replay:
-    """Follows which environments replay.
-
-    Args:
-        source: Where the steps come from.
-        num_envs: ``N``.
-    """
+    """Follows which of ``num_envs`` environments replay steps of a source."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
         self._resting = np.zeros(num_envs, dtype=bool)
 
     def next_rows(self, starts: Array) -> ReplayedRows | None:
-        """Ask for the rows of the next step.
-
-        Raises:
-            ValueError: A replay begins or ends in the midst of an episode.
-        """
+        """Ask for the rows of the next step; a ValueError if a replay begins or ends in the midst of an episode."""
         rows = self._source(starts.copy())
         mask = np.zeros_like(self._resting) if rows is None else np.asarray(rows.mask, dtype=bool)
         wrong = ~starts & (mask != self._resting)

@@ -12,17 +12,9 @@ _INT31 = 0x7FFFFFFF  # some environments hand their seed to C libraries that tak
 
 
 def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
-    """Derive the seeds of ``count`` equal parts of a run, such as the environments of one collector.
+    """Derive the seeds of ``count`` equal parts, such as environments; the first ones do not depend on ``count``.
 
-    The first seeds do not depend on ``count``.
-
-    Args:
-        seed: Seed of the run, or of the part that the path begins at.
-        *path: What the seeds are for: a name, then numbers such as rank, worker or batch.
-        count: How many.
-
-    Raises:
-        ValueError: A negative seed.
+    Arguments and errors are those of :func:`spawn_seed`.
 
     Example:
         >>> spawn_seeds(0, "environment", 1, count=3)
@@ -36,16 +28,7 @@ def spawn_seeds(seed: int, *path: str | int, count: int) -> list[int]:
 
 
 def numbered_seed(seed: int, number: int) -> int:
-    """Derive the seed of one of very many equal parts, such as the steps of a run, in a microsecond (SplitMix64).
-
-    Args:
-        seed: A spawned seed.
-        number: Which part.
-
-    Example:
-        >>> numbered_seed(7, 0) == numbered_seed(7, 1), numbered_seed(7, 0) == numbered_seed(8, 0)
-        (False, False)
-    """
+    """Derive the seed of one of very many equal parts, such as the steps of a run, in a microsecond (SplitMix64)."""
     mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _INT64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _INT64
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _INT64
@@ -72,11 +55,7 @@ def spawn_seed(seed: int, *path: str | int) -> int:
 
 
 def check_seed(seed: int | None) -> int:
-    """Return the seed; if it is None, draw one from torch's global generator.
-
-    Raises:
-        ValueError: The seed is negative.
-    """
+    """Return the seed, drawn from torch's global generator if it is None; a ValueError if it is negative."""
     if seed is None:
         return int(torch.randint(2**31, ()).item())
     if seed < 0:
@@ -85,13 +64,10 @@ def check_seed(seed: int | None) -> int:
 
 
 class IsolatedRng:
-    """Run a block with its own torch random stream, and restore the global one afterwards.
+    """Run a block with its own torch random stream (None: the global one), and restore the global one afterwards.
 
-    Distributions can only draw from torch's global generators, so these are reseeded for the time being.
-
-    Args:
-        seed: Of the block's stream; None goes on with the global one.
-        device: Where the block draws, beside the CPU.
+    Distributions can only draw from torch's global generators, that of the CPU and that of the device, so these are
+    reseeded for the time being.
     """
 
     def __init__(self, seed: int | None, device: torch.device) -> None:

@@ -85,11 +85,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
-    """Convert a gymnasium space to the TorchRL spec that ``GymEnv`` gives it.
-
-    Raises:
-        TypeError: The space is not a ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` or ``Dict`` of those.
-    """
+    """Convert a space to the TorchRL spec that ``GymEnv`` gives it; a TypeError if it has none."""
     if isinstance(space, spaces.Dict):
         return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})
     if isinstance(space, spaces.Box):
@@ -169,13 +165,7 @@ def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
 
 
 def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
-    """Return an environment's specs as tensors and scalars, which ``torch.load(weights_only=True)`` reads.
-
-    Example:
-        >>> specs = EnvironmentSpecs(Composite(observation=Unbounded(4)), Categorical(2), 8)
-        >>> specs_from_state(specs_state(specs)) == specs
-        True
-    """
+    """Return an environment's specs as tensors and scalars, which ``torch.load(weights_only=True)`` reads."""
     return {
         "observation": spec_state(specs.observation),
         "action": spec_state(specs.action),
@@ -190,11 +180,7 @@ def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
 
 
 def spec_state(spec: TensorSpec) -> dict[str, Any]:
-    """Return one spec as tensors and scalars.
-
-    Raises:
-        TypeError: It is of a kind that no environment of ours has.
-    """
+    """Return one spec as tensors and scalars; a TypeError if it is of a kind that no environment of ours has."""
     if isinstance(spec, Composite):
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
     state: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
@@ -214,11 +200,7 @@ def spec_state(spec: TensorSpec) -> dict[str, Any]:
 
 
 def spec_from_state(state: Mapping[str, Any]) -> Any:
-    """Return the spec that :func:`spec_state` wrote.
-
-    Raises:
-        ValueError: It is of an unknown kind.
-    """
+    """Return the spec that :func:`spec_state` wrote; a ValueError if it is of an unknown kind."""
     kind = state["kind"]
     if kind == "Composite":
         return Composite({key: spec_from_state(entry) for key, entry in state["entries"].items()})

@@ -86,11 +86,9 @@ def make_vector_env(
 
 
 def check_env_source(env: object, vectorization: str = "sync") -> None:
-    """Check an environment as far as possible without building it.
+    """Check an environment as far as possible without building it: a ValueError for an unknown id or vectorization.
 
-    Raises:
-        ValueError: An unknown id or vectorization.
-        TypeError: Neither an id, a factory nor a vector environment.
+    A TypeError if it is neither an id, a factory nor a vector environment.
     """
     one_of(vectorization, "vectorization", VECTORIZATIONS)
     if isinstance(env, str):
@@ -120,12 +118,7 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
 
 
 def registered_spec(env: str) -> EnvSpec:
-    """Look an id up as :func:`gymnasium.make` does: ``module:Name-v0`` imports the module that registers it.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        gymnasium.error.Error: Nothing is registered under the id.
-    """
+    """Look an id up as :func:`gymnasium.make` does: ``module:Name-v0`` imports the module that registers it."""
     module, _, name = env.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -133,11 +126,7 @@ def registered_spec(env: str) -> EnvSpec:
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """Return the autoreset mode of a vector environment, if its data can be trusted.
-
-    Raises:
-        ValueError: The mode is ``NEXT_STEP`` (one bogus transition follows each episode) or not declared.
-    """
+    """Return the autoreset mode of a vector environment; a ValueError if its data cannot be trusted."""
     mode = env.metadata.get("autoreset_mode")
     if isinstance(mode, str):
         mode = AutoresetMode(mode)

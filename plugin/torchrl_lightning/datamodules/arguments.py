@@ -11,12 +11,7 @@ from gymnasium.vector import VectorEnv
 
 
 def environment_name(env: Any) -> str:
-    """Return the name of an environment given as an id, a factory or a ready vector environment.
-
-    Example:
-        >>> environment_name("CartPole-v1")
-        'CartPole-v1'
-    """
+    """Return the name of an environment given as an id, a factory or a ready vector environment."""
     if isinstance(env, str):
         return env
     if isinstance(env, VectorEnv):
@@ -25,12 +20,7 @@ def environment_name(env: Any) -> str:
 
 
 def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
-    """Call a collector factory with the policy, by name where it has such a parameter.
-
-    Example:
-        >>> call_with_policy(lambda policy: policy, "pi"), call_with_policy(lambda p, seed: (p, seed), "pi", seed=3)
-        ('pi', ('pi', 3))
-    """
+    """Call a collector factory with the policy, by name where it has such a parameter."""
     if "policy" in inspect.signature(make_collector).parameters:
         return make_collector(policy=policy, **options)
     return make_collector(policy, **options)
@@ -39,21 +29,10 @@ def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options:
 def collector_options(
     make_collector: Callable[..., Any], seed: int, reset_at_each_batch: bool, world_size: int
 ) -> dict[str, Any]:
-    """Choose the arguments of a collector factory besides the policy.
+    """Return ``seed`` and ``reset_at_each_batch``, as far as a collector factory has such parameters.
 
-    A seed that the user has bound to a partial stays, on a single rank.
-
-    Args:
-        make_collector: The factory.
-        seed: The seed of this rank's collector.
-        reset_at_each_batch: Whether every rollout is to begin with a seeded reset.
-        world_size: The number of ranks that collect.
-
-    Returns:
-        ``seed`` and ``reset_at_each_batch``, as far as the factory has such parameters.
-
-    Raises:
-        ValueError: All ranks would collect the same data, or the collector would not reset as the DataModule says.
+    A seed that the user has bound to a partial stays, on a single rank. A ValueError if all ranks would collect the
+    same data, or if the collector would not reset as the DataModule says.
 
     Example:
         >>> collector_options(lambda policy, seed: ..., 7, False, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,13 +38,10 @@ class FinishedEpisodes:
         self._finished: list[tuple[Tensor, Tensor]] = []
 
     def add(self, reward: Tensor, done: Tensor, env_ids: Tensor | None = None, *, cut: bool = False) -> None:
-        """Take the rewards and done flags ``[N, T, *]`` of a rollout.
+        """Take the rewards (summed) and done flags (any ends an episode) ``[N, T, *]`` of a rollout.
 
-        Args:
-            reward: summed over trailing dimensions.
-            done: any of them ends an episode.
-            env_ids: whose rows these are, ``[N]``; the first ``N`` environments if None.
-            cut: whether the environments are reset afterwards; episodes that this ends do not count.
+        They are those of the environments ``env_ids`` ``[N]``, of the first ``N`` if None. With ``cut`` the
+        environments are reset afterwards; episodes that this ends do not count.
         """
         if env_ids is not self._env_ids:
             self._flush()
@@ -112,23 +108,11 @@ class FinishedEpisodes:
         return {"returns": self._returns.clone(), "lengths": self._lengths.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums of :meth:`state_dict`.
-
-        Raises:
-            ValueError: they are none; nothing is changed.
-        """
-        self.check_state(state)
-        self._returns, self._lengths = state["returns"].clone(), state["lengths"].clone()
-        self._noted, self._finished = [], []
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Restore the sums of :meth:`state_dict`; a ValueError, and no change, if they are none."""
         schema = {"returns": tensor(torch.float64, None), "lengths": tensor(torch.int64, None, low=0, high=LARGEST)}
         check_state(state, schema, "episodes")
         if len(state["returns"]) != len(state["lengths"]):
             found = f"{len(state['returns'])} returns and {len(state['lengths'])} lengths"
             raise ValueError(f"The episodes state is foreign: it holds {found}, expected as many of both.")
+        self._returns, self._lengths = state["returns"].clone(), state["lengths"].clone()
+        self._noted, self._finished = [], []

@@ -178,10 +178,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     ) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the numbered batches of all passes over the rollout, starting with the pass that was interrupted.
 
-        Args:
-            buffer: holds the rollout.
-            resumed: the place that a checkpoint was written at, if the rollout comes from one.
-            served: batches that were learned from before.
+        That one is told by ``served``, the batches learned from before; ``resumed`` is a checkpoint's place in it.
         """
         for number in range(served // self.num_mini_batch, self.num_epochs):
             if resumed is not None and number == resumed["pass"]:

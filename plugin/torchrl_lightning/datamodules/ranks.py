@@ -10,12 +10,7 @@ Value = TypeVar("Value")
 
 
 def of_first_rank(value: Value) -> Value:
-    """Return the value of rank 0 on all ranks; the value itself without a process group.
-
-    Example:
-        >>> of_first_rank("a name")
-        'a name'
-    """
+    """Return the value of rank 0 on all ranks; the value itself without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     values = [value]
@@ -33,11 +28,7 @@ def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of ``rank``.
-
-    Raises:
-        ValueError: The run had another number of ranks.
-    """
+    """Return the state of ``rank``; a ValueError if the run had another number of ranks."""
     if len(states) != world_size:
         raise ValueError(
             f"the checkpoint holds the experience state of {len(states)} rank(s), but this run has {world_size}. "

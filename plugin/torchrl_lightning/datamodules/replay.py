@@ -198,13 +198,7 @@ class ReplayDataModule(ExperienceDataModule):
             update = behind
 
     def _draws(self, made: int, count: int, ends_epoch: bool) -> Iterator[TensorDictBase]:
-        """Yield the batches of one step, each when its update begins.
-
-        Args:
-            made: updates of the step that were made before it was interrupted.
-            count: updates that are left.
-            ends_epoch: whether no step follows in this epoch.
-        """
+        """Yield the batches of the ``count`` updates left of a step (``made`` are made), each when it begins."""
         for number in range(count):
             if number > 0:
                 self.take_back()

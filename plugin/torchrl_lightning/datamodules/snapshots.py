@@ -58,15 +58,7 @@ class BufferSnapshots:
         return self.root / self.run / f"rank_{self.rank}"
 
     def save(self, buffer: ExperienceBuffer, updates: int) -> dict[str, Any]:
-        """Write the buffer's state, atomically, then remove what is too old.
-
-        Args:
-            buffer: the buffer.
-            updates: number of updates so far, for the name.
-
-        Returns:
-            What :meth:`load` needs to find it.
-        """
+        """Write the buffer's state, atomically, then remove what is too old; return what :meth:`load` needs."""
         name = f"after_{updates}_{secrets.token_hex(4)}"
         self.folder.mkdir(parents=True, exist_ok=True)
         buffer.dumps(self.folder / name)
@@ -83,10 +75,6 @@ class BufferSnapshots:
 
     def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:
         """Read a state into the buffer, and continue in the folder of the run that wrote it, if it is below ``root``.
-
-        Args:
-            buffer: receives the state.
-            reference: what :meth:`save` returned.
 
         Raises:
             FileNotFoundError: the state no longer exists; the message names those that do.
