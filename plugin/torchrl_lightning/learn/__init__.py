@@ -10,8 +10,7 @@ from torchrl_lightning.learn.loss_module import LossModuleAgent
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, policy_gradient_loss
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
-from torchrl_lightning.learn.policy_gradients import A2CModule, ReinforceModule, VTraceModule
-from torchrl_lightning.learn.ppo import PPOModule
+from torchrl_lightning.learn.policy_gradients import A2CModule, PPOModule, ReinforceModule, VTraceModule
 from torchrl_lightning.learn.q_networks import build_action_critic, build_q_network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.sac import SACModule

@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributions as D
-from torchrl.data import (
-    Binary,
-    Bounded,
-    Categorical,
-    OneHot,
-    TensorSpec,
-    Unbounded,
-)
-from torchrl.data import (
-    MultiCategorical as MultiCategoricalSpec,
-)
+from torchrl.data import Binary, Bounded, Categorical, OneHot, TensorSpec, Unbounded
+from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from torchrl_lightning.learn.distributions import (

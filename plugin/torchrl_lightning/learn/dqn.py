@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
-from torchrl_lightning.learn.losses import check_distance
+from torchrl_lightning.learn.losses import check_distance, double_q_value, td_loss, value_of_action
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import build_q_network
 from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.learn.td_losses import double_q_value, td_loss, value_of_action
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.parts import passed_on
 

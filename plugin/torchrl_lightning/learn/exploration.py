@@ -18,13 +18,7 @@ _DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, Interacti
 
 @dataclass(frozen=True)
 class FramesDecay:
-    """Linear decay from ``start`` to ``end`` over ``frames``, then constant.
-
-    Example:
-        >>> decay = FramesDecay(1.0, 0.1, 100)
-        >>> decay(0), round(decay(50), 3), decay(1000)
-        (1.0, 0.55, 0.1)
-    """
+    """Linear decay from ``start`` to ``end`` over ``frames``, then constant."""
 
     start: float
     end: float

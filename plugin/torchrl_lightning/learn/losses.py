@@ -1,7 +1,7 @@
-r"""On-policy losses as plain functions of tensors: log-probabilities and advantages ``[*B]``, values ``[*B, 1]``.
+r"""Losses as plain functions of tensors, whose values and gradients are those of TorchRL's losses (tested to 1e-6).
 
-They are means over every step. Values and gradients are those of TorchRL's ``ClipPPOLoss``, ``A2CLoss`` and
-``ReinforceLoss`` (tested to 1e-6).
+On-policy ones are means over every step, of log-probabilities and advantages ``[*B]`` and values ``[*B, 1]``.
+Off-policy ones, from ``value_of_action`` on, give ``[*B]`` for values of one critic ``[*B]`` or of several ``[N, *B]``.
 """
 
 from __future__ import annotations
@@ -96,3 +96,84 @@ def _same_shape(a: Tensor, b: Tensor) -> None:
     # [B] against [B, 1] would broadcast to [B, B] without a word.
     if a.shape != b.shape:
         raise ValueError(f"the loss compares {list(a.shape)} with {list(b.shape)}; give both the same shape")
+
+
+def value_of_action(values: Tensor, action: Tensor, *, one_hot: bool = False) -> Tensor:
+    r"""Return \(Q(s, a)\) of values ``[*B, A]`` and the actions taken: ``[*B]``, or ``[*B, A]`` if one-hot.
+
+    Example:
+        >>> value_of_action(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]))
+        tensor([2., 3.])
+    """
+    if one_hot:
+        assert action.shape == values.shape, f"actions {list(action.shape)}, values {list(values.shape)}"
+        return (values * action).sum(-1)
+    index = action.unsqueeze(-1) if action.ndim < values.ndim else action
+    return values.gather(-1, index).squeeze(-1)
+
+
+def double_q_value(values: Tensor, selector: Tensor) -> Tensor:
+    r"""Return \(\bar Q(s', \arg\max_a Q(s', a))\) of values \(\bar Q\) and a selector \(Q\), ``[*B, A]`` each.
+
+    The first are the target network's, the second the online one's (van Hasselt et al., 2016).
+
+    Example:
+        >>> double_q_value(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 4.0]]))
+        tensor([1.])
+    """
+    assert values.shape == selector.shape, f"values {list(values.shape)}, selector {list(selector.shape)}"
+    return values.gather(-1, selector.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
+    r"""Return \(\min_i Q_i(s, a) - \alpha \log\pi(a|s)\) (Haarnoja et al., 2018); its negative is the policy's loss.
+
+    Example:
+        >>> soft_value(torch.tensor([[1.0], [2.0]]), torch.tensor([-3.0]), torch.tensor(0.5))
+        tensor([2.5000])
+    """
+    assert values.shape[1:] == log_prob.shape, f"values {list(values.shape)}, log_prob {list(log_prob.shape)}"
+    return values.amin(0) - alpha * log_prob
+
+
+def temperature_loss(log_alpha: Tensor, log_prob: Tensor, target_entropy: float) -> Tensor:
+    r"""Return \(-\log\alpha\,(\log\pi(a|s) + \bar H)\), \(\bar H\) in nats (Haarnoja et al., 2018).
+
+    Example:
+        >>> temperature_loss(torch.tensor(2.0), torch.tensor([1.0]), -3.0)
+        tensor([4.])
+    """
+    return -log_alpha * (log_prob.detach() + target_entropy)
+
+
+def smoothed(action: Tensor, deviation: float, bound: float) -> Tensor:
+    r"""Return \(\mathrm{clip}(a + \mathrm{clip}(\epsilon, -c, c), -1, 1)\), \(\epsilon\sim\mathcal N(0, \sigma)\).
+
+    Target policy smoothing (Fujimoto et al., 2018), in units of half the action range.
+
+    Example:
+        >>> smoothed(torch.tensor([2.0]), deviation=0.0, bound=0.5)
+        tensor([1.])
+    """
+    return (action + (torch.randn_like(action) * deviation).clamp_(-bound, bound)).clamp_(-1.0, 1.0)
+
+
+def td_loss(values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    r"""Return \(\sum_i d(Q_i(s, a), y)\), and \(\max_i |Q_i(s, a) - y|\) without a gradient, ``[*B]`` each.
+
+    What steps hold that ``mask`` leaves out may be anything, also NaN, and their error is 0.
+
+    Example:
+        >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))
+        (tensor([5.]), tensor([2.]))
+    """
+    several = values.ndim > target.ndim
+    assert values.shape[several:] == target.shape, f"values {list(values.shape)}, target {list(target.shape)}"
+    if mask is not None:
+        # NaN in a target would make the gradient NaN even behind a selection.
+        target = torch.where(mask, target, values.detach()[0] if several else values.detach())
+    loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction="none")
+    error = (values.detach() - target).abs_()
+    if several:
+        loss, error = loss.sum(0), error.amax(0)
+    return loss, error if mask is None else torch.where(mask, error, 0.0)

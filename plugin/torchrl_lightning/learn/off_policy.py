@@ -40,7 +40,7 @@ class OffPolicyModule(AgentModule):
     trainer; those named in ``followed`` are followed by the copies in ``targets``. Each batch gets its absolute TD
     errors under ``td_error``; its ``priority_weight``, ``mask``, ``gamma`` and ``steps_to_next_obs`` are honoured. With
     a ``RecurrentNetwork`` batches are sequences ``[B, T]`` with stored recurrent states. Subclasses build the networks,
-    and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.td_losses`.
+    and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`.
 
     Args:
         network: Network in front of the heads; the subclass's ``default_network()`` by default.
@@ -252,7 +252,6 @@ class OffPolicyModule(AgentModule):
 
         Raises:
             KeyError: The checkpoint is not one of an off-policy module.
-            ValueError: It belongs to another environment.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:

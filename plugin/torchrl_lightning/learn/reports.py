@@ -134,11 +134,7 @@ class ReportingModule(L.LightningModule):
             # Lightning's loggers take an entry called "step" for their x axis.
             metrics["step"] = float(self.frames)
         self.log_dict(
-            metrics,
-            batch_size=returns.numel(),
-            sync_dist=self.trainer.world_size > 1,
-            on_step=False,
-            on_epoch=True,
+            metrics, batch_size=returns.numel(), sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
         )
 
     def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:

@@ -95,12 +95,10 @@ class RandomNetworkDistillation(nn.Module):
         return module
 
     def _next_observations(self, batch: TensorDictBase) -> list[Tensor]:
-        entries = []
-        for key in self.keys:
-            entry = batch.get(next_key(key), None)
+        entries = [batch.get(next_key(key), None) for key in self.keys]
+        for key, entry in zip(self.keys, entries, strict=True):
             if entry is None:
                 raise KeyError(f"random network distillation needs ('next', {key!r}), but the batch does not have it")
-            entries.append(entry)
         return entries
 
     def _whiten(self, entries: list[Tensor]) -> list[Tensor]:

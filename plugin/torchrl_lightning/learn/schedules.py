@@ -60,11 +60,7 @@ _NAMED: dict[str, Schedule] = {"constant": ConstantSchedule(), "linear": LinearS
 
 
 def as_schedule(schedule: str | Schedule | None) -> Schedule:
-    """Return a schedule by name, or the given function itself; None is constant.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Return a schedule by name, or the given function itself; None is constant."""
     if schedule is None:
         return ConstantSchedule()
     if not isinstance(schedule, str):
@@ -81,16 +77,6 @@ def progress_of(trainer: Any) -> float | None:
 
     It is the share of the DataModule's ``total_frames``; where there are none, of the trainer's ``max_epochs`` or
     ``max_steps``, whichever is reached first.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> data = SimpleNamespace(frames=50, total_frames=-1)
-        >>> trainer = SimpleNamespace(datamodule=data, current_epoch=1, max_epochs=4, global_step=0, max_steps=-1)
-        >>> progress_of(trainer)
-        0.25
-        >>> data.total_frames = 500
-        >>> progress_of(trainer)
-        0.1
     """
     data = getattr(trainer, "datamodule", None)
     total = getattr(data, "total_frames", None) or -1

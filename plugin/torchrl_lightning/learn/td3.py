@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import FramesDecay, NoisyPolicy
-from torchrl_lightning.learn.losses import check_distance
+from torchrl_lightning.learn.losses import check_distance, smoothed, td_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor
-from torchrl_lightning.learn.td_losses import smoothed, td_loss
 from torchrl_lightning.learn.transitions import Transitions
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer

@@ -74,10 +74,7 @@ class Transitions:
 
 
 def read_transitions(
-    batch: TensorDictBase,
-    keys: Sequence[NestedKey],
-    gamma: float,
-    state_keys: Sequence[NestedKey] = (),
+    batch: TensorDictBase, keys: Sequence[NestedKey], gamma: float, state_keys: Sequence[NestedKey] = ()
 ) -> Transitions:
     """Read the entries that a loss needs from transitions ``[B]`` or sequences ``[B, T]``.
 

@@ -102,17 +102,9 @@ class BufferBase(ExperienceBuffer):
         truncated: Any = False,
         previous_hidden: Any = None,
     ) -> Any:
-        """Add one transition.
+        """Add one transition: one row of each of the arguments of :meth:`add_multi`.
 
-        Args:
-            state: observation ``[state_dim]``; or a TensorDict with our keys, and nothing else (TorchRL's verb).
-            action: action ``[action_dim]``.
-            reward: a number.
-            next_state: the true successor ``[state_dim]``.
-            done: whether the successor is terminal.
-            hidden: recurrent state after acting, ``[hidden_dim]``.
-            truncated: whether the episode was cut here without being terminal.
-            previous_hidden: recurrent state before acting; always or never.
+        The first may also be a TensorDict with our keys, and nothing else (TorchRL's verb).
 
         Raises:
             ValueError: something is missing or has another size.
@@ -195,14 +187,10 @@ class BufferBase(ExperienceBuffer):
             return same
         found = {name: width_of(data, key) for name, key in WIDTHS.items()}
         expected = {name: found[name] if getattr(self, name) is None else getattr(self, name) for name in WIDTHS}
-        successor = width_of(data, COLUMNS["next_states"])
         wrong = [
             f"{key!r} has {width} numbers, expected {name}={expected[name]}"
-            for name, key, width in (
-                *((name, key, found[name]) for name, key in WIDTHS.items()),
-                ("state_dim", COLUMNS["next_states"], successor),
-            )
-            if width is not None and width != expected[name]
+            for name, key in (*WIDTHS.items(), ("state_dim", COLUMNS["next_states"]))
+            if (width := width_of(data, key)) is not None and width != expected[name]
         ]
         if wrong:
             raise ValueError(f"The data does not fit the buffer: {'; '.join(wrong)}. Nothing was written.")
