@@ -120,7 +120,7 @@ def test_what_our_runs_do_not_need_is_never_imported():
         "import sys\n"
         "import torchrl_lightning\n"
         "import torchrl_lightning.cli.train, torchrl_lightning.cli.evaluate\n"
-        "from torchrl_lightning.cli.quiet import quiet\n"
+        "from torchrl_lightning.cli.command import quiet\n"
         "for name in torchrl_lightning.__all__: getattr(torchrl_lightning, name)\n"
         f"print([name for name in {spared} if name in sys.modules])\n"
     )

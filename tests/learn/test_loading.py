@@ -11,7 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import dqn, fit, replay_data
 from torchrl_lightning import OnPolicyDataModule, load_policy, play_episodes
-from torchrl_lightning.cli.kept_config import KeptConfig
+from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 
 MODEL = {

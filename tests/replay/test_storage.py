@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, ReplayBuffer
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memmap, memory
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memory
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(memmap.os, "posix_fallocate", full)
+    monkeypatch.setattr(memory.os, "posix_fallocate", full)
     with pytest.raises(
         OSError, match=r"cells need [0-9]+ KiB, but only .* are free on the disk of .*scratch_dir="
     ) as raised:
@@ -161,7 +161,7 @@ def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch
         reserve(descriptor, start, size)
         blocks.append(os.fstat(descriptor).st_blocks * 512)
 
-    monkeypatch.setattr(memmap.os, "posix_fallocate", counting)
+    monkeypatch.setattr(memory.os, "posix_fallocate", counting)
     ours = buffer(1 << 16, scratch_dir=tmp_path)
     ours.extend(rows(3))
     assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
@@ -170,7 +170,7 @@ def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch
 def test_a_disk_that_cannot_reserve_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(memmap.os, "posix_fallocate")
+    monkeypatch.delattr(memory.os, "posix_fallocate")
     ours = buffer(scratch_dir=tmp_path)
     ours.extend(rows(3))
     assert "cannot reserve the " in caplog.text

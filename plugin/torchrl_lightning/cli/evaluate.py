@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import run_command
+from torchrl_lightning.cli.command import quiet, run_command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,7 +39,6 @@ def evaluate(cfg: DictConfig) -> float:
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data, check_is_file
-    from torchrl_lightning.cli.quiet import quiet
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.learn.loading import policy_in
 

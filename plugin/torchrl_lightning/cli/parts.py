@@ -1,4 +1,4 @@
-"""Build what a config describes, and say in one line which of its settings does not fit."""
+"""Build what a config describes, say in one line which of its settings does not fit, and keep it in checkpoints."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checks import UsageError, check_data
+from torchrl_lightning.learn.loading import CONFIG
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
 MISTAKES = (ValueError, TypeError, KeyError, ImportError)
@@ -102,3 +104,19 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     if isinstance(node, DictConfig) and begin is not None and begin[0] in node:
         return f"{key}.{begin[0]}={node[begin[0]]}: {text}"
     return f"{key}: {text}"
+
+
+class KeptConfig(Callback):
+    """Put what environment and module are built from into each checkpoint, so that it is of use wherever it lies.
+
+    Args:
+        cfg: The config of the run.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        super().__init__()
+        self.config = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("data", "model")}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the config."""
+        checkpoint[CONFIG] = self.config

@@ -162,24 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", "-o", default="curve.png", help="the picture to write (default: %(default)s)")
     parser.add_argument("--metric", default="eval/return", help="column to draw (default: %(default)s)")
     parser.add_argument("--x", default="step", help="column to draw it over (default: %(default)s, environment frames)")
-    parser.add_argument("--label", action="append", help="name of a line; once for each RUN, equal names share a line")
+    parser.add_argument(
+        "--label",
+        action="append",
+        dest="labels",
+        metavar="LABEL",
+        help="name of a line; once for each RUN, equal names share a line",
+    )
     parser.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points")
     parser.add_argument("--band", choices=("range", "std", "none"), default="range", help="spread over runs")
     parser.add_argument("--panels", action="store_true", help="a panel of its own for each line")
     parser.add_argument("--title")
-    given = parser.parse_args(argv)
     try:
-        path = plot_runs(
-            given.sources,
-            given.output,
-            metric=given.metric,
-            x=given.x,
-            labels=given.label,
-            smooth=given.smooth,
-            band=given.band,
-            panels=given.panels,
-            title=given.title,
-        )
+        path = plot_runs(**vars(parser.parse_args(argv)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except KeyError as error:

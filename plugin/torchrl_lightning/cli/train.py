@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import run_command
+from torchrl_lightning.cli.command import quiet, run_command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,9 +40,7 @@ def train(cfg: DictConfig) -> float:
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import check_checkpoint
-    from torchrl_lightning.cli.kept_config import KeptConfig
-    from torchrl_lightning.cli.parts import build_part, check_parts
-    from torchrl_lightning.cli.quiet import quiet
+    from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
 
     quiet()
     torch.set_num_threads(cfg.torch_threads)

@@ -64,7 +64,6 @@ class Cells:
         self._view()
 
     def _view(self) -> None:
-        # Made anew where sharing a storage with another process has moved its memory.
         self._address = self._probe.data_ptr()
         self._table = _table(self.leaves)
         self._readings: dict[frozenset[Path], _Reading] = {}
@@ -126,11 +125,7 @@ class Cells:
             store.index_copy_(0, index, leaf)
 
     def gather(
-        self,
-        index: Tensor,
-        names: Names = None,
-        skip: Collection[Path] = _EVERYTHING,
-        after: Tensor | None = None,
+        self, index: Tensor, names: Names = None, skip: Collection[Path] = _EVERYTHING, after: Tensor | None = None
     ) -> dict[str, Any]:
         """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves).
 
@@ -145,8 +140,7 @@ class Cells:
         Raises:
             IndexError: a cell does not exist.
         """
-        if self._probe.data_ptr() != self._address:
-            self._view()
+        self._follow()
         reading = self._readings.get(skip := frozenset(skip))
         if reading is None:
             reading = self._readings[skip] = self._prepare(skip)

@@ -1,4 +1,4 @@
-"""Checks of the states of rings and storages, made before anything is changed."""
+"""Checks of saved states, made before anything is changed: of rings, storages, samplers, transforms and batches."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict, tree_of
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.state import LARGEST, check_state, described, mapping, optional, same, tensor, whole
+from torchrl_lightning.state import (
+    LARGEST,
+    check_state,
+    described,
+    mapping,
+    optional,
+    same,
+    sequence,
+    tensor,
+    whole,
+    wrong,
+)
 
 STATE_VERSION = 3
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
-    """Refuse what is not nested dicts of tensors that start with a batch size.
-
-    Raises:
-        ValueError: names the entry.
-    """
+    """Refuse what is not nested dicts of tensors that start with a batch size; the error names the entry."""
     what = f"entry {name_of(path)}" if path else "the data"
     if isinstance(data, dict):
         if not data or any(not isinstance(key, str) or not key for key in data):
@@ -34,16 +44,7 @@ def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> Non
 
 
 def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) -> None:
-    """Refuse a storage's state that does not fit.
-
-    Args:
-        state_dict: what ``RingStorage.state_dict`` gave.
-        max_size: cells of the storage that shall take it.
-        tree: its leaves; empty before the first write.
-
-    Raises:
-        ValueError: another version, capacity, or other keys, shapes or dtypes.
-    """
+    """Refuse a storage's state that does not fit: another version, capacity, or other keys, shapes or dtypes."""
     schema = {
         "max_size": same(max_size, "storage"),
         "count": whole(0, max_size),
@@ -60,17 +61,13 @@ def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) 
     if data is None:
         return
     check_tree(data, torch.Size([count]), "storage")
-    wrong = difference(tree, to_tensordict(data, torch.Size([count])), devices=False) if tree else ""
-    if wrong:
-        raise ValueError(f"The state holds other data than this storage: {wrong}.")
+    other = difference(tree, to_tensordict(data, torch.Size([count])), devices=False) if tree else ""
+    if other:
+        raise ValueError(f"The state holds other data than this storage: {other}.")
 
 
 def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int) -> None:
-    """Refuse a writer's state that does not fit.
-
-    Raises:
-        ValueError: another version, number of environments or length of the rings.
-    """
+    """Refuse a writer's state that does not fit: another version, number of environments or length of the rings."""
     schema = {
         "num_envs": same(num_envs, "writer"),
         "length": same(length, "writer"),
@@ -89,15 +86,7 @@ def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int)
 
 
 def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
-    """Refuse the state of an episode index by which an episode would not hold its own steps.
-
-    Args:
-        state_dict: what ``EpisodeIndex.state_dict`` gave.
-        rings: the rings that it describes.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """Refuse the state of an episode index by which an episode of these rings would not hold its own steps."""
     cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
     env = rings.env_of(cells)
     schema = {
@@ -119,11 +108,7 @@ def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
 
 
 def check_transform(transform: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse the state of other transforms than these.
-
-    Raises:
-        ValueError: says what differs.
-    """
+    """Refuse the state of other transforms than these; the error says what differs."""
     here, there = (
         {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
         for entries in (transform.state_dict(), state)
@@ -134,3 +119,80 @@ def check_transform(transform: nn.Module, state: Mapping[str, Any]) -> None:
         copy.deepcopy(transform).load_state_dict(dict(state))
     except Exception as error:  # a transform may keep and refuse what it likes
         raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
+
+
+def check_sampler(sampler: Sampler, state: Mapping[str, Any], cells: int) -> None:
+    """Refuse the state of a sampler, ours or one of TorchRL's, that does not fit a storage of so many cells."""
+    if hasattr(sampler, "check_state"):
+        sampler.check_state(state)
+    else:
+        _check_like(state, sampler.state_dict(), cells, type(sampler).__name__)
+
+
+def load_sampler(sampler: Sampler, state: Mapping[str, Any]) -> None:
+    """Restore a sampler, ours or one of TorchRL's; one that refuses its state keeps its own."""
+    if hasattr(sampler, "check_state"):
+        sampler.load_state_dict(state)
+        return
+    before = copy.deepcopy(sampler.state_dict())
+    try:
+        sampler.load_state_dict(state)
+    except Exception as error:
+        sampler.load_state_dict(before)
+        raise ValueError(f"{type(sampler).__name__} does not take its state: {error}") from error
+
+
+def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
+    if isinstance(own, Mapping):
+        if not isinstance(state, Mapping) or (set(state) != set(own) and own):
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else described(state)
+            raise ValueError(f"The {owner} state is foreign: it is {found}, expected {sorted(map(str, own))}.")
+        for key, value in own.items():
+            _check_like(state[key], value, cells, f"{owner}'s {key}")
+    elif isinstance(own, Tensor | None) and isinstance(state, Tensor | None):
+        if state is not None:  # cells, of which there may be any number, or flags of them
+            unset = torch.bool if state.dtype == torch.bool else torch.int64
+            tensor(unset if own is None else own.dtype, None, anywhere=True)(state, owner)
+            if state.dtype == torch.int64:
+                tensor(torch.int64, None, low=0, high=cells - 1, anywhere=True)(state, owner)
+    elif isinstance(own, int) and not isinstance(own, bool):
+        whole(min(own, 0))(state, owner)
+    elif type(state) is not type(own):
+        raise wrong(state, owner, described(own))
+
+
+def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:
+    """Describe a batch that was drawn ahead, and the entries that come with it, as a state."""
+    return {
+        "batch": tree_of(batch),
+        "batch_size": list(batch.batch_size),
+        "names": list(batch.names) if any(batch.names) else None,
+        "info": [[list(key) if isinstance(key, tuple) else key, value] for key, value in info.items()],
+    }
+
+
+def unpack_batch(packed: Any) -> tuple[TensorDictBase, dict[Any, Any]]:
+    """Build the batch that :func:`pack_batch` described, of copies."""
+    schema = {"batch": mapping, "batch_size": sequence, "names": optional(sequence), "info": sequence}
+    check_state(packed, schema, "prefetched batch")
+    sizes, names = packed["batch_size"], packed["names"]
+    for number in sizes:
+        whole()(number, "a size of a prefetched batch")
+    size = torch.Size(sizes)
+    check_tree(packed["batch"], size, "prefetched batch")
+    if names is not None and (len(names) != len(size) or any(not isinstance(name, str | None) for name in names)):
+        raise ValueError(f"The state names the dimensions {list(size)} of a prefetched batch {names}.")
+    info: dict[Any, Any] = {}
+    for pair in packed["info"]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise wrong(pair, "an entry of a prefetched batch", "a key and its value")
+        key, value = tuple(pair[0]) if isinstance(pair[0], list) else pair[0], pair[1]
+        if any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
+            raise wrong(key, "a key of a prefetched batch", "a name")
+        info[key] = value
+
+    def build(tree: Tree) -> TensorDictBase:
+        entries = {key: build(leaf) if isinstance(leaf, dict) else leaf.clone() for key, leaf in tree.items()}
+        return new_tensordict(entries, size, names)
+
+    return build(packed["batch"]), info

@@ -88,7 +88,7 @@ class EpisodeIndex(SharedArrays):
         env = env[self._open[env]]
         begin, newest = self._begin[env], self._positions[env] - 1
         kept = begin >= self._oldest(env)
-        self._column[self._cell(env[kept], begin[kept])] = newest[kept]
+        self._column[self.cells_of(env[kept], begin[kept])] = newest[kept]
         self._headless_end[env[~kept]] = newest[~kept]
         self._open[env] = False
 
@@ -98,7 +98,8 @@ class EpisodeIndex(SharedArrays):
 
     # ------------------------------------------------------------------ reading
 
-    def _cell(self, env: Ints, position: Ints) -> Ints:
+    def cells_of(self, env: Ints, position: Ints) -> Ints:
+        """Return the cells of steps."""
         return position % self.length * self.num_envs + env
 
     @property
@@ -116,17 +117,13 @@ class EpisodeIndex(SharedArrays):
         newest = self._positions[env] - 1
         return env, newest - (newest - slot) % self.length
 
-    def cells_of(self, env: Ints, position: Ints) -> Ints:
-        """Return the cells of steps."""
-        return self._cell(env, position)
-
     def _oldest(self, env: Ints) -> Ints:
         return np.maximum(self._positions[env] - self.length, self._floor[env])
 
     def _bounds(self, env: Ints, position: Ints) -> tuple[Ints, Ints]:
-        noted = self._column[self._cell(env, position)]
+        noted = self._column[self.cells_of(env, position)]
         begin = np.where(noted >= position, position, noted)
-        end = self._column[self._cell(env, begin)]
+        end = self._column[self.cells_of(env, begin)]
         end = np.where(begin >= self._oldest(env), end, self._headless_end[env])
         running = self._open[env] & (begin == self._begin[env])
         return begin, np.where(running, self._positions[env] - 1, end)
@@ -144,12 +141,6 @@ class EpisodeIndex(SharedArrays):
         if clip:
             begin = np.maximum(begin, self._oldest(env))
         return torch.from_numpy(begin), torch.from_numpy(end)
-
-    def covers(self, cells: Ints, positions: Ints) -> Flags:
-        """Return whether the episodes of ``cells`` already ran at earlier stored ``positions``; one look-up each."""
-        # A first step notes its own position or a later one.
-        noted: Flags = self._column.take(cells) <= positions
-        return noted
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
         """Return the first position of the episodes of stored steps; without ``clip`` it may be before the oldest step.
@@ -184,7 +175,7 @@ class EpisodeIndex(SharedArrays):
             IndexError: a step is not stored.
         """
         end = self.end(env_ids, positions)
-        return torch.from_numpy(self._done[self._cell(_array(env_ids), _array(end))])
+        return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 
     def _check(self, env_ids: Tensor, positions: Tensor) -> None:
         env, position = np.atleast_1d(_array(env_ids)), np.atleast_1d(_array(positions))

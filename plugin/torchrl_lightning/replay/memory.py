@@ -1,20 +1,28 @@
-"""Memory for what is stored, and checks that there is enough of it.
+"""Memory for what is stored, or a file without a name in its place, and checks that there is enough of it.
 
 Sizes are checked before anything is allocated, so that a typo in a size is an error and not a killed process.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
+import mmap
 import os
 import shutil
+import tempfile
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrl_lightning.entries import Tree, leaves_of, map_leaves
 from torchrl_lightning.segment_kernels import allocate
 
+_logger = logging.getLogger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,9 +41,6 @@ def check_room(
 
     Raises:
         ValueError: there is not enough room; the message gives both numbers.
-
-    Example:
-        >>> check_room(1 << 10, "a storage", "lower its size")
     """
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:
@@ -44,21 +49,66 @@ def check_room(
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor; on the CPU by numpy, whose huge pages make scattered reads faster.
-
-    Args:
-        shape: shape of the tensor.
-        dtype: any dtype of torch.
-        device: where to allocate.
-
-    Example:
-        >>> reserve((3, 2), torch.bfloat16, torch.device("cpu")).shape
-        torch.Size([3, 2])
-    """
+    """Allocate an uninitialised tensor; on the CPU by numpy, whose huge pages make scattered reads faster."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.empty(shape, dtype=dtype, device=device)
     return allocate(size, torch.uint8, device).view(dtype).view(shape)
+
+
+def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:
+    """Map leaves of ``rows`` rows each from one new file on the disk of ``folder``.
+
+    The file has no name, and the kernel removes it when its last user is gone. So processes may share a folder, and a
+    killed process leaves nothing behind. The blocks are reserved at once, because a write to a mapped page for which
+    the disk has no block left kills the process.
+
+    Args:
+        folder: made, with its parents, where it is missing.
+        tree: leaves whose first dimension is replaced by ``rows``.
+        rows: number of cells.
+
+    Raises:
+        OSError: the folder cannot be written, or its disk has no room; the message gives both numbers.
+    """
+    sizes = [rows * math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves_of(tree)]
+    *offsets, total = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+    total = max(total, mmap.PAGESIZE)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        _reserve_blocks(file.fileno(), total, folder)
+        memory = mmap.mmap(file.fileno(), total)
+    places = iter(offsets)
+
+    def mapped(leaf: Tensor) -> Tensor:
+        shape, offset = torch.Size((rows, *leaf.shape[1:])), next(places)
+        if not shape.numel():
+            return torch.empty(shape, dtype=leaf.dtype)
+        return torch.frombuffer(memory, dtype=leaf.dtype, count=shape.numel(), offset=offset).view(shape)
+
+    return map_leaves(mapped, tree)
+
+
+def _reserve_blocks(descriptor: int, size: int, folder: Path) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (OSError, AttributeError) as error:
+        free = readable(free_bytes(torch.device("cpu"), folder) or 0)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise OSError(
+                error.errno,
+                f"The memory-mapped cells need {readable(size)}, but only {free} are free on the disk of {folder}; "
+                "lower max_size, store smaller dtypes, or give a scratch_dir= on a larger disk",
+            ) from error
+        # Some file systems, and macOS, cannot reserve.
+        _logger.warning(
+            "the disk of %s cannot reserve the %s of the memory-mapped cells (%s are free now): if it fills up, the "
+            "process is killed.",
+            folder,
+            readable(size),
+            free,
+        )
+        os.ftruncate(descriptor, size)
 
 
 def free_bytes(device: torch.device, folder: Path | None = None) -> int | None:
@@ -99,12 +149,7 @@ def _container() -> int | None:
 
 
 def readable(count: int) -> str:
-    """Format a number of bytes for a message.
-
-    Example:
-        >>> readable(3 << 20)
-        '3 MiB'
-    """
+    """Format a number of bytes for a message: ``3 MiB``."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

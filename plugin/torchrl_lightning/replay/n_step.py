@@ -94,11 +94,7 @@ class NStepReturns:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()
         # In their final shapes, because each view of a tensor costs as much as a tenth of this.
-        last, steps, gamma = (
-            np.empty(rows.shape, np.int64),
-            np.empty(rows.shape, np.int64),
-            np.empty(rows.shape, np.float32),
-        )
+        last, steps, gamma = (np.empty(rows.shape, kind) for kind in (np.int64, np.int64, np.float32))
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
         jitted(fold_rows)(rows, *episodes.followed, self.n_steps, self.gamma, rewards, last, total, steps, gamma)
         return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)

@@ -312,11 +312,7 @@ class Priorities:
             self.highest.set_all(self.priorities.clamp(min=0))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit, or that nothing could have saved.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a state that does not fit, or that nothing could have saved."""
         kinds = {"priorities": self.priorities.dtype, "leaves": self.tree.dtype, "generations": torch.int32}
         schema: dict[str, Check] = {name: tensor(dtype, None, anywhere=True) for name, dtype in kinds.items()}
         capacity = same(self.capacity, "sampler", "max_capacity")

@@ -342,11 +342,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self.table.load_state_dict(state_dict)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit; nothing is changed.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         schema = {name: number(0) for name in ("alpha", "beta", "eps")}
         schema["generator"] = generator(self.generator.device)
         check_state(state_dict, schema, "prioritized sampler", STATE_VERSION)

@@ -19,16 +19,8 @@ Ints = NDArray[np.int64]
 def integers(value: Any, name: str) -> Tensor:
     """Read integers of any shape as int64; an empty list is allowed.
 
-    Args:
-        value: an integer, or a list, array or tensor of them.
-        name: their name in error messages.
-
     Raises:
-        TypeError: they are fractions, flags or not numbers at all.
-
-    Example:
-        >>> integers([2, 0], "Cells"), integers([], "Cells")
-        (tensor([2, 0]), tensor([], dtype=torch.int64))
+        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
     """
     try:
         found = torch.as_tensor(value)
@@ -40,12 +32,7 @@ def integers(value: Any, name: str) -> Tensor:
 
 
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device; on the CPU in half the time.
-
-    Example:
-        >>> integers_below(1, 2, None)
-        tensor([0, 0])
-    """
+    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device; on the CPU in half the time."""
     try:
         return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
     except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
@@ -114,15 +101,6 @@ class Rings(SharedArrays):
             self._refresh()
         return self._even
 
-    @property
-    def _common(self) -> int | None:
-        return int(self._positions[0]) if self._aligned else None
-
-    @property
-    def common_oldest(self) -> int | None:
-        """Position of the oldest stored step, if it is the same in all environments; else None."""
-        return max(0, int(self._positions[0]) - self.length) if self.is_even and self._aligned else None
-
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
 
@@ -139,8 +117,7 @@ class Rings(SharedArrays):
         if self._memory is not None:
             self._refresh()
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
-        common = self._common
-        newest = self.positions[index % self.num_envs] - 1 if common is None else common - 1
+        newest = int(self._positions[0]) - 1 if self._aligned else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length
 
     def is_filled(self, index: Tensor) -> Tensor:
@@ -168,14 +145,10 @@ class _Link:
     """A weak reference that a copy of its owner does not take along."""
 
     def __init__(self, rings: Rings | None = None) -> None:
-        self.rings = _nothing if rings is None else weakref.ref(rings)
+        self.rings = (lambda: None) if rings is None else weakref.ref(rings)
 
     def __reduce__(self) -> Any:
         return _Link, ()
-
-
-def _nothing() -> None:
-    return None
 
 
 def lay_rings(storage: Storage, rings: Rings) -> None:
@@ -184,36 +157,18 @@ def lay_rings(storage: Storage, rings: Rings) -> None:
 
 
 def rings_in(storage: Storage) -> Rings | None:
-    """Return the rings that lie in a storage, if there are any.
-
-    Example:
-        >>> from torchrl.data import ListStorage
-        >>> rings_in(ListStorage(4)) is None
-        True
-    """
+    """Return the rings that lie in a storage, if there are any."""
     link = getattr(storage, "rings_link", None)
     return None if link is None else link.rings()
 
 
 def uneven_rings(storage: Storage) -> Rings | None:
-    """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones.
-
-    Example:
-        >>> from torchrl.data import ListStorage
-        >>> uneven_rings(ListStorage(4)) is None
-        True
-    """
+    """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones."""
     rings = rings_in(storage)
     return None if rings is None or rings.is_even else rings
 
 
 def stored_cells(storage: Storage) -> Tensor:
-    """Return all cells that hold something, in ascending order: ``O(capacity)``.
-
-    Example:
-        >>> from torchrl.data import ListStorage
-        >>> stored_cells(ListStorage(4)).tolist()
-        []
-    """
+    """Return all cells that hold something, in ascending order: ``O(capacity)``."""
     rings = uneven_rings(storage)
     return torch.arange(len(storage)) if rings is None else rings.filled_cells()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.entries import nested_keys, path_of
+from torchrl_lightning.entries import Path, Tree, leaves_of, nested_keys, path_of, tree_of
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay import windows
-from torchrl_lightning.replay.sequence_reading import first_states
+from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.windows import EPISODE_ENDS, WindowRule
 from torchrl_lightning.replay.writer import RingWriter, writer_of
 from torchrl_lightning.segment_kernels import jitted
@@ -113,7 +113,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
-        info.update(first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
+        info.update(_first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
         return index, info
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
@@ -184,13 +184,75 @@ class SequenceSampler(SamplerHooks, Sampler):
         self.generator.set_state(state_dict["generator"].cpu())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit; nothing is changed.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         check_state(state_dict, {"generator": generator(self.generator.device)}, "sequence sampler", STATE_VERSION)
 
     def __repr__(self) -> str:
         options = f"episode_ends={self.episode_ends!r}, burn_in={self.burn_in}"
         return f"{type(self).__name__}({self.batch_length}, {options})"
+
+
+def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], across: bool) -> dict[Path, Tensor]:
+    """Read recurrent states of windows, ``[B, T, ...]``, as TorchRL's ``GRUModule`` and ``LSTMModule`` read them.
+
+    Only the first state of a window is read and expanded over ``T``, because these modules read the state at the first
+    step of a row and wherever ``is_init`` splits it; there it is zero. Beside it, if stored, comes the state after the
+    step, under ``"next"``, for unrolling over the next observations: that of the first step, and at a later ``is_init``
+    the stored one.
+    """
+    if not keys:
+        return {}
+    if isinstance(storage, RingStorage) and not any(key[0] in storage.tree for key in keys):
+        return {}
+    cells = index if across else index[:, :1]
+    tree = storage.tree if isinstance(storage, RingStorage) else tree_of(storage.get(cells).reshape(-1))
+    if not any(_below(tree, key) is not None for key in keys):
+        return {}
+    if isinstance(storage, RingStorage):
+        cells = cells.to(storage.device)
+    else:  # what was read, is read; number it
+        cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
+    init = _below(tree, ("is_init",))
+    begins = None
+    if isinstance(init, Tensor):
+        begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
+    one_step = not isinstance(storage, RingStorage) or storage.n_step is None
+    states: dict[Path, Tensor] = {}
+    for key in keys:
+        for path, leaf in _leaves(tree, key):
+            states[path] = _expanded(leaf, cells, index.shape, begins, zero=True)
+        # With n-step returns the state after the last step is read, with everything else of that step.
+        for path, leaf in _leaves(tree, ("next", *key)) if one_step else ():
+            states[path] = _expanded(leaf, cells, index.shape, begins, zero=False)
+    return states
+
+
+def _expanded(leaf: Tensor, cells: Tensor, shape: torch.Size, begins: Tensor | None, *, zero: bool) -> Tensor:
+    cells = cells.to(leaf.device)
+    state = leaf.index_select(0, cells[:, 0])
+    tail = [1] * (state.ndim - 1)
+    if zero and begins is not None:
+        state = state.masked_fill(begins[:, 0].view(-1, *tail), 0)
+    states = state.unsqueeze(1).expand(*shape, *state.shape[1:])
+    if begins is None or begins.shape[1] == 1:
+        return states
+    row, step = begins[:, 1:].nonzero(as_tuple=True)
+    if not len(row):
+        return states
+    states = states.clone()
+    states[row, step + 1] = 0 if zero else leaf.index_select(0, cells[row, step + 1])
+    return states
+
+
+def _below(tree: Tree, path: Path) -> Any:
+    node: Any = tree
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _leaves(tree: Tree, path: Path) -> Iterable[tuple[Path, Tensor]]:
+    node = _below(tree, path)
+    if isinstance(node, dict):
+        return leaves_of(node, path)
+    return [] if node is None else [(path, node)]

@@ -13,9 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.entries import (
-    Path as Leaf,
-)
+from torchrl_lightning.entries import Path as Leaf
 from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
@@ -32,8 +30,7 @@ from torchrl_lightning.files import Rows, write_state
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
-from torchrl_lightning.replay.memmap import map_cells
-from torchrl_lightning.replay.memory import check_room, reserve
+from torchrl_lightning.replay.memory import check_room, map_cells, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.rings import Rings, integers, integers_below, rings_in
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
@@ -320,11 +317,7 @@ class RingStorage(StorageBase):
         return torch.where((index < 0) & (index >= -size), index + size, index)
 
     def check_filled(self, index: Tensor) -> None:
-        """Refuse cells that hold nothing.
-
-        Raises:
-            IndexError: a cell holds nothing; the message names the first such cell.
-        """
+        """Refuse cells that hold nothing; the error names the first."""
         if not index.numel():
             return
         length = len(self)
@@ -345,20 +338,12 @@ class RingStorage(StorageBase):
         return self._len
 
     def draw(self, count: int) -> Tensor:
-        """Draw cells uniformly, for TorchRL's ``RandomSampler``.
-
-        Raises:
-            RuntimeError: the rings are unevenly filled.
-        """
+        """Draw cells uniformly, for TorchRL's ``RandomSampler``, from evenly filled rings."""
         self.check_even("RandomSampler")
         return moved(integers_below(len(self), count, self.generator), self.device)
 
     def check_seam(self) -> None:
-        """Refuse readers that take neighbouring cells for successive steps, where they are not.
-
-        Raises:
-            RuntimeError: there are several rings.
-        """
+        """Refuse readers that take neighbouring cells for successive steps, where there are several rings."""
         if self.writer is not None and self.writer.num_envs > 1:
             raise RuntimeError(
                 f"The cells of {self.writer.num_envs} environments are interleaved, so that TorchRL's slice samplers "
@@ -366,11 +351,7 @@ class RingStorage(StorageBase):
             )
 
     def check_even(self, reader: str) -> None:
-        """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones.
-
-        Raises:
-            RuntimeError: the rings are unevenly filled.
-        """
+        """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones, where they are not."""
         writer = self.writer
         if writer is not None and not writer.is_even:
             raise RuntimeError(
@@ -421,11 +402,7 @@ class RingStorage(StorageBase):
         self.set_length(count)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit; nothing is changed.
-
-        Raises:
-            ValueError: another version, capacity, or other keys, shapes or dtypes.
-        """
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         check_owner(self._process, self._shared)
         check_unshared(self._shared)
         check_cells_state(state_dict, self.max_size, self.tree)

@@ -44,11 +44,7 @@ class UniformSampler(SamplerHooks, Sampler):
     reads_rings = True
 
     def __init__(
-        self,
-        with_replacement: bool = True,
-        *,
-        stratified: bool = False,
-        generator: torch.Generator | None = None,
+        self, with_replacement: bool = True, *, stratified: bool = False, generator: torch.Generator | None = None
     ) -> None:
         self.with_replacement = with_replacement
         self.stratified = stratified
@@ -162,11 +158,7 @@ class UniformSampler(SamplerHooks, Sampler):
         self.with_replacement, self.stratified = state_dict["with_replacement"], state_dict["stratified"]
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit; nothing is changed.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         schema = {"with_replacement": flag, "stratified": flag, "generator": generator(self.generator.device)}
         check_state(state_dict, schema, "uniform sampler", STATE_VERSION)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
 
 EPISODE_ENDS = ("inside", "across", "pad")
-NO_EPISODES = (*(np.zeros(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class WindowRule:
         All steps that have room for a window before the newest one of their environment are candidates. They are
         ranked by environment, then by age.
         """
-        episodes = NO_EPISODES if writer.index is None else writer.index.arrays
+        episodes = NO_INDEX if writer.index is None else writer.index.arrays
         return writer.length, *writer.arrays, episodes, self._options
 
     @cached_property

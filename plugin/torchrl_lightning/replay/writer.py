@@ -23,17 +23,11 @@ from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_p
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import jitted
 
-_INTS, _FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
-NO_INDEX = (_INTS, _FLAGS, _INTS, _FLAGS, _INTS)
+NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
 def writer_of(storage: Storage) -> RingWriter | None:
-    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one.
-
-    Example:
-        >>> writer_of(RingStorage(4)) is None
-        True
-    """
+    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
     rings = rings_in(storage)
     return rings if isinstance(rings, RingWriter) else None
 
@@ -218,11 +212,7 @@ class RingWriter(WriterBase, Rings):
         return self.advance(addresses, ids, steps, done, init)
 
     def check_process(self) -> None:
-        """Refuse to write in another process than the one that made the writer.
-
-        Raises:
-            RuntimeError: it is another one, and nothing is shared.
-        """
+        """Refuse to write in another process than the one that made the writer, unless it is shared."""
         check_owner(self._process, self.is_shared)
 
     def claim(self, ids: Ints | None, steps: int) -> None:
@@ -400,11 +390,7 @@ class RingWriter(WriterBase, Rings):
             self.index.load_state_dict(state_dict["index"], self.filled_cells())
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit; nothing is changed.
-
-        Raises:
-            ValueError: another version, number of environments or length of the rings.
-        """
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         check_owner(self._process, self.is_shared)
         check_unshared(self.is_shared)
         check_rings_state(state_dict, self.num_envs, self.length)
