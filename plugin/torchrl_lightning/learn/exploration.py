@@ -18,14 +18,13 @@ _DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, Interacti
 
 @dataclass(frozen=True)
 class FramesDecay:
-    """Linear decay from ``start`` to ``end`` over ``frames``, then constant."""
+    """Linear decay from ``start`` to ``end`` over ``frames`` frames, then constant."""
 
     start: float
     end: float
     frames: int
 
     def __post_init__(self) -> None:
-        """Refuse a range that makes no sense."""
         if min(self.start, self.end) < 0 or (self.frames < 1 and self.start != self.end):
             raise ValueError(
                 f"exploration from {self.start} to {self.end} over {self.frames} frames makes no sense: both must be "

@@ -36,10 +36,7 @@ class LossModuleAgent(AgentModule):
             by default.
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
-        learning_rate: Learning rate of the default optimizer.
-        max_grad_norm: Clip the gradient to this norm; None does not clip.
-        schedule: Schedule of the learning rate over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
+        learning_rate: As in :class:`OffPolicyModule`, here and below, of the one optimizer.
 
     Raises:
         TypeError: ``loss`` gives something else than a ``LossModule``, or the loss has no acting network and none is

@@ -75,11 +75,8 @@ def remember(batch: Transitions, online: RecurrentTrunk, target: RecurrentTrunk)
     with torch.no_grad():
         target_features = target.run(entries, is_init, first)
     if inner:
-        now, after, after_target = (
-            _gather(features, steps),
-            _gather(features.detach(), successors),
-            _gather(target_features, successors),
-        )
+        now, after = _gather(features, steps), _gather(features.detach(), successors)
+        after_target = _gather(target_features, successors)
     else:
         now, after, after_target = features[:, :length], features[:, 1:].detach(), target_features[:, 1:]
     return replace(batch, now=[now], after=[after], after_target=[after_target], mask=mask)

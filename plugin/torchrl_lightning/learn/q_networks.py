@@ -94,21 +94,13 @@ class ActionValue(nn.Module):
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
 
-    def inputs(self, entries: Entries, action: Tensor) -> Entries:
-        """Return what the encoder reads."""
-        return [*entries, (action - self.center) / self.half_range]
-
     def forward(self, *entries: Tensor) -> Tensor:
         """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
-        return self.last(self.encoder(*self.inputs(list(entries[:-1]), entries[-1])))
+        return self.last(self.encoder(*entries[:-1], (entries[-1] - self.center) / self.half_range))
 
 
 def build_action_critic(specs: Any, network: Network | None = None) -> ValueOperator:
-    """Build one critic of SAC or TD3: it writes ``state_action_value``.
-
-    Args:
-        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
-        network: Network in front of the last layer; two layers of 256 rectified units by default.
+    """Build one critic of SAC or TD3: it writes ``state_action_value``; arguments as of :func:`build_squashed_actor`.
 
     Example:
         >>> from types import SimpleNamespace

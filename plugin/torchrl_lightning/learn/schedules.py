@@ -20,7 +20,7 @@ class ConstantSchedule:
     """
 
     def __call__(self, progress: float) -> float:
-        """Return 1."""
+        """Return the factor at this progress."""
         return 1.0
 
 

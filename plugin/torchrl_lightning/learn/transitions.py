@@ -15,37 +15,22 @@ Entries = list[Tensor]
 
 @dataclass(slots=True)
 class Transitions:
-    """The tensors of a batch of transitions ``[*B]``; flags and rewards without their trailing dimension.
+    """The tensors of a batch of transitions ``[*B]``; flags and rewards without their trailing dimension."""
 
-    Attributes:
-        now: Observation entries ``[*B, *F]``.
-        after: Entries of the true successor, as the online networks see them.
-        after_target: The same, as the target networks see them.
-        action: Action ``[*B, *A]``.
-        reward: Reward, summed over the steps between ``now`` and ``after``.
-        terminated: Whether ``after`` is terminal, so that its value is 0.
-        done: Whether the episode ends there for any reason.
-        discount: Factor of the value of ``after``: a number, or a tensor where the number of steps differs.
-        weight: Importance weights, if the batch has any.
-        mask: Valid steps; all if None.
-        is_init: Whether an episode begins at ``now``, for recurrent networks.
-        states: Recurrent states before ``now``, for recurrent networks.
-        steps: Number of steps from ``now`` to ``after``, for recurrent networks; one if None.
-    """
-
-    now: Entries
-    after: Entries
-    after_target: Entries
-    action: Tensor
-    reward: Tensor
-    terminated: Tensor
-    done: Tensor | None
-    discount: float | Tensor
-    weight: Tensor | None = None
-    mask: Tensor | None = None
-    is_init: Tensor | None = None
-    states: Entries | None = None
-    steps: Tensor | None = None
+    now: Entries  # observation entries [*B, *F]
+    after: Entries  # those of the true successor, as the online networks see them
+    after_target: Entries  # the same, as the target networks see them
+    action: Tensor  # [*B, *A]
+    reward: Tensor  # summed over the steps between now and after
+    terminated: Tensor  # whether after is terminal, so that its value is 0
+    done: Tensor | None  # whether the episode ends there for any reason
+    discount: float | Tensor  # factor of the value of after; a tensor where the number of steps differs
+    weight: Tensor | None = None  # importance weights, if the batch has any
+    mask: Tensor | None = None  # valid steps; all if None
+    # For recurrent networks:
+    is_init: Tensor | None = None  # whether an episode begins at now
+    states: Entries | None = None  # recurrent states before now
+    steps: Tensor | None = None  # number of steps from now to after; one if None
 
     @property
     def fixed(self) -> Entries:
