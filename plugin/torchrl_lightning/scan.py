@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["discounted_scan"]
-
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
 
 ELEMENTS = 1024  # of a kernel's block, or one row where that is longer

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrl_lightning.scan import compiled
 
-__all__ = ["OPERATIONS", "assign", "assign_torch", "descend", "descend_torch", "jitted", "last_of_each", "reduce_pairs"]
-
 SUM, MIN, MAX = 0, 1, 2
 OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)}
 """Code and neutral element of each operation."""

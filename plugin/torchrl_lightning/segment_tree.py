@@ -21,8 +21,6 @@ from torchrl_lightning.scan import runs_on_numba
 from torchrl_lightning.segment_kernels import OPERATIONS, allocate, assign_torch, descend_torch, jitted, reduce_pairs
 from torchrl_lightning.state import check_state, same, tensor
 
-__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
-
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
 Operation: TypeAlias = str | Callable[..., Any]

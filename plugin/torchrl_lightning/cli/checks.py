@@ -117,22 +117,13 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_is_file(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint that does not exist.
-
-    Raises:
-        UsageError: Saying where checkpoints are kept.
-    """
+    """Refuse a checkpoint that does not exist; say where checkpoints are kept."""
     if not Path(checkpoint).is_file():
         raise UsageError(f"ckpt_path={checkpoint} is not a file; checkpoints lie in RUN/checkpoints/.")
 
 
 def check_command(cfg: DictConfig) -> None:
-    """Refuse overrides that would not do what was meant; print a note about one that may not.
-
-    Raises:
-        UsageError: For a group selected with a plus sign, or a sweep over a strategy that starts processes by running
-            the command again.
-    """
+    """Refuse overrides that would not do what was meant, such as ``+data=gae``; print a note about one that may not."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -156,11 +147,7 @@ def check_command(cfg: DictConfig) -> None:
 
 
 def check_data(data: Any) -> None:
-    """Build the environment once and close it, so that a mistake in it is found before anything is written.
-
-    Raises:
-        UsageError: With the environment's own message.
-    """
+    """Build the environment once and close it, so that a mistake in it is found before anything is written."""
     if not hasattr(type(data), "specs"):
         return
     try:
@@ -216,16 +203,7 @@ def check_checkpoint(
 
 
 def check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str] = ()) -> None:
-    """Refuse the weights of other networks, by loading them.
-
-    Args:
-        networks: The module to load them into.
-        stored: Weights by name.
-        settings: Sentences about settings that differ from those of the training, for the message.
-
-    Raises:
-        ValueError: Naming those settings and the first weight that has another shape or is missing on one side.
-    """
+    """Refuse the weights of other networks, by loading them; name the first that differs and what settings do."""
     try:
         networks.load_state_dict(stored)
     except RuntimeError as error:

@@ -18,8 +18,6 @@ from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_or
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Curve", "latest_of_each_seed", "read_source"]
-
 _log = logging.getLogger(__name__)
 
 _SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ def evaluate(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.learn.loading import policy_in
 
-    if cfg.video is not None:
-        check_video()
+    if cfg.video is not None and find_spec("moviepy") is None:
+        raise UsageError("video= needs moviepy and pygame: pip install 'torchrl-lightning[video]'.")
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
         raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
@@ -127,20 +128,6 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def check_video() -> None:
-    """Check what a video needs before anything is played.
-
-    Raises:
-        UsageError: Without the extra ``video``.
-    """
-    from importlib.util import find_spec
-
-    from torchrl_lightning.cli.checks import UsageError
-
-    if find_spec("moviepy") is None:
-        raise UsageError("video= needs moviepy and pygame: pip install 'torchrl-lightning[video]'.")
 
 
 def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
-__all__ = ["help_text"]
-
 _ABOUT = {
     "train": """\
 torchrl-lightning-train trains what its config describes, evaluates it and draws its learning curve.

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["ENDS", "base_name", "changed_settings", "folder_name", "in_order", "register_run_name", "run_folder"]
-
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
 # Groups that name a run without an experiment.

@@ -19,12 +19,7 @@ MISTAKES = (ValueError, TypeError, KeyError, ImportError)
 
 
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Instantiate a node of a config.
-
-    Args:
-        cfg: The whole config.
-        key: The path of the node, e.g. ``"model"`` or ``"callbacks.checkpoint"``.
-        **arguments: Arguments that the config does not hold.
+    """Instantiate the node ``key`` of a config, with further arguments.
 
     Raises:
         UsageError: Naming the setting that the constructor refuses.
@@ -44,11 +39,7 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
 
 
 def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
-    """Build environment, buffer and networks once and let go of them, before anything is written.
-
-    Raises:
-        UsageError: Naming the setting that does not fit.
-    """
+    """Build environment, buffer and networks once and let go of them, to name a setting that does not fit."""
     import torch
 
     _check_stream(data, model)

@@ -16,8 +16,6 @@ from torchrl_lightning.cli.curves import Curve, latest_of_each_seed, read_source
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["main", "plot_runs"]
-
 Band: TypeAlias = Literal["range", "std", "none"]
 
 

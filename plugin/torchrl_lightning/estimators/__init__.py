@@ -8,11 +8,4 @@ from torchrl_lightning.estimators.returns import discount_cumsum, discounted_ret
 from torchrl_lightning.estimators.standardize import standardize
 from torchrl_lightning.estimators.vtrace import vtrace
 
-__all__ = [
-    "IntrinsicRewardNormalizer",
-    "discount_cumsum",
-    "discounted_returns",
-    "gae",
-    "standardize",
-    "vtrace",
-]
+__all__ = ["IntrinsicRewardNormalizer", "discount_cumsum", "discounted_returns", "gae", "standardize", "vtrace"]

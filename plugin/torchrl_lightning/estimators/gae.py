@@ -12,17 +12,9 @@ from torch import Tensor
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
 from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
-__all__ = ["gae"]
-
 
 def gae(
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    done: Tensor,
-    gamma: float,
-    lmbda: float,
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float, lmbda: float
 ) -> tuple[Tensor, Tensor]:
     r"""Estimate advantages as an exponentially weighted sum of temporal-difference errors.
 

@@ -14,8 +14,6 @@ from torchrl_lightning.estimators._checks import check_fraction
 from torchrl_lightning.scan import discounted_scan
 from torchrl_lightning.state import check_state, number, same, tensor
 
-__all__ = ["IntrinsicRewardNormalizer"]
-
 
 class IntrinsicRewardNormalizer:
     r"""Divide intrinsic rewards by a running standard deviation of their discounted sum.

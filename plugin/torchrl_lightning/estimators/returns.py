@@ -13,8 +13,6 @@ from torch import Tensor
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
 from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
-__all__ = ["discount_cumsum", "discounted_returns"]
-
 
 def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
     r"""Sum discounted rewards to the end of the episode, bootstrapping where it was cut.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["standardize"]
-
 
 def standardize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     r"""Shift and scale to :math:`(x - \mathrm{mean}) / (\mathrm{std} + \mathrm{eps})` over all valid entries.

@@ -12,8 +12,6 @@ from torch import Tensor
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
 from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
-__all__ = ["vtrace"]
-
 
 def vtrace(
     log_pi: Tensor,

@@ -24,7 +24,8 @@ class EpisodeIndex(SharedArrays):
     environment: the begin of the running episode, and the end of the one episode whose first step was overwritten.
 
     An episode ends at a step whose done flag is set, or before a step that begins a new one. An unfinished episode ends
-    at its newest step; one whose first step was overwritten (headless) begins at the oldest stored step.
+    at its newest step; one whose first step was overwritten (headless) begins at the oldest stored step. To ask for a
+    step that is not stored is an ``IndexError``.
 
     Args:
         length: cells of each ring.
@@ -143,37 +144,21 @@ class EpisodeIndex(SharedArrays):
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
-        """Return the first position of the episodes of stored steps; without ``clip`` it may be before the oldest step.
-
-        Raises:
-            IndexError: a step is not stored.
-        """
+        """Return the first position of the episodes of stored steps; without ``clip``, be it before the oldest step."""
         self._check(env_ids, positions)
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the last position of the episodes of stored steps; the newest one if the episode is not finished.
-
-        Raises:
-            IndexError: a step is not stored.
-        """
+        """Return the last position of the episodes of stored steps; the newest one if the episode is not finished."""
         self._check(env_ids, positions)
         return self.bounds(env_ids, positions)[1]
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return ``end - position``.
-
-        Raises:
-            IndexError: a step is not stored.
-        """
+        """Return ``end - position``."""
         return self.end(env_ids, positions) - positions
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return whether the episodes of stored steps ended with a done flag.
-
-        Raises:
-            IndexError: a step is not stored.
-        """
+        """Return whether the episodes of stored steps ended with a done flag."""
         end = self.end(env_ids, positions)
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 

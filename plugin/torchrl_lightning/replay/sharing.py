@@ -36,40 +36,19 @@ def this_process() -> int:
 
 
 def check_owner(process: int, shared: bool) -> None:
-    """Refuse to write to memory that only this process has, to the buffer of another one: the rows would be lost.
-
-    Args:
-        process: id of the process that made it.
-        shared: whether it lies in memory that processes share.
-
-    Raises:
-        RuntimeError: this is another process.
-    """
+    """Refuse to write to the buffer that another process made, unless it is shared: the rows would be lost."""
     if not shared and process != _process:
         raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
 
 
 def check_unshared(shared: bool) -> None:
-    """Refuse to load into what other processes are using.
-
-    Raises:
-        RuntimeError: it is shared.
-    """
+    """Refuse to load into what other processes are using."""
     if shared:
         raise RuntimeError("The buffer is shared with other processes; load the state before buffer.share().")
 
 
 class SharedLock:
-    """A lock between processes; on entering, a process takes note of what the others wrote.
-
-    Args:
-        follow: called on entering, with the lock held.
-
-    Example:
-        >>> with SharedLock(lambda: print("looked")):
-        ...     pass
-        looked
-    """
+    """A lock between processes; on entering, it is held, and ``follow`` takes note of what the others wrote."""
 
     def __init__(self, follow: Callable[[], None]) -> None:
         # A lock of the "spawn" context serves forked processes too, but not the other way round.
@@ -92,18 +71,6 @@ class SharedArrays:
     """Numpy arrays of an object, which can be moved into memory that processes share.
 
     A pickle for a starting process hands the shared memory on; any other copy gets memory of its own.
-
-    Example:
-        >>> import numpy as np
-        >>> class Counter(SharedArrays):
-        ...     ARRAYS = ("count",)
-        ...
-        ...     def __init__(self):
-        ...         self.count = np.zeros(1)
-        >>> counter = Counter()
-        >>> counter.share_arrays()
-        >>> counter.is_shared, counter.count.tolist()
-        (True, [0.0])
     """
 
     ARRAYS: ClassVar[tuple[str, ...]]

@@ -229,11 +229,7 @@ def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_probs(rollout: TensorDictBase, current: NestedKey, behaviour: NestedKey, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return current and behaviour log-probabilities with as many dimensions as ``like``.
-
-    Raises:
-        KeyError: the behaviour policy's log-probabilities are missing.
-    """
+    """Return current and behaviour log-probabilities with as many dimensions as ``like``."""
     if rollout.get(behaviour, None) is None:
         raise KeyError(
             f"{behaviour!r} is missing: V-trace needs the log-probabilities of the policy that acted; "

@@ -22,19 +22,8 @@ def split_epoch(
 ) -> tuple[int | None, int | None]:
     """Decide ``(number, size)`` of an epoch's mini-batches; ``size=None`` means as even as possible.
 
-    Args:
-        units: steps, or environments when ``whole``.
-        num_mini_batch: wanted number.
-        mini_batch_size: wanted size in units.
-        drop_last: drop the remainder.
-        whole: whether units are environments; then their number must divide evenly.
-
     Raises:
-        ValueError: the numbers are not positive, ask for more than there is, or do not divide where they must.
-
-    Example:
-        >>> split_epoch(10, 3, None, True, whole=False)
-        (3, 3)
+        ValueError: the numbers are not positive, ask for more than there is, or do not divide whole environments.
     """
     unit = "environments" if whole else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
@@ -66,13 +55,7 @@ def split_epoch(
 def pruned(
     rollout: TensorDictBase, keys: Collection[NestedKey] | None, hidden: Collection[NestedKey], *, flat: bool
 ) -> Tree:
-    """Return the entries of a mini-batch as a nested dict.
-
-    Args:
-        rollout: ``[T, N]``.
-        keys: entries to keep; ``None`` keeps all but ``hidden``.
-        hidden: entries dropped by default.
-        flat: as flat ``[T * N, ...]`` views.
+    """Return the entries ``keys`` of a mini-batch, or all but ``hidden``, as a nested dict, ``[T, N]`` or ``[T * N]``.
 
     Raises:
         KeyError: one of ``keys`` is not there.

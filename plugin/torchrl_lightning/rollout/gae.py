@@ -73,13 +73,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
-
-        Args:
-            size: capacity along time.
-            gae_lambda: λ.
-            **options: constructor options.
-        """
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class, of these options."""
         return super().create_factory(size, gae_lambda=gae_lambda, **options)
 
     @property

@@ -37,16 +37,8 @@ KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS
 
 
 def key_of(name: str, keys: Mapping[str, NestedKey] = DOCUMENTED) -> NestedKey:
-    """Return the key of a documented name, or of the successor's entry that a ``Next...`` name stands for.
-
-    Example:
-        >>> key_of("Reward"), key_of("NextObservation")
-        (('next', 'reward'), ('next', 'observation'))
-    """
-    if name in keys:
-        return keys[name]
-    key = keys[name.removeprefix("Next")]
-    return next_key(key)
+    """Return the key of a documented name, or of the successor's entry that a ``Next...`` name stands for."""
+    return keys[name] if name in keys else next_key(keys[name.removeprefix("Next")])
 
 
 def from_documented(
@@ -116,10 +108,6 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
 
     Dict observations are the entries present both at the root and under ``"next"``. Entries without a documented name
     are dropped. :func:`from_documented` reads the result.
-
-    Args:
-        data: TensorDict with our keys.
-        keys: the keys of the documented names.
 
     Example:
         >>> data = TensorDict({"action": torch.zeros(1), "next": {"reward": torch.ones(1, 1)}}, [1])

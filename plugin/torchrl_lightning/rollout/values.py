@@ -220,11 +220,7 @@ def current_log_prob(
     action_key: NestedKey = "action",
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
-    """Return ``log π(a|s)`` of the stored actions under the current actor, ``[T, N]``.
-
-    Raises:
-        TypeError: the actor has no ``get_dist``.
-    """
+    """Return ``log π(a|s)`` of the stored actions under the current actor, which has ``get_dist``, ``[T, N]``."""
     if not hasattr(actor, "get_dist"):
         raise TypeError(
             f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."
@@ -240,11 +236,7 @@ def current_log_prob(
 
 
 def require(module: Any, name: str, purpose: str) -> Any:
-    """Return the module.
-
-    Raises:
-        RuntimeError: it is ``None``.
-    """
+    """Return the module, or raise a RuntimeError where there is none."""
     if module is None:
         raise RuntimeError(f"The {name} is needed {purpose}, but there is none: pass {name}=... or assign .{name}.")
     return module

@@ -424,12 +424,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         self.intrinsic.normalize_rewards(self.rollout)
 
     def after_gradients(self, batch: Any, info: Any) -> Any:
-        """Mark the rollout as used, so that the next write starts a new one. Change no data; may be called often.
-
-        Args:
-            batch: the mini-batch.
-            info: returned unchanged.
-        """
+        """Mark the rollout as used, so that the next write starts a new one; return ``info``. May be called often."""
         self._consumed = True
         return info
 

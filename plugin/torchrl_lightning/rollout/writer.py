@@ -180,12 +180,7 @@ class RolloutWriter(WriterBase):
 
 
 def check_flags(data: TensorDictBase) -> None:
-    """Check that reward and the end-of-episode flags are there and boolean.
-
-    Raises:
-        KeyError: one is missing; the message says what to add.
-        TypeError: a flag is not boolean.
-    """
+    """Check that the reward is there, and the end-of-episode flags, as booleans."""
     if data.get("next", None) is None:
         raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
     keys = data.get("next").keys()
@@ -203,11 +198,7 @@ def check_flags(data: TensorDictBase) -> None:
 
 
 def check_finite(value: Tensor, key: NestedKey) -> None:
-    """Refuse NaN and infinite entries.
-
-    Raises:
-        ValueError: there are some; the message counts them.
-    """
+    """Refuse NaN and infinite values; the error counts them."""
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         bad = int((~torch.isfinite(value)).sum())
         raise ValueError(
@@ -216,11 +207,7 @@ def check_finite(value: Tensor, key: NestedKey) -> None:
 
 
 def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
-    """Find the time dimension: the explicit one, else the one named ``"time"``; never a guess.
-
-    Raises:
-        ValueError: ``time_dim`` is out of range, or there is neither an explicit nor a named dimension.
-    """
+    """Find the time dimension: the explicit one, else the one named ``"time"``; never a guess."""
     if time_dim is not None:
         if not -data.ndim <= time_dim < data.ndim:
             raise ValueError(f"time_dim={time_dim} does not exist in batch size {list(data.shape)}.")
@@ -234,11 +221,7 @@ def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
 
 
 def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
-    """View ``data`` as ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``.
-
-    Raises:
-        ValueError: time is unknown, or there are more than two batch dimensions.
-    """
+    """View ``data`` as ``[T, N]``; a single time dimension ``[T]`` becomes ``[T, 1]``."""
     axis = time_axis(data, time_dim)
     if data.ndim == 1:
         return data.unsqueeze(1)
