@@ -33,7 +33,7 @@ class SharedWeights:
     Pass it to a process as an argument when the process is started.
     """
 
-    def __init__(self, module: nn.Module | None, version: int) -> None:
+    def __init__(self, module: object, version: int) -> None:
         self._layout: list[tuple[str, torch.Size, torch.dtype, int, int]] = []
         size = 0
         for name, value in _tensors(module).items():
@@ -45,7 +45,7 @@ class SharedWeights:
         self._lock: Any = multiprocessing.get_context("spawn").Lock()
         self.publish(module, version)
 
-    def publish(self, module: nn.Module | None, version: int) -> None:
+    def publish(self, module: object, version: int) -> None:
         """Copy a module's weights into shared memory as a new version."""
         source = _tensors(module)
         with self._locked():
@@ -53,7 +53,7 @@ class SharedWeights:
                 view.copy_(source[name])
             self._version.fill_(version)
 
-    def fetch(self, module: nn.Module | None, known: int) -> int:
+    def fetch(self, module: object, known: int) -> int:
         """Copy the published weights into a module unless it already has them, and return their version."""
         with self._locked():
             version = int(self._version.item())
@@ -79,9 +79,9 @@ class SharedWeights:
             self._lock.release()
 
 
-def _tensors(module: nn.Module | None) -> dict[str, Tensor]:
-    if module is None:
-        return {}
+def _tensors(module: object) -> dict[str, Tensor]:
+    if not isinstance(module, nn.Module):
+        return {}  # a policy without weights
     return {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
@@ -126,7 +126,6 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
         "trajectories": task.batches * (collector.frames_per_batch + collector.num_envs),
     }
     collector.load_state_dict({**collector.state_dict(), **counters})
-    module = policy if isinstance(policy, nn.Module) else None
     free = list(range(task.slots))
     slots: list[TensorDict] = []
     version, first_env = -1, task.worker * collector.num_envs
@@ -137,7 +136,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
                 if slot is None:
                     return
                 free.append(slot)
-            version = weights.fetch(module, version)
+            version = weights.fetch(policy, version)
             rollout = collector.rollout()
             ids = rollout[TRAJ_IDS]
             rollout[TRAJ_IDS] = ids * task.num_workers + task.worker
@@ -211,7 +210,7 @@ class WorkerPool:
                 return rollout
             if kind == "error":
                 raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
-            self._slots[worker] = [_as_tensordict(leaves, self._shape) for leaves in content]
+            self._slots[worker] = [TensorDict({}, self._shape).update(leaves) for leaves in content]
             self._send(worker, 0)
 
     def close(self) -> None:
@@ -253,13 +252,6 @@ class WorkerPool:
     def _send(self, worker: int, message: int) -> None:
         with suppress(OSError):  # if the worker has died, reading its next message reports that
             self._connections[worker].send(message)
-
-
-def _as_tensordict(leaves: dict[Any, Any], shape: list[int]) -> TensorDict:
-    result = TensorDict({}, shape)
-    for key, value in leaves.items():
-        result[key] = value
-    return result
 
 
 @contextmanager

@@ -38,7 +38,6 @@ class AsynchronousCollector(CollectorBase):
 
     Args:
         env: An id, or a factory of one environment that can be pickled.
-        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
         num_workers: The number of processes.
         num_envs: The number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
@@ -46,11 +45,8 @@ class AsynchronousCollector(CollectorBase):
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
-        reset_at_each_batch: Begin every batch with seeded resets.
-        exploration_type: How the policy acts.
-        clip_actions: Clip what the environment gets to its Box.
-        env_kwargs: As in :func:`make_vector_env`.
-        wrappers: As in :func:`make_vector_env`.
+
+    The other arguments are those of :class:`GymnasiumCollector`.
 
     Raises:
         ValueError: Sizes do not fit, or the id is unknown.
@@ -145,10 +141,8 @@ class AsynchronousCollector(CollectorBase):
         ]
         # Worker w yields batches w, w + num_workers, ...
         batches = [-((self._batches - worker) // -self.num_workers) for worker in range(self.num_workers)]
-        module = self.policy if isinstance(self.policy, nn.Module) else None
-        self._weights = SharedWeights(module, self.policy_version)
-        shape = [self.steps, self.num_envs]
-        pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, shape)
+        self._weights = SharedWeights(self.policy, self.policy_version)
+        pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, (self.steps, self.num_envs))
         # Also ends the processes when the collector is garbage-collected or the interpreter exits.
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
@@ -171,8 +165,7 @@ class AsynchronousCollector(CollectorBase):
         """
         load_weights(self.policy, policy_or_weights)
         if self._weights is not None:
-            module = self.policy if isinstance(self.policy, nn.Module) else None
-            self._weights.publish(module, self.policy_version + 1)
+            self._weights.publish(self.policy, self.policy_version + 1)
         self.policy_version += 1
 
     def reset(self) -> None:
@@ -180,14 +173,7 @@ class AsynchronousCollector(CollectorBase):
         self._stop()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed all environments, and restart the workers at the next batch.
-
-        Args:
-            seed: The seed that those of the workers are spawned from.
-            static_seed: Must be False; accepted because TorchRL's collectors take it.
-
-        Returns:
-            The seed of the last environment.
+        """Seed all environments, restart the workers at the next batch, and return the seed of the last environment.
 
         Raises:
             ValueError: ``static_seed`` is True; all workers would collect the same data.
@@ -200,13 +186,7 @@ class AsynchronousCollector(CollectorBase):
         return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all workers; may be called any number of times.
-
-        Args:
-            timeout: Not used; accepted, as the other arguments, because TorchRL's collectors take it.
-            close_env: Not used; environments end with their process.
-            raise_on_error: Not used.
-        """
+        """End all workers; may be called any number of times. The arguments of TorchRL's collectors have no effect."""
         self.closed = True
         self._stop()
 

@@ -256,15 +256,7 @@ class GymnasiumCollector(CollectorBase):
         self._needs_reset = True
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments; the next batch begins with a reset.
-
-        Args:
-            seed: The seed that those of the environments are spawned from.
-            static_seed: Give every environment the same seed.
-
-        Returns:
-            The seed of the last environment.
-        """
+        """Seed the environments, ``static_seed`` all alike, and return the seed of the last one; a reset follows."""
         self.seed, self._static_seed = check_seed(seed), static_seed
         self._batches, self._needs_reset = 0, True
         return self._reset_seeds()[-1]

@@ -51,7 +51,13 @@ class RowOrigins:
             return rollout
         trajectories = rollout.get(TRAJ_IDS, None)
         if trajectories is None:
-            self._warn()
+            if not self._has_warned:
+                logger.warning(
+                    "the collector's workers do not say whose rows they deliver (no %r): returns of training episodes "
+                    "are not reported. Leave track_traj_ids on.",
+                    TRAJ_IDS,
+                )
+            self._has_warned = True
             numbers = [-1] * rollout.shape[0]
         else:
             ended = rollout["next", "done"].flatten(2).any(-1)
@@ -84,15 +90,6 @@ class RowOrigins:
             return number
         self._count += 1
         return self._count - 1
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            logger.warning(
-                "the collector's workers do not say whose rows they deliver (no %r): returns of training episodes are "
-                "not reported. Leave track_traj_ids on.",
-                TRAJ_IDS,
-            )
-        self._has_warned = True
 
 
 def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:

@@ -108,6 +108,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.seed = seed
         self.frames = 0
         self.collector: Any = None
+        self.buffer: Any = None
         self._make_collector = collector
         self._vector_env: VectorEnv | None = None
         self._specs: EnvironmentSpecs | None = None
@@ -462,6 +463,11 @@ class ExperienceDataModule(L.LightningDataModule):
                 "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
             )
         return module
+
+    def _require_buffer(self) -> Any:
+        if self.buffer is None:
+            raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
+        return self.buffer
 
     def __str__(self) -> str:
         # Lightning's own version iterates the loaders, which would step the environments.

@@ -231,11 +231,6 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _wrap_policy(self, policy: Any) -> Any:
         return self._require_buffer().wrap_policy(policy)
 
-    def _require_buffer(self) -> VanillaOnPolicyBuffer:
-        if self.buffer is None:
-            raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
-        return self.buffer
-
     def _checked(self, rollout: TensorDictBase, buffer: VanillaOnPolicyBuffer) -> TensorDictBase:
         """Return the rollout ``[N, T]`` or say what is wrong with it."""
         expected = (self.num_envs, self.rollout_length)

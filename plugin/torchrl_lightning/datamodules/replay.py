@@ -353,11 +353,6 @@ class ReplayDataModule(ExperienceDataModule):
         needed = key[0] if isinstance(key, tuple) else key
         return [name for name in LEFT_OUT if name != needed]
 
-    def _require_buffer(self) -> ExperienceBuffer:
-        if self.buffer is None:
-            raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
-        return self.buffer
-
     def _require_source(self) -> ReplaySource:
         if self._source is None:
             buffer = self._require_buffer()
