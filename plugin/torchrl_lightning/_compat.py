@@ -281,11 +281,7 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
             self._prefetch_executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=1)
 
     def is_plain(self, batch_size: int | None) -> bool:
-        """Return whether a sample is the sampled cells and nothing else, so that TorchRL's long path is not needed.
-
-        That is: no prefetching, pinning, sample unit, transform or collation, and a size about which TorchRL would not
-        complain.
-        """
+        """Return whether a sample is the sampled cells and nothing else, so that TorchRL's long path is not needed."""
         own = self._batch_size
         return not (
             self._prefetch

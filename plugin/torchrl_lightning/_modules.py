@@ -21,18 +21,7 @@ class EvaluationMode:
     """Put modules into evaluation mode for a block, and each submodule back into its own mode afterwards.
 
     The submodules are listed once, when this is built; keep the object where the block is entered often. A module names
-    others that it computes with but does not own in an attribute ``borrowed``.
-
-    Args:
-        *modules: Modules; anything else is ignored.
-
-    Example:
-        >>> dropout = nn.Dropout()
-        >>> with EvaluationMode(dropout):
-        ...     print(dropout.training)
-        False
-        >>> dropout.training
-        True
+    others that it computes with but does not own in an attribute ``borrowed``. What is no module is ignored.
     """
 
     def __init__(self, *modules: object) -> None:

@@ -21,12 +21,7 @@ Schema = dict[NestedKey, tuple[Any, ...]]
 
 
 def nested_key(key: Any) -> NestedKey:
-    """Read a key from YAML or code: a string, or a list or tuple of strings; anything else is a TypeError.
-
-    Example:
-        >>> nested_key(["next", "reward"]), nested_key(["action"]), nested_key("action")
-        (('next', 'reward'), 'action', 'action')
-    """
+    """Read a key from YAML or code: a string, or a list or tuple of strings; anything else is a TypeError."""
     if isinstance(key, str):
         return key
     if not isinstance(key, Sequence) or not key or not all(isinstance(part, str) for part in key):
@@ -35,12 +30,7 @@ def nested_key(key: Any) -> NestedKey:
 
 
 def nested_keys(keys: Any) -> tuple[NestedKey, ...]:
-    """Read a list of keys; a string alone is a list of one, anything else a TypeError.
-
-    Example:
-        >>> nested_keys(["h", ["state", "c"]]), nested_keys("h")
-        (('h', ('state', 'c')), ('h',))
-    """
+    """Read a list of keys; a string alone is a list of one, anything else a TypeError."""
     if isinstance(keys, str):
         return (keys,)
     if not isinstance(keys, Collection):
@@ -100,11 +90,7 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
 
 
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
-    """Build the nested dict of the leaves of ``data``.
-
-    Raises:
-        TypeError: a leaf is not a dense tensor, or only some rows have it.
-    """
+    """Build the nested dict of the leaves of ``data``; a TypeError if one is no dense tensor, or some rows lack it."""
     tree: Tree = {}
     for key, value in level_of(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):

@@ -43,14 +43,6 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
 
     The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
     process left behind are removed.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "note"
-        >>> with replaced_files(path) as (file,):
-        ...     _ = file.write(b"whole")
-        >>> path.read_bytes()
-        b'whole'
     """
     for path in paths:
         for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
@@ -104,13 +96,7 @@ class StateFiles:
 
 
 class OwnFiles(StateFiles):
-    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own.
-
-    Example:
-        >>> OwnFiles().register_load_hook(print)
-        Traceback (most recent call last):
-        TypeError: OwnFiles writes its own files, which TorchRL's checkpointers and hooks do not reach; ...
-    """
+    """Refuse TorchRL's checkpointers and their hooks, which would be ignored: our parts write files of their own."""
 
     def register_save_hook(self, hook: Any) -> None:
         """Refuse a hook by a TypeError."""

@@ -65,13 +65,7 @@ def unpacked(device: str, state: Any) -> torch.Generator:
 
 
 class OwnGenerator:
-    """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one.
-
-    Example:
-        >>> sampler = OwnGenerator()
-        >>> sampler.generator is sampler.generator
-        True
-    """
+    """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one."""
 
     _own_rng: torch.Generator | None = None
 

@@ -22,16 +22,9 @@ LARGEST = 1 << 60
 
 
 def check_state(state: Any, schema: Mapping[str, Check], owner: str, version: int | None = None) -> None:
-    """Refuse a state that lacks an entry, or in which one is wrong; entries that the schema does not name are ignored.
+    """Refuse a state of ``owner`` that lacks an entry of the schema, or in which one is wrong; others are ignored.
 
-    Args:
-        state: what was saved.
-        schema: a check for each entry.
-        owner: what the state is of, for messages.
-        version: that ``schema_version`` must have; None where the state has none.
-
-    Raises:
-        ValueError: names the entry, what came and what was expected.
+    With a version, ``schema_version`` must be that. The ValueError names the entry, what came and what was expected.
 
     Example:
         >>> check_state({"size": -1}, {"size": whole()}, "toy")

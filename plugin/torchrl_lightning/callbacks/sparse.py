@@ -12,10 +12,6 @@ class SparseCallback(Callback):
 
     Lightning calls a hook of each callback that has it, also where it does nothing, for about 4 us: five callbacks
     would take a fortieth of a small agent's training. It skips a hook that is None. A subclass defines what it needs.
-
-    Example:
-        >>> SparseCallback().on_before_backward is None
-        True
     """
 
     on_train_batch_start: Any = None

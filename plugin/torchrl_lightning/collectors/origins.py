@@ -21,21 +21,6 @@ class RowOrigins:
     several workers each rollout states in ``("collector", "env_ids")`` whose rows it holds. Where TorchRL's collectors
     do not, rows are numbered by ``("collector", "traj_ids")``, so that every trajectory keeps one number from its
     beginning to its end. Without those either, every number is -1, which means unknown.
-
-    Args:
-        collector: The collector; ``num_workers`` says how many workers it has.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> origins = RowOrigins(SimpleNamespace(num_workers=2))
-        >>> for trajectory in (7, 8, 7):
-        ...     rollout = TensorDict({"collector": {"traj_ids": torch.full((1, 3), trajectory)}}, [1, 3])
-        ...     rollout["next", "done"] = torch.zeros(1, 3, 1, dtype=torch.bool)
-        ...     print(origins.numbered(rollout)["collector", "env_ids"].tolist())
-        [[0, 0, 0]]
-        [[1, 1, 1]]
-        [[0, 0, 0]]
     """
 
     def __init__(self, collector: object) -> None:

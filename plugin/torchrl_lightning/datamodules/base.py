@@ -79,14 +79,10 @@ class ExperienceDataModule(L.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_envs": num_envs,
-            "frames_per_batch": frames_per_batch,
-            "eval_episodes": eval_episodes,
-            "eval_num_envs": eval_num_envs,
-        }
-        for name, size in sizes.items():
-            integer(size, name)
+        self.num_envs = integer(num_envs, "num_envs")
+        self.frames_per_batch = integer(frames_per_batch, "frames_per_batch")
+        self.eval_episodes = integer(eval_episodes, "eval_episodes")
+        self.eval_num_envs = min(integer(eval_num_envs, "eval_num_envs"), eval_episodes)
         if frames_per_batch % num_envs:
             raise ValueError(
                 f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
@@ -98,13 +94,9 @@ class ExperienceDataModule(L.LightningDataModule):
                 "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
             )
         self.env = env
-        self.num_envs = num_envs
-        self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.reset_at_each_batch = reset_at_each_batch
         self.eval_env = env if eval_env is None else eval_env
-        self.eval_episodes = eval_episodes
-        self.eval_num_envs = min(eval_num_envs, eval_episodes)
         self.seed = seed
         self.frames = 0
         self.collector: Any = None
@@ -434,15 +426,10 @@ class ExperienceDataModule(L.LightningDataModule):
         """
         self._num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
+        seed = self._spawn_seed("evaluation", self._num_evaluations)
         env = make_vector_env(self.eval_env, min(self.eval_num_envs, episodes))
         try:
-            return play_episodes(
-                env,
-                policy,
-                episodes,
-                seed=self._spawn_seed("evaluation", self._num_evaluations),
-                deterministic=deterministic,
-            )
+            return play_episodes(env, policy, episodes, seed=seed, deterministic=deterministic)
         finally:
             if env is not self.eval_env:
                 env.close()

@@ -7,19 +7,10 @@ from typing import Any
 
 
 class Batches:
-    """A sized, re-iterable stream of batches that does nothing before it is iterated.
+    """A sized, re-iterable stream of ``length`` batches that does nothing before it is iterated.
 
     When a loader has no length, Lightning fetches one batch ahead of the training step, so that every batch would be
     one update stale. It is not a :class:`torch.utils.data.DataLoader`, whose collation takes a TensorDict apart.
-
-    Args:
-        length: Number of batches in one pass.
-        make_iterator: Called once for each pass.
-
-    Example:
-        >>> batches = Batches(2, lambda: iter(["first", "second"]))
-        >>> len(batches), list(batches), list(batches)
-        (2, ['first', 'second'], ['first', 'second'])
     """
 
     def __init__(self, length: int, make_iterator: Callable[[], Iterator[Any]]) -> None:
@@ -36,10 +27,7 @@ class Batches:
         return f"{type(self).__name__}(length={self._length})"
 
     def state_dict(self) -> dict[str, int]:
-        """Return nothing: the DataModule knows where the stream is.
-
-        With this method Lightning resumes in the midst of an epoch without a warning.
-        """
+        """Return nothing, as the DataModule knows where the stream is; Lightning resumes within an epoch unwarned."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:

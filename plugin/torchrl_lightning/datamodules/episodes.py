@@ -11,23 +11,17 @@ from torchrl_lightning.state import LARGEST, check_state, tensor
 
 
 class FinishedEpisodes:
-    r"""Means over the episodes that ended since they were last asked for.
+    """Means over the episodes that ended since they were last asked for, of ``num_envs`` environments or more.
 
     Rollouts of a single step are common, so that each is only noted; what ended is found for many at once. With
     ``C[t]`` the cumulated reward of one environment, an episode that ended at ``t`` after one that ended at ``s``
     returned ``C[t] - C[s]``; the first one adds what was carried over from before.
-
-    Args:
-        num_envs: number of environments; grows with the numbers that :meth:`add` is told.
 
     Example:
         >>> episodes = FinishedEpisodes(1)
         >>> episodes.add(torch.ones(1, 3, 1), torch.tensor([[[False], [True], [False]]]))
         >>> episodes.summary()
         {'train/return': 2.0, 'train/length': 2.0, 'train/episodes': 1.0}
-        >>> episodes.add(torch.ones(1, 2), torch.tensor([[False, True]]))
-        >>> episodes.summary()["train/return"]
-        3.0
     """
 
     def __init__(self, num_envs: int) -> None:

@@ -310,11 +310,7 @@ class ReplayDataModule(ExperienceDataModule):
         return True
 
     def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
-        """Return whose rows a rollout holds, None for those of all environments in order.
-
-        Raises:
-            ValueError: They do not fit the buffer's rings.
-        """
+        """Return whose rows a rollout holds, None for all environments in order; a ValueError if they fit no rings."""
         if ids is None or torch.equal(ids, torch.arange(self.num_envs)):
             return None
         if int(ids.min()) < 0:

@@ -14,9 +14,6 @@ class ReplayHooks(SparseCallback):
 
     Lightning calls no hook of a DataModule at these two moments. The DataModule puts this callback before all others,
     so that a checkpoint that another callback writes after an update holds the priorities of that update.
-
-    Args:
-        data: The DataModule whose methods are called.
     """
 
     def __init__(self, data: Any) -> None:

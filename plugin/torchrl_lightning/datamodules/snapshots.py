@@ -23,27 +23,14 @@ class BufferSnapshots:
     """A folder of buffer states, one subfolder for each, of which a run keeps the newest two.
 
     Every run has a folder of its own below ``root``, which runs that resume it continue to use, so that runs that share
-    a ``root`` never remove or confuse each other's states. A state appears complete or not at all. The state that a run
-    resumed from is removed only when the run has written two states itself: by then, a checkpoint that refers to the
-    first of them exists. While a state is written, the disk holds three.
+    a ``root`` never remove or confuse each other's states; each rank has its own. A state appears whole or not at all.
+    The state that a run resumed from is removed only when the run has written two states itself: by then, a checkpoint
+    that refers to the first of them exists. While a state is written, the disk holds three.
 
     Args:
         root: where all runs' folders lie; made when the first state is written.
-        rank: which process this is; each has a folder of its own.
+        rank: which process this is.
         run: name of the run's folder, eight hexadecimal digits; drawn if None.
-
-    Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> buffer = ExperienceBuffer()
-        >>> _ = buffer.extend(TensorDict({"a": torch.arange(3)}, [3]))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     reference = BufferSnapshots(Path(folder)).save(buffer, 10)
-        ...     other = ExperienceBuffer()
-        ...     BufferSnapshots(Path(folder)).load(other, reference)
-        >>> len(other)
-        3
     """
 
     def __init__(self, root: Path, rank: int = 0, run: str | None = None) -> None:
