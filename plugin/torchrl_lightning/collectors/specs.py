@@ -15,6 +15,8 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategoric
 from torchrl.data.utils import numpy_to_torch_dtype_dict
 from torchrl.envs import EnvBase
 
+from torchrl_lightning.entries import Path, join, path_of
+
 # TorchRL's transforms write these beside the observations; no network should read them as observations.
 _BOOKKEEPING = ("is_init", "step_count", "recurrent_state")
 
@@ -104,22 +106,17 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
     )
 
 
-def observation_leaves(space: spaces.Space[Any]) -> list[tuple[tuple[str, ...], NestedKey, spaces.Space[Any]]]:
+def observation_leaves(space: spaces.Space[Any]) -> list[tuple[Path, NestedKey, spaces.Space[Any]]]:
     """List the leaves of an observation space: path in the observation, key in the TensorDict, space."""
     if not isinstance(space, spaces.Dict):
         return [((), "observation", space)]
-    return [(path, key[0] if len(key) == 1 else key, leaf) for path, key, leaf in _walk(space)]
-
-
-def _walk(space: spaces.Dict) -> list[tuple[tuple[str, ...], tuple[str, ...], spaces.Space[Any]]]:
-    leaves: list[tuple[tuple[str, ...], tuple[str, ...], spaces.Space[Any]]] = []
+    leaves: list[tuple[Path, NestedKey, spaces.Space[Any]]] = []
     for name in space:
-        key = _key(name, space)
-        inner = space[name]
+        key, inner = _key(name, space), space[name]
         if isinstance(inner, spaces.Dict):
-            leaves += [((name, *path), (key, *keys), leaf) for path, keys, leaf in _walk(inner)]
+            leaves += [((name, *path), join(key, path_of(k)), leaf) for path, k, leaf in observation_leaves(inner)]
         else:
-            leaves.append(((name,), (key,), inner))
+            leaves.append(((name,), key, inner))
     return leaves
 
 

@@ -211,24 +211,19 @@ class ExperienceDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`; for an evaluation only the count of frames, on any number of ranks.
+        """Restore counters, generators and what there is of a buffer; the collector follows when it is needed first.
+
+        For an evaluation restore the count of frames alone, on any number of ranks.
 
         Raises:
-            ValueError: It comes from another environment, capacity, number of ranks or state version.
+            ValueError: It comes from another environment, buffer, number of ranks or state version.
+            FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
         self.check_state(state)
         if self._only_evaluates:
             self.frames = self.state_frames(state)
-            return
-        own = state_of_rank(state["ranks"], self._rank, self.world_size)
-        self.frames = int(own["frames"])
-        self._num_evaluations = int(own["num_evaluations"])
-        self._episodes.load_state_dict(own["episodes"])
-        if not self.reset_at_each_batch:
-            # The environments start anew, so that their unfinished episodes are lost.
-            self._episodes.forget_unfinished()
-        # A buffer restores its part itself; its tensors are not needed twice.
-        self._restored = {key: value for key, value in own.items() if key != "buffer"}
+        else:
+            self._restore_rank(state_of_rank(state["ranks"], self._rank, self.world_size))
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that was written with other settings.
@@ -275,6 +270,17 @@ class ExperienceDataModule(L.LightningDataModule):
         elif self._restored is not None and "collector" in self._restored:
             state["collector"] = self._restored["collector"]
         return state
+
+    def _restore_rank(self, own: dict[str, Any]) -> None:
+        """Restore what :meth:`_rank_state` returned."""
+        self.frames = int(own["frames"])
+        self._num_evaluations = int(own["num_evaluations"])
+        self._episodes.load_state_dict(own["episodes"])
+        if not self.reset_at_each_batch:
+            # The environments start anew, so that their unfinished episodes are lost.
+            self._episodes.forget_unfinished()
+        # A buffer restores its part itself; its tensors are not needed twice.
+        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     # ------------------------------------------------------------------ for the streams below
 

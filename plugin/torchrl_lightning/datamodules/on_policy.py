@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.ranks import state_of_rank
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
@@ -118,13 +117,9 @@ class OnPolicyDataModule(ExperienceDataModule):
             state["buffer"] = self.buffer.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counters, generators and the rollout; the collector follows at the first iteration."""
-        super().load_state_dict(state)
-        if self._only_evaluates or self.buffer is None:
-            return
-        own = state_of_rank(state["ranks"], self._rank, self.world_size)
-        if "buffer" in own:
+    def _restore_rank(self, own: dict[str, Any]) -> None:
+        super()._restore_rank(own)
+        if self.buffer is not None and "buffer" in own:
             self.buffer.load_state_dict(own["buffer"])
             self._metrics = dict(own.get("metrics", {}))
             self._place = self._resumed = own.get("place")

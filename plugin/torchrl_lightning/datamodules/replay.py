@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.mixed_replay import ReplaySource
-from torchrl_lightning.datamodules.ranks import of_first_rank, state_of_rank
+from torchrl_lightning.datamodules.ranks import of_first_rank
 from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.parts import passed_on
@@ -410,20 +410,7 @@ class ReplayDataModule(ExperienceDataModule):
             self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
         return True
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counters, generators and, if it was kept, the buffer; the collector follows at the first update.
-
-        For an evaluation, restore the count of frames alone.
-
-        Raises:
-            ValueError: It comes from another environment, buffer, ratio, number of ranks or state version.
-            FileNotFoundError: The buffer beside the checkpoint is gone.
-        """
-        if self._only_evaluates:
-            super().load_state_dict(state)
-            return
-        self.check_state(state)
-        own = state_of_rank(state["ranks"], self._rank, self.world_size)
+    def _restore_rank(self, own: dict[str, Any]) -> None:
         buffer = self.buffer if self.buffer is not None else self._make_buffer(num_envs=self.num_envs)
         refilled = int(own["refilled"])
         if "buffer" in own:
@@ -437,7 +424,7 @@ class ReplayDataModule(ExperienceDataModule):
                 "the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
                 self.warmup_frames,
             )
-        super().load_state_dict(state)
+        super()._restore_rank(own)
         self.buffer, self.updates, self._refilled = buffer, int(own["updates"]), refilled
         self._in_step = int(own["in_step"])
         self._served = self._snapshot = None
