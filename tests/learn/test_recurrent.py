@@ -12,7 +12,6 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning.learn import RecurrentNetwork, build_actor, build_critic
 from torchrl_lightning.learn.base import evaluate
-from torchrl_lightning.learn.trunks import initial_states
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Categorical(2), num_envs=4)
 
@@ -26,8 +25,15 @@ def networks(cell: str, layers: int):
 
 def collect(actor, rows: int, steps: int, starts: torch.Tensor) -> TensorDict:
     """Acts step by step, each state handed on; rollout [rows, steps]."""
-    frames, state = [], initial_states(actor.trunk, [rows])
-    state.apply_(lambda x: x.normal_())
+    trunk, frames = actor.trunk, []
+    shape = (
+        rows,
+        trunk.memory.lstm.num_layers if trunk.cell == "lstm" else trunk.memory.gru.num_layers,
+        trunk.features,
+    )
+    state = TensorDict({}, [rows])
+    for key in trunk.state_keys:
+        state.set(key, torch.randn(shape))
     for t in range(steps):
         td = TensorDict({"observation": torch.randn(rows, 3), "is_init": starts[:, t]}, [rows])
         td = actor(td.update(state))

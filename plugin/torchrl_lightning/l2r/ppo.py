@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from omegaconf import MISSING
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
@@ -26,6 +25,7 @@ from torchrl_lightning.l2r.paths import (
     step_row,
 )
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, optional
 from torchrl_lightning.replay.rows import check_step, vector
@@ -40,13 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PPOBufferSchema:
+class PPOBufferSchema(SimpleReplayBufferSchema):
     """Documented parameters of :class:`PPOBuffer`."""
 
-    obs_dim: int = MISSING
-    act_dim: int = MISSING
-    size: int = MISSING
-    batch_size: int = MISSING
     gamma: float = 0.99
     lam: float = 0.95
     eps: float = 1e-3
@@ -141,13 +137,7 @@ class PPOBuffer(Configurable, GAEBuffer):
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer.
-
-        Args:
-            size: capacity in steps.
-            gae_lambda: λ, unless ``lam`` is among the options.
-            **options: constructor options.
-        """
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; an option ``lam`` goes before ``gae_lambda``."""
         options = {"lam": gae_lambda, **options}
 
         def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:

@@ -175,16 +175,17 @@ def build_head(
     """
     if distribution not in ("auto", "normal", "tanh_normal"):
         raise ValueError(f"distribution must be 'auto', 'normal' or 'tanh_normal', got {distribution!r}")
+
+    def logits(number: int) -> nn.Module:
+        return orthogonal(nn.Linear(features, number), POLICY_GAIN)
+
     sizes = _choices(spec)
     if sizes:
-        layer = orthogonal(nn.Linear(features, sum(sizes)), POLICY_GAIN)
-        head = ActionHead(layer, ["logits"], MultiCategorical, {"sizes": sizes})
+        head = ActionHead(logits(sum(sizes)), ["logits"], MultiCategorical, {"sizes": sizes})
     elif isinstance(spec, Categorical) and not spec.shape:
-        layer = orthogonal(nn.Linear(features, int(spec.space.n)), POLICY_GAIN)
-        head = CategoricalHead(layer, ["logits"], D.Categorical)
+        head = CategoricalHead(logits(int(spec.space.n)), ["logits"], D.Categorical)
     elif isinstance(spec, OneHot):
-        layer = orthogonal(nn.Linear(features, int(spec.space.n)), POLICY_GAIN)
-        head = ActionHead(layer, ["logits"], OneHotCategorical)
+        head = ActionHead(logits(int(spec.space.n)), ["logits"], OneHotCategorical)
     elif isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
         head = _gaussian_head(spec, features, distribution, initial_std)
         distribution = "auto"

@@ -13,6 +13,7 @@ from torchrl.objectives.utils import TargetNetUpdater
 
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.parts import passed_on
 
 STATE = "target_updater"
 # Where TorchRL's losses keep the network that acts.
@@ -65,13 +66,7 @@ class LossModuleAgent(AgentModule):
         max_grad_norm: float | None = None,
         schedule: str | Schedule = "constant",
     ) -> None:
-        super().__init__(
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            critic_optimizer=None,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-        )
+        super().__init__(critic_optimizer=None, **passed_on(AgentModule, locals()))
         self.loss: LossModule | None = None
         self.acting = policy if isinstance(policy, nn.Module) else None
         self.updater: TargetNetUpdater | None = None
@@ -126,8 +121,7 @@ class LossModuleAgent(AgentModule):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer over the parameters of the loss."""
         parameters = [parameter for parameter in self.require_built(self.loss).parameters() if parameter.requires_grad]
-        self._groups = {}
-        return [self.build_optimizer(self.optimizer or self._default_optimizer, "grad_norm", parameters)]
+        return self.build_optimizers(parameters, [])
 
     def settled_parameters(self) -> set[nn.Parameter]:
         """Return all: losses and target updaters of TorchRL's keep views of them."""

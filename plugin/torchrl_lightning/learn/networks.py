@@ -24,10 +24,7 @@ class FlatEntries(nn.Module):
         super().__init__()
         self.classes = [int(spec.space.n) if isinstance(spec, Categorical) else 0 for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
-        self.features = sum(
-            classes * math.prod(spec.shape) if classes else math.prod(spec.shape)
-            for spec, classes in zip(specs, self.classes, strict=True)
-        )
+        self.features = sum(max(n, 1) * math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
         self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
 
     def forward(self, *entries: Tensor) -> Tensor:

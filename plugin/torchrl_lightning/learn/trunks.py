@@ -107,9 +107,13 @@ class RecurrentTrunk(Trunk):
         encoded = self.encoder(*[tensordict.get(key) for key in self.observation_keys])
         is_init = tensordict.get("is_init")
         states = self._states(tensordict, is_init)
-        if recurrent_mode() and tensordict.ndim:
-            return self._sequence(encoded, is_init, states, tensordict)
-        return self._advance(encoded, states)
+        if not recurrent_mode() or not tensordict.ndim:
+            return self._advance(encoded, states)
+        work = TensorDict({"encoded": encoded, "is_init": is_init}, tensordict.batch_size)
+        for key, state in zip(self.state_keys, states, strict=True):
+            work.set(key, state)
+        work = self.memory(work)
+        return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
 
     def _advance(self, encoded: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         batch = encoded.shape[:-1]
@@ -125,15 +129,6 @@ class RecurrentTrunk(Trunk):
         """Return states ``[B, L, H]`` as torch's cells want them, ``[L, B, H]``."""
         turned = tuple(state.transpose(0, 1).contiguous() for state in states)
         return turned[0] if len(turned) == 1 else turned
-
-    def _sequence(
-        self, encoded: Tensor, is_init: Tensor, states: list[Tensor], tensordict: TensorDictBase
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        work = TensorDict({"encoded": encoded, "is_init": is_init}, tensordict.batch_size)
-        for key, state in zip(self.state_keys, states, strict=True):
-            work.set(key, state)
-        work = self.memory(work)
-        return work.get(FEATURES), tuple(work.get(next_key(key)) for key in self.state_keys)
 
     def run(self, entries: Sequence[Tensor], is_init: Tensor, states: Sequence[Tensor]) -> Tensor:
         """Return the features ``[B, T, H]`` of sequences; an episode begins from zero where ``is_init`` says so.
@@ -168,21 +163,11 @@ class RecurrentTrunk(Trunk):
         of ``run``.
         """
         encoded, fresh = self.encoder(*entries), is_init.reshape(*is_init.shape, 1, 1)
-        before: list[list[Tensor]] = [[] for _ in states]
-        after: list[list[Tensor]] = [[] for _ in states]
+        before: list[Sequence[Tensor]] = []
+        after: list[Sequence[Tensor]] = []
         for t in range(encoded.shape[1]):
-            states = [state.masked_fill(fresh[:, t], 0.0) for state in states]
-            following = self._advance(encoded[:, t], states)[1]
-            for i, state in enumerate(following):
-                before[i].append(states[i])
-                after[i].append(state)
-            states = list(following)
-        return [torch.stack(steps, 1) for steps in before], [torch.stack(steps, 1) for steps in after]
-
-
-def initial_states(trunk: RecurrentTrunk, batch_size: Sequence[int]) -> TensorDict:
-    """Return zero states of a batch, under the trunk's keys."""
-    states = TensorDict({}, batch_size)
-    for key in trunk.state_keys:
-        states.set(key, torch.zeros(*batch_size, trunk._cells.num_layers, trunk.features))
-    return states
+            before.append([state.masked_fill(fresh[:, t], 0.0) for state in states])
+            states = self._advance(encoded[:, t], before[-1])[1]
+            after.append(states)
+        stacked = [[torch.stack(steps, 1) for steps in zip(*ends, strict=True)] for ends in (before, after)]
+        return stacked[0], stacked[1]
