@@ -137,7 +137,7 @@ class PPOBuffer(Configurable, GAEBuffer):
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; an option ``lam`` goes before ``gae_lambda``."""
+        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; ``lam`` goes before ``gae_lambda``."""
         options = {"lam": gae_lambda, **options}
 
         def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:

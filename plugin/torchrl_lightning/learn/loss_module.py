@@ -37,7 +37,7 @@ class LossModuleAgent(AgentModule):
             by default.
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
-        learning_rate: As in :class:`OffPolicyModule`, here and below, of the one optimizer.
+        learning_rate: As in :class:`ActorCriticModule`, here and below.
 
     Raises:
         TypeError: ``loss`` gives something else than a ``LossModule``, or the loss has no acting network and none is

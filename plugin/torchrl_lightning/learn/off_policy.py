@@ -45,12 +45,7 @@ class OffPolicyModule(AgentModule):
     Args:
         network: Network in front of the heads; the subclass's ``default_network()`` by default.
         gamma: Discount of one step.
-        learning_rate: Learning rate of the default optimizer, fused Adam over all parameters.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer.
-        critic_optimizer: A separate optimizer for the parameters of the critics (and of a memory); optional.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
+        learning_rate: As in :class:`ActorCriticModule`, here and in the next four.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;

@@ -49,12 +49,9 @@ class QNetwork(QValueActor):
 
 
 def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool = False) -> QNetwork:
-    """Build the network of DQN.
+    """Build the network of DQN; arguments as of :func:`build_actor`.
 
-    Args:
-        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
-        network: Network in front of the head; ``MLPNetwork()`` by default.
-        dueling: Use separate heads for state values and advantages.
+    With ``dueling``, state values and advantages have separate heads.
 
     Raises:
         TypeError: The action is not one choice among several.

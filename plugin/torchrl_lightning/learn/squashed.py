@@ -136,9 +136,7 @@ DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
     """Build the actor of SAC: mean and deviation both depend on the observation.
 
-    Args:
-        specs: ``EnvironmentSpecs``, or anything with an unbatched ``observation`` (Composite) and ``action``.
-        network: Network in front of the head; two layers of 256 rectified units by default.
+    Arguments as of :func:`build_actor`; the network has two layers of 256 rectified units by default.
 
     Raises:
         TypeError: The actions are not bounded floating-point vectors.
