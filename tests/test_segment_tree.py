@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_lightning import segment_tree
 from torchrl_lightning.segment_kernels import last_of_each
 from torchrl_lightning.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 
@@ -276,10 +275,6 @@ def test_bad_constructions() -> None:
     for initial in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="SumSegmentTree: a leaf must be finite and not negative"):
             SumSegmentTree(4, initial=initial)
-
-
-def test_exports() -> None:
-    assert set(segment_tree.__all__) == {"MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"}
 
 
 @pytest.mark.parametrize(

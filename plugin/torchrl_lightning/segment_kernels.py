@@ -134,74 +134,48 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
 
 
 @functools.cache
-def prefetch_intrinsic() -> Any:
-    """Build ``prefetch(address)`` for kernels: asks for a cache line without waiting for it, whatever the address."""
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        # To read, into the nearest cache, data.
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    def prefetch(typing_context: Any, address: Any) -> Any:
-        return types.void(types.intp), generate
-
-    return intrinsic(prefetch)
-
-
-def prefetch(address: int) -> None:
-    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
-
-
-@functools.cache
-def copying_intrinsic() -> Any:
-    """Build ``copy_bytes(target, source, size)`` for kernels, between addresses."""
+def _intrinsics() -> dict[str, Any]:
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        target, source = (builder.inttoptr(address, pointer) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
-        return context.get_dummy_value()
+    number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
 
-    def copy_bytes(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+    @intrinsic
+    def prefetch(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
+            # To read, into the nearest cache, data.
+            builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), number(0), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    @intrinsic
+    def copy_bytes(_: Any, target: Any, source: Any, size: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            there, here = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
+            cgutils.raw_memcpy(builder, there, here, arguments[2], 1)
+            return context.get_dummy_value()
+
         return types.void(types.intp, types.intp, types.intp), generate
 
-    return intrinsic(copy_bytes)
+    @intrinsic
+    def load(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
 
-
-def copy_bytes(target: int, source: int, size: int) -> None:
-    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
-
-
-@functools.cache
-def loading_intrinsic() -> Any:
-    """Build ``load(address)`` for kernels: the int64 that lies there."""
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
-
-    def load(typing_context: Any, address: Any) -> Any:
         return types.int64(types.intp), generate
 
-    return intrinsic(load)
+    return {"prefetch": prefetch, "copy_bytes": copy_bytes, "load": load}
 
 
-def load(address: int) -> int:
-    """Do nothing; the intrinsic takes this place where a kernel is compiled."""
-    return address
-
+# These are numba's once a kernel is compiled:
+prefetch: Any = None  # of an address: asks for its cache line without waiting for it, whatever the address
+copy_bytes: Any = None  # of two addresses, to and from, and a size
+load: Any = None  # of an address: the int64 that lies there
 
 _CALLEES = {"climb": climb, "descend": descend}
 
@@ -210,10 +184,8 @@ _CALLEES = {"climb": climb, "descend": descend}
 def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel that may call those of this module, without importing numba before it is needed."""
     # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
-    intrinsics = {"prefetch": prefetch_intrinsic(), "copy_bytes": copying_intrinsic(), "load": loading_intrinsic()}
-    globals().update(intrinsics)
-    for name, callee in _CALLEES.items():
-        globals()[name] = compiled(callee)
+    globals().update(_intrinsics())
+    globals().update({name: compiled(callee) for name, callee in _CALLEES.items()})
     return compiled(_CALLEES.get(function.__name__, function))
 
 

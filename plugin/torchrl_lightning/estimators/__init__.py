@@ -1,11 +1,8 @@
 """Pure functions on time-major tensors: returns, advantages, normalisation. Time is dimension 0."""
 
-from __future__ import annotations
-
-from torchrl_lightning.estimators.gae import gae
-from torchrl_lightning.estimators.intrinsic import IntrinsicRewardNormalizer
-from torchrl_lightning.estimators.returns import discount_cumsum, discounted_returns
-from torchrl_lightning.estimators.standardize import standardize
-from torchrl_lightning.estimators.vtrace import vtrace
-
-__all__ = ["IntrinsicRewardNormalizer", "discount_cumsum", "discounted_returns", "gae", "standardize", "vtrace"]
+from torchrl_lightning.estimators.gae import gae as gae
+from torchrl_lightning.estimators.intrinsic import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer
+from torchrl_lightning.estimators.returns import discount_cumsum as discount_cumsum
+from torchrl_lightning.estimators.returns import discounted_returns as discounted_returns
+from torchrl_lightning.estimators.standardize import standardize as standardize
+from torchrl_lightning.estimators.vtrace import vtrace as vtrace

@@ -1,19 +1,9 @@
 """Replay: rings of cells, their writer and episode index, samplers, and the buffers over them."""
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.uniform import UniformSampler
-from torchrl_lightning.replay.writer import RingWriter
-
-__all__ = [
-    "EpisodeIndex",
-    "ExperienceBuffer",
-    "PrioritizedSampler",
-    "RingStorage",
-    "RingWriter",
-    "SequenceSampler",
-    "UniformSampler",
-]
+from torchrl_lightning.replay.buffer import ExperienceBuffer as ExperienceBuffer
+from torchrl_lightning.replay.episode_index import EpisodeIndex as EpisodeIndex
+from torchrl_lightning.replay.prioritized import PrioritizedSampler as PrioritizedSampler
+from torchrl_lightning.replay.sequences import SequenceSampler as SequenceSampler
+from torchrl_lightning.replay.storage import RingStorage as RingStorage
+from torchrl_lightning.replay.uniform import UniformSampler as UniformSampler
+from torchrl_lightning.replay.writer import RingWriter as RingWriter

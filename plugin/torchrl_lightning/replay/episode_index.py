@@ -63,8 +63,6 @@ class EpisodeIndex(SharedArrays):
         """Use the arrays of the writer after they moved."""
         self._positions, self._floor = positions, floor
 
-    # ------------------------------------------------------------------ writing
-
     @property
     def arrays(self) -> tuple[Ints, Flags, Ints, Flags, Ints]:
         """What :func:`row_kernels.write_steps` keeps up to date."""
@@ -96,8 +94,6 @@ class EpisodeIndex(SharedArrays):
     def clear(self) -> None:
         """Forget everything."""
         self._open[:], self._begin[:], self._headless_end[:] = False, 0, -1
-
-    # ------------------------------------------------------------------ reading
 
     def cells_of(self, env: Ints, position: Ints) -> Ints:
         """Return the cells of steps."""
@@ -174,8 +170,6 @@ class EpisodeIndex(SharedArrays):
                 f"Step {p} of environment {e} is not stored; it holds steps "
                 f"[{int(self._oldest(env)[wrong][0])}, {int(self._positions[e])})."
             )
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self, cells: Tensor) -> dict[str, Any]:
         """Copy of what is known about ``cells`` (the filled ones)."""

@@ -89,8 +89,6 @@ class SequenceSampler(SamplerHooks, Sampler):
         self._listed = -1  # how much was written when all beginnings were listed last
         self._list: NDArray[np.float64] = np.empty(0)
 
-    # ------------------------------------------------------------------ drawing
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw windows.
 
@@ -166,8 +164,6 @@ class SequenceSampler(SamplerHooks, Sampler):
             torch.from_numpy(shares).uniform_(generator=rng)
             return shares
         return torch.rand(count, dtype=torch.float64, generator=rng, device=rng.device).cpu().numpy()
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator."""

@@ -1,25 +1,12 @@
 """On-policy experience: one rollout, its advantages, and its mini-batches."""
 
-from __future__ import annotations
-
-from torchrl_lightning.rollout.advantages import DiscountedReturns, GeneralizedAdvantages, VTraceAdvantages
-from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.intrinsic import IntrinsicReturns
-from torchrl_lightning.rollout.minibatches import MinibatchSampler
-from torchrl_lightning.rollout.storage import RolloutStorage
-from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
-from torchrl_lightning.rollout.vtrace import VTraceBuffer
-from torchrl_lightning.rollout.writer import RolloutWriter
-
-__all__ = [
-    "DiscountedReturns",
-    "GAEBuffer",
-    "GeneralizedAdvantages",
-    "IntrinsicReturns",
-    "MinibatchSampler",
-    "RolloutStorage",
-    "RolloutWriter",
-    "VTraceAdvantages",
-    "VTraceBuffer",
-    "VanillaOnPolicyBuffer",
-]
+from torchrl_lightning.rollout.advantages import DiscountedReturns as DiscountedReturns
+from torchrl_lightning.rollout.advantages import GeneralizedAdvantages as GeneralizedAdvantages
+from torchrl_lightning.rollout.advantages import VTraceAdvantages as VTraceAdvantages
+from torchrl_lightning.rollout.gae import GAEBuffer as GAEBuffer
+from torchrl_lightning.rollout.intrinsic import IntrinsicReturns as IntrinsicReturns
+from torchrl_lightning.rollout.minibatches import MinibatchSampler as MinibatchSampler
+from torchrl_lightning.rollout.storage import RolloutStorage as RolloutStorage
+from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
+from torchrl_lightning.rollout.vtrace import VTraceBuffer as VTraceBuffer
+from torchrl_lightning.rollout.writer import RolloutWriter as RolloutWriter

@@ -80,8 +80,6 @@ class DocumentedVerbs:
             sample if isinstance(sample, TensorDictBase) else from_documented(sample, batch_dims, self.documented_keys)
         )
 
-    # ---- writing ----------------------------------------------------------------------------------------------------
-
     def init_tensors(self, sample: TensorDictBase | Mapping[str, Any]) -> None:
         """Reserve memory for steps like ``sample`` (``[N]``, our keys or documented names); nothing is stored.
 
@@ -123,8 +121,6 @@ class DocumentedVerbs:
     def reset(self) -> None:
         """Set all counters to zero and discard the stored data (documented verb for ``empty``)."""
         self.empty()
-
-    # ---- reading ----------------------------------------------------------------------------------------------------
 
     def get_all_buffer_data(self, data_to_cpu: bool = False, documented_names: bool = False) -> Any:
         """Return a copy of the filled part, ``[T, N]`` named ``("time", None)``, results included.
