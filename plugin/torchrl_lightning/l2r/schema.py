@@ -54,7 +54,8 @@ class Configurable:
         try:
             config = OmegaConf.load(io.StringIO(text))
         except (yaml.YAMLError, OSError, OmegaConfBaseException) as error:
-            raise ValueError(f"{config_file_location} is no YAML mapping of {cls._fields()}: {error}") from error
+            names = list(cls.schema.__dataclass_fields__)  # type: ignore[attr-defined]
+            raise ValueError(f"{config_file_location} is no YAML mapping of {names}: {error}") from error
         return cls._build(config, str(config_file_location))
 
     @classmethod
@@ -70,15 +71,7 @@ class Configurable:
         return cls._build(config, "the config")
 
     @classmethod
-    def _fields(cls) -> list[str]:
-        return list(cls.schema.__dataclass_fields__)  # type: ignore[attr-defined]
-
-    @classmethod
     def _build(cls, config: Any, source: str) -> Self:
-        return cls(**{str(key): value for key, value in cls._validated(config, source).items()})
-
-    @classmethod
-    def _validated(cls, config: Any, source: str) -> Mapping[Any, Any]:
         config = cls._unwrapped(config, source)
         try:
             merged = OmegaConf.merge(OmegaConf.structured(cls.schema), config)
@@ -96,7 +89,7 @@ class Configurable:
                 f"The fields are {cls._described()}."
             )
         assert isinstance(resolved, Mapping)
-        return resolved
+        return cls(**{str(key): value for key, value in resolved.items()})
 
     @classmethod
     def _described(cls) -> str:
