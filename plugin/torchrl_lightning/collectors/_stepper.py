@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -71,15 +73,7 @@ class VectorStepper:
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
-        if len(self._paths) == 1 and not self._paths[0]:
-            return [observation]
-        arrays = []
-        for path in self._paths:
-            entry = observation
-            for name in path:
-                entry = entry[name]
-            arrays.append(entry)
-        return arrays
+        return [reduce(getitem, path, observation) for path in self._paths]
 
     def close(self) -> None:
         """Close the environment; terminate its processes if they hang in a step."""

@@ -162,13 +162,8 @@ class GymnasiumCollector(CollectorBase):
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
         """Yield what iteration yields in the layout of a ring, for a reader that copies it at once.
 
-        The memory is the same each time, and each TensorDict over it is made once.
-
-        Args:
-            leave_out: First names of entries that are not wanted.
-
-        Yields:
-            ``[N]`` if a batch is one step of every environment, else ``[T, N]`` named ``("time", None)``.
+        The memory is the same each time, and each TensorDict over it is made once: ``[N]`` if a batch is one step,
+        else ``[T, N]`` named ``("time", None)``, without the entries whose first names are left out.
 
         Example:
             >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2, total_frames=4, seed=0)

@@ -29,12 +29,6 @@ class EnvironmentSpecs:
         observation: One spec for each observation key.
         action: The spec of one action.
         num_envs: The number of environments.
-
-    Example:
-        >>> from torchrl_lightning import make_vector_env
-        >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))
-        >>> specs.keys, specs.observation["observation"].shape, specs.action.n
-        (['observation'], torch.Size([4]), 2)
     """
 
     observation: Composite
@@ -48,20 +42,18 @@ class EnvironmentSpecs:
 
 
 def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpecs:
-    """Read the specs of a vector environment or of a TorchRL environment.
+    """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
     They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
-
-    Args:
-        env: A gymnasium vector environment or a TorchRL environment.
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
 
     Example:
         >>> from torchrl_lightning import make_vector_env
-        >>> environment_specs(make_vector_env("Pendulum-v1", 3)).action.shape
-        torch.Size([1])
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))
+        >>> specs.keys, specs.observation["observation"].shape, specs.action.n
+        (['observation'], torch.Size([4]), 2)
     """
     if isinstance(env, EnvBase):
         return _torchrl_specs(env)

@@ -23,8 +23,8 @@ from torchrl_lightning.collectors import (
 )
 from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.specs import specs_state
+from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
-from torchrl_lightning.datamodules.batches import Batches
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer

@@ -18,10 +18,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
+from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.mixed_replay import ReplaySource
 from torchrl_lightning.datamodules.ranks import of_first_rank
-from torchrl_lightning.datamodules.replay_hooks import ReplayHooks
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, positive
