@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ class VectorStepper:
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
-        return [reduce(getitem, path, observation) for path in self._paths]
+        return [reduce(_entry, path, observation) for path in self._paths]
 
     def close(self) -> None:
         """Close the environment; terminate its processes if they hang in a step."""
@@ -98,6 +97,10 @@ class VectorStepper:
             if not np.array_equal(before[~done], after[~done], equal_nan=before.dtype.kind == "f"):
                 raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
         return fresh, [(i, [leaf[i] for leaf in final]) for i in np.flatnonzero(done).tolist()]
+
+
+def _entry(observation: Any, name: str) -> Any:
+    return observation[name]
 
 
 _NO_PARTIAL_RESET = (
