@@ -64,6 +64,11 @@ def unpacked(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
 
 
+def fresh_generator() -> torch.Generator:
+    """Return a generator that is seeded from torch's global one."""
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+
+
 class OwnGenerator:
     """Give a part a generator: the one that it is handed, else its own, seeded from torch's global one."""
 
@@ -73,7 +78,7 @@ class OwnGenerator:
     def generator(self) -> torch.Generator:
         """The random generator."""
         if self._own_rng is None:
-            self._own_rng = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+            self._own_rng = fresh_generator()
         return self._own_rng
 
     def __getstate__(self) -> dict[str, Any]:

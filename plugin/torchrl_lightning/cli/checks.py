@@ -175,9 +175,6 @@ def check_checkpoint(
         model: The LightningModule of this run; only a copy of it is built.
         world_size: The number of ranks on which the run continues; ``None`` accepts any.
         config: The config of this run, to name the settings of the model that differ.
-
-    Raises:
-        UsageError: Naming the first difference, and the overrides of the run that wrote it.
     """
     import torch
 

@@ -20,7 +20,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import read_state, write_state
-from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.parts import fresh_generator, is_spawning
 from torchrl_lightning.replay.checks import (
     STATE_VERSION,
     check_sampler,
@@ -116,7 +116,7 @@ class ExperienceBuffer(BufferBase):
             storage=storage,
             writer=writer,
             sampler=UniformSampler() if sampler is None else sampler,
-            generator=_fresh_generator() if generator is None else generator,
+            generator=fresh_generator() if generator is None else generator,
             batch_size=batch_size,
             priority_key=nested_key(priority_key),
             sample_unit=sample_unit,
@@ -584,7 +584,3 @@ def _check_agreement(length: int, sampler: Sampler, state: Mapping[str, Any]) ->
 
 def _is_prioritized(sampler: Sampler) -> bool:
     return type(sampler).update_priority is not Sampler.update_priority
-
-
-def _fresh_generator() -> torch.Generator:
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))

@@ -80,11 +80,7 @@ class Cells:
         return self._table
 
     def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
-        """Return the leaves of ``data`` (``[rows]``) in the order of the cells, without gradients.
-
-        Raises:
-            ValueError: keys, shapes, dtypes or the device differ.
-        """
+        """Return the leaves of ``data`` (``[rows]``) in the order of the cells, without gradients, if they fit."""
         plan = self._plans.get(rows)
         if plan is None:
             if len(self._plans) >= _PLANS:
@@ -127,18 +123,10 @@ class Cells:
     def gather(
         self, index: Tensor, names: Names = None, skip: Collection[Path] = _EVERYTHING, after: Tensor | None = None
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves).
+        """Read entries of the cells ``index`` (any shape, int64, on the device of the leaves), less those of ``skip``.
 
-        Nested levels become TensorDicts of the index's shape.
-
-        Args:
-            index: cells.
-            names: names of the dimensions of nested levels.
-            skip: leaves that are not read.
-            after: the cells, of the same shape, of which everything below ``"next"`` is read; ``index`` if None.
-
-        Raises:
-            IndexError: a cell does not exist.
+        Nested levels become TensorDicts of the index's shape, with these names of dimensions. Everything below
+        ``"next"`` is read from the cells ``after``, if given.
         """
         self._follow()
         reading = self._readings.get(skip := frozenset(skip))

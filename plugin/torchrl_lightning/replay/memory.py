@@ -30,17 +30,10 @@ CGROUP = Path("/sys/fs/cgroup")
 def check_room(
     needed: int, owner: str, remedy: str, *, device: torch.device | str = "cpu", folder: Path | None = None
 ) -> None:
-    """Refuse to allocate more bytes than are free.
-
-    Args:
-        needed: bytes about to be allocated.
-        owner: what needs them, for the message.
-        remedy: what the user can do, for the message.
-        device: where to allocate, unless ``folder`` is given.
-        folder: a folder on the disk of memory-mapped files.
+    """Refuse to allocate more bytes than are free on a device, or on the disk of a folder.
 
     Raises:
-        ValueError: there is not enough room; the message gives both numbers.
+        ValueError: there is not enough room; the message gives both numbers, who needs them, and what the user can do.
     """
     free = free_bytes(torch.device(device), folder)
     if free is not None and needed > free:

@@ -62,12 +62,7 @@ class NStepReturns:
     def gather(
         self, cells: Cells, episodes: EpisodeIndex | None, index: Tensor, names: Names, skip: Collection[Path]
     ) -> dict[str, Any]:
-        """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with folded steps.
-
-        Raises:
-            KeyError: no rewards are stored.
-            ValueError: it is unknown where episodes end.
-        """
+        """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with folded steps."""
         place = cells.places.get(REWARD)
         if place is None:
             raise KeyError(f"n_steps={self.n_steps} needs the entry {REWARD!r}, which is not stored.")
@@ -83,13 +78,7 @@ class NStepReturns:
         return entries
 
     def fold(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
-        """Fold the steps in the cells ``index``.
-
-        Args:
-            episodes: where episodes begin and end.
-            reward: all stored rewards, ``[cells, *F]``.
-            index: cells that hold something, any shape ``[*B]``.
-        """
+        """Fold the steps in filled cells ``index``, ``[*B]``; ``reward`` is all that is stored, ``[cells, *F]``."""
         if not reward.is_cpu or reward.dtype not in KERNEL_DTYPES:
             return self.fold_by_steps(episodes, reward, index)
         rows, rewards = index.contiguous().numpy(), reward.numpy()

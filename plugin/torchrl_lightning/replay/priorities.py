@@ -112,12 +112,7 @@ class Priorities:
         return shifted if self.alpha == 1.0 else shifted.pow_(self.alpha)
 
     def mark(self, index: Tensor, priority: float) -> None:
-        """Record that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took.
-
-        Raises:
-            IndexError: a cell out of range.
-            ValueError: the priority is too large.
-        """
+        """Record that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took."""
         if not index.numel():
             return
         if self._compiled:
@@ -164,10 +159,6 @@ class Priorities:
             index: ``[n]`` int64; -1 stands for nothing.
             priority: ``[n]``, float32 or float64.
             generation: ``[n]``, the generations of the cells when they were drawn; None updates whatever they hold now.
-
-        Raises:
-            IndexError: a cell out of range.
-            ValueError: a priority is negative, NaN or infinite.
         """
         if not index.numel():
             return
@@ -193,11 +184,7 @@ class Priorities:
             self._follow(cells[values >= 0], values[values >= 0])
 
     def check(self, priority: Tensor) -> None:
-        """Refuse priorities ``[n]`` that no cell may have.
-
-        Raises:
-            ValueError: one is negative, NaN or infinite.
-        """
+        """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
         bad = (~self._sound(priority, self.power(priority))).nonzero()
         if len(bad):
             row = int(bad[0])
@@ -228,20 +215,11 @@ class Priorities:
     def draw(
         self, count: int, generator: torch.Generator, stratified: bool, beta: float = 0.0, base: float = 0.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw cells in proportion to ``(p + eps) ** alpha``.
-
-        Args:
-            count: how many.
-            generator: where the randomness comes from.
-            stratified: one draw from each of ``count`` equal shares of the total, in order.
-            beta: exponent of the weights ``((p + eps) ** alpha / base) ** -beta``.
-            base: what they are normalised by; zero takes the smallest of the batch.
+        """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of ``count`` equal shares one.
 
         Returns:
-            Cells ``[count]`` int64, their weights (float32) and generations (int32).
-
-        Raises:
-            RuntimeError: every priority is zero.
+            Cells ``[count]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero
+            stands for the smallest of the batch) and generations (int32).
         """
         device = self.priorities.device
         if not self._compiled or generator.device.type != "cpu":

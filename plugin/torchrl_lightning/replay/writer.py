@@ -216,12 +216,7 @@ class RingWriter(WriterBase, Rings):
         check_owner(self._process, self.is_shared)
 
     def claim(self, ids: Ints | None, steps: int) -> None:
-        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written.
-
-        Args:
-            ids: the environments, or None for all.
-            steps: how many of each.
-        """
+        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
         env = self._ids if ids is None else ids
         positions = self._positions[env]
         oldest = np.clip(positions + steps - self.length, self._floor[env], positions)

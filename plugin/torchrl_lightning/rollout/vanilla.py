@@ -15,7 +15,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.files import StateFiles
-from torchrl_lightning.parts import OwnSignature
+from torchrl_lightning.parts import OwnSignature, fresh_generator
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import DiscountedReturns
@@ -138,9 +138,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         generator: torch.Generator | None = None,
         transform: Any = None,
     ) -> None:
-        if generator is None:
-            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        self.generator = generator
+        self.generator = generator = fresh_generator() if generator is None else generator
         recurrent_keys = nested_keys(recurrent_keys)
         num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
         super().__init__(

@@ -105,7 +105,8 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         return self._estimator(self._clips(None, None))
 
     def _estimator(self, clips: Mapping[str, Any]) -> AdvantageTransform:
-        return VTraceAdvantages(self.gamma, self.lmbda, **clips, **self._log_prob_options, **self._estimator_options())
+        keys = {"log_prob_key": self.log_prob_key, "current_log_prob_key": self.current_log_prob_key}
+        return VTraceAdvantages(self.gamma, self.lmbda, **clips, **keys, **self._estimator_options())
 
     def _clips(self, rho: float | None, c: float | None) -> dict[str, Any]:
         return {
@@ -118,10 +119,6 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     def documented_keys(self) -> Mapping[str, NestedKey]:
         """The keys of the documented names, as they are configured."""
         return {**super().documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
-
-    @property
-    def _log_prob_options(self) -> dict[str, Any]:
-        return {"log_prob_key": self.log_prob_key, "current_log_prob_key": self.current_log_prob_key}
 
     @property
     def intrinsic_lmbda(self) -> float:
