@@ -162,7 +162,8 @@ def test_a_policy_of_ones_own_explores_and_is_saved() -> None:
     assert len(actions.unique()) == 3
 
 
-def test_prioritized_replay_gets_the_losses_errors() -> None:
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> None:
     made: list[ExperienceBuffer] = []
 
     def buffer(num_envs: int) -> ExperienceBuffer:
@@ -171,7 +172,14 @@ def test_prioritized_replay_gets_the_losses_errors() -> None:
         return made[0]
 
     source = ReplayDataModule(
-        "Pendulum-v1", num_envs=2, buffer=buffer, batch_size=16, updates_per_epoch=3, warmup_frames=16, seed=0
+        "Pendulum-v1",
+        num_envs=2,
+        buffer=buffer,
+        batch_size=16,
+        updates_per_epoch=3,
+        updates_per_step=updates_per_step,
+        warmup_frames=16,
+        seed=0,
     )
     module = agent(redq)
     trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)

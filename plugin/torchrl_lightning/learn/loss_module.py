@@ -14,6 +14,7 @@ from torchrl.objectives.utils import TargetNetUpdater
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.parts import passed_on
+from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "target_updater"
 # Where TorchRL's losses keep the network that acts.
@@ -138,15 +139,16 @@ class LossModuleAgent(AgentModule):
         if self.updater is not None and STATE in checkpoint:
             self.updater.load_state_dict(checkpoint[STATE])
 
-    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Update on one batch; the loss may write into it."""
-        terms: dict[str, Tensor] = dict(self.require_built(self.loss)(batch).items())
-        losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
-        norms = self.update(sum(losses[1:], start=losses[0]))
-        if self.updater is not None:
-            self.updater.step()
-        scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
-        self.accumulate(scalars | norms)
+    def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
+        """Make an update on each batch of this step; the loss may write into it."""
+        for part in updates_of(batch):
+            terms: dict[str, Tensor] = dict(self.require_built(self.loss)(part).items())
+            losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
+            norms = self.update(sum(losses[1:], start=losses[0]))
+            if self.updater is not None:
+                self.updater.step()
+            scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
+            self.accumulate(scalars | norms)
 
 
 def _network(loss: LossModule, *names: str) -> Any:
