@@ -12,6 +12,7 @@ import pytest
 from configs.processes import PROJECT, environment
 
 EXAMPLES = PROJECT / "examples"
+SCRIPTS = ("torchrl_only.py", "own_trainer.py", "loss_module.py", "hydra_app/train.py")
 
 
 def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -43,10 +44,10 @@ def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, 
 
 def test_every_example_is_run():
     scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("**/*.py")}
-    assert scripts == {"torchrl_only.py", "own_trainer.py", "hydra_app/train.py"}
+    assert scripts == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", ["torchrl_only.py", "own_trainer.py", "hydra_app/train.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_can_be_read_in_one_go(script):
     assert len((EXAMPLES / script).read_text().splitlines()) < 100
 
