@@ -97,7 +97,7 @@ def built(ours: bool, kind: str = "box", sampler: Any = UniformSampler, steps: i
 
 def collect(data: ReplayDataModule, module: Any, times: int) -> None:
     for _ in range(times):
-        assert data._collect_frames(module, data.buffer, data._left_out(data.buffer))
+        assert data._collect_frames(module, data.buffer)
 
 
 def leaves(state: Any, path: str = "") -> dict[str, Any]:

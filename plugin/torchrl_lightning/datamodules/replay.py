@@ -223,7 +223,7 @@ class ReplayDataModule(ExperienceDataModule):
         buffer = self._require_buffer()
         began = time.perf_counter()
         while self._waits_for_frames() or not len(buffer):
-            if not self._collect_frames(self._module(), buffer, self._left_out(buffer)):
+            if not self._collect_frames(self._module(), buffer):
                 return None
         drawing = time.perf_counter()
         batch = self._require_source().draw(self.batch_size)
@@ -251,7 +251,7 @@ class ReplayDataModule(ExperienceDataModule):
         """Return whether all frames are collected and all updates that they allow are served."""
         return super()._is_spent() and self._waits_for_frames()
 
-    def _collect_frames(self, module: Any, buffer: ExperienceBuffer, left_out: Sequence[str]) -> bool:
+    def _collect_frames(self, module: Any, buffer: ExperienceBuffer) -> bool:
         """Step the environments once more; return False when the collector has ended."""
         self._start(module.policy)
         if self._writes_rows:
@@ -265,7 +265,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             _cut_off(rollout)
-        rollout = rollout.exclude(*left_out)
+        rollout = rollout.exclude(*self._left_out(buffer))
         if ids is None:
             buffer.extend(rollout)
         else:
