@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
@@ -132,7 +134,7 @@ class AgentModule(ReportingModule):
         return settled_parameters(self)
 
     def _default_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=self.learning_rate, eps=self.adam_eps, fused=True)
+        return LeanAdam(parameters, lr=self.learning_rate, eps=self.adam_eps)
 
     def _optimizers(self) -> list[Any]:
         optimizers = self.optimizers()
@@ -173,25 +175,44 @@ class AgentModule(ReportingModule):
         """Return the learnt parameters that do not take part in this update."""
         return []
 
-    def update(self, loss: Tensor) -> dict[str, Tensor]:
-        """Step all optimizers on the loss; return the gradient norms before clipping."""
+    def update(self, loss: Tensor, *, inner: bool = False) -> dict[str, Tensor]:
+        """Step all optimizers on the loss; return the gradient norms before clipping.
+
+        An ``inner`` update, of several in a step of Lightning's, is made without Lightning's hooks and step counter.
+        """
         norms: dict[str, Tensor] = {}
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
         # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
-        self.manual_backward(loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss)
+        loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
+        if inner and self._backward_is_plain:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
         for parameter in idle:
             parameter.grad = None
         for group in self._groups.values():
             group.gather()
         optimizers = self._optimizers()
-        with _unscaled(self.trainer.precision_plugin, [optimizer.optimizer for optimizer in optimizers]):
-            for optimizer, (name, group) in zip(optimizers, self._groups.items(), strict=True):
+        bare = [optimizer.optimizer for optimizer in optimizers]
+        with _unscaled(self.trainer.precision_plugin, bare) as scaler:
+            for number, (name, group) in enumerate(self._groups.items()):
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
-                optimizer.step()
+                if not inner:
+                    optimizers[number].step()
+                elif scaler is None:
+                    bare[number].step()
+                else:
+                    scaler.step(bare[number])
         return norms
+
+    @property
+    def _backward_is_plain(self) -> bool:
+        """Whether a backward pass is nothing but one: no ranks to wait for, no scaled loss."""
+        trainer = self.trainer
+        return type(trainer.strategy) is SingleDeviceStrategy and _scaler_of(trainer.precision_plugin) is None
 
     def report(self) -> dict[str, float]:
         """Return the learning rate."""
@@ -199,25 +220,30 @@ class AgentModule(ReportingModule):
 
 
 @contextmanager
-def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[_UnscaledSteps | None]:
     """Unscale the gradients of all optimizers, and update the gradient scaler, if any, once after the block.
 
     Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
     """
-    scaler = getattr(plugin, "scaler", None)
+    scaler = _scaler_of(plugin)
     if scaler is None:
-        yield
+        yield None
         return
     moving = [optimizer for optimizer in optimizers if _has_gradients(optimizer)]
     for optimizer in moving:
         scaler.unscale_(optimizer)
     plugin.scaler = _UnscaledSteps(scaler)
     try:
-        yield
+        yield plugin.scaler
     finally:
         plugin.scaler = scaler
     if moving:
         scaler.update()
+
+
+def _scaler_of(plugin: Any) -> torch.amp.GradScaler | None:
+    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
+    return scaler
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

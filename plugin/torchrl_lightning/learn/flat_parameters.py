@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch import optim as o
 
+from torchrl_lightning.learn.adam import LeanAdam
+
 # They treat each number alone, so that it does not matter where a parameter begins. Subclasses may do anything.
-_ELEMENTWISE = (o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
+_ELEMENTWISE = (LeanAdam, o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, o.RAdam, o.Adadelta, o.Rprop, o.ASGD)
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -164,5 +166,6 @@ class OptimizedParameters:
             return nn.utils.clip_grad_norm_(self._stepped, max_norm)
         # The same, without torch's bookkeeping for many tensors.
         norm = torch.linalg.vector_norm(gradients[0])
-        gradients[0].mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        if not norm.is_cpu or not float(norm) <= max_norm - 1e-6:  # a GPU is not asked: it would have to be waited for
+            gradients[0].mul_((max_norm / (norm + 1e-6)).clamp_(max=1.0))
         return norm

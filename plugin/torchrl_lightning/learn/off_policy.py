@@ -185,13 +185,13 @@ class OffPolicyModule(AgentModule):
 
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step, and write the TD errors into it."""
-        for part in updates_of(batch):
+        for number, part in enumerate(updates_of(batch)):
             transitions = read_transitions(part, self._keys, self.gamma, self._state_keys)
             terms, errors = self.compute(transitions)
             refresh = self.memory is not None and self.refresh_states
             states = refreshed_states(transitions, self.require_built(self.memory)) if refresh else None
             losses = [value for name, value in terms.items() if name.startswith("loss_")]
-            norms = self.update(sum(losses[1:], start=losses[0]))
+            norms = self.update(sum(losses[1:], start=losses[0]), inner=number > 0)
             self.updates += 1
             if self.updates % self.target_interval == 0:
                 self.require_built(self.targets).follow(self.tau)
