@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
+import lightning as L
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -68,6 +70,29 @@ def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, setti
     same(*runs)
     # Ten updates are steps of four, four and two.
     assert len(runs[1][0].train_dataloader()) == 3
+
+
+class Counting(L.Callback):
+    """Counts what Lightning calls around an update."""
+
+    def __init__(self):
+        self.seen = Counter()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.seen["backward"] += 1
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen["optimizer"] += 1
+
+
+def test_lightnings_hooks_and_counter_run_once_for_a_step(tmp_path):
+    run, counting = trainer(tmp_path), Counting()
+    run.callbacks.append(counting)
+    data = replay_data("uniform", updates_per_step=4, **ROLLING)
+    run.fit(dqn(), datamodule=data)
+    assert data.updates == 20  # in two epochs of three steps
+    assert run.global_step == 6
+    assert counting.seen == {"backward": 6, "optimizer": 6}
 
 
 def test_mixed_precision_acts_and_learns_with_the_weights_of_the_moment(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from learn.fakes import SPECS, FakeData, trainer
+from learn.fakes import SPECS, FakeData, Loader, trainer
 from learn.replay_fakes import BOX, FakeReplay, transitions
+from torchrl_lightning import UpdateBatches
 from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule, TD3Module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
@@ -58,6 +59,30 @@ def test_a_scaler_changes_nothing_but_the_range(case: str, options: dict[str, An
     # Three updates of the module, and one of the scale for each, however many optimizers there are.
     assert scaler.get_scale() == 2.0**13
     assert scaled.trainer.global_step == plain.trainer.global_step
+
+
+class OneStep(FakeReplay):
+    """All batches of an epoch as the updates of one step."""
+
+    def train_dataloader(self) -> Any:
+        return Loader(1, lambda: iter([UpdateBatches(self.epoch())]))
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)])
+def test_the_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler | None) -> None:
+    modules = []
+    for kind in (FakeReplay, OneStep):
+        torch.manual_seed(0)
+        module = SACModule(MLPNetwork([8]), optimizer=SGD, alpha_optimizer=SGD, max_grad_norm=0.5).build(BOX)
+        data = kind(BOX, lambda generator: transitions(BOX, 16, generator=generator))
+        plugins = [] if scaler is None or kind is FakeReplay else [Scaling("16-mixed", "cpu", scaler)]
+        trainer(max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module, datamodule=data)
+        modules.append(module)
+    assert [module.updates for module in modules] == [3, 3]
+    assert [module.trainer.global_step for module in modules] == [6, 2]  # two optimizers
+    assert scaler is None or scaler.get_scale() == 2.0**13
+    for a, b in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_an_overflow_skips_the_update_once() -> None:

@@ -64,7 +64,7 @@ def test_they_compute_in_evaluation_mode() -> None:
     for name in ("actor_network", "memory"):
         encoder = getattr(module.targets, name).get_submodule("trunk" if name == "actor_network" else "").encoder
         encoder.register_forward_hook(lambda part, *_: modes.extend(p.training for p in part.modules()))
-    module.targets.critics.flat.register_forward_hook(lambda part, *_: modes.append(part.training))
+    module.targets.critics.register_forward_hook(lambda part, *_: modes.append(part.training))
     data = FakeReplay(BOX, lambda generator: sequences(BOX, module, 4, 5, generator), batches=2)
     trainer(max_epochs=1, limit_val_batches=0).fit(module.train(), datamodule=data)
     assert modes

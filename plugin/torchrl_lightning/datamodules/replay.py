@@ -6,11 +6,11 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -30,6 +30,8 @@ from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHECKPOINTS = ("inside", "beside", "none")
 # Entries that repeat the previous step or serve bookkeeping alone are not stored.
@@ -61,8 +63,9 @@ class ReplayDataModule(ExperienceDataModule):
         updates_per_epoch: updates of one epoch.
         updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
             for them. Environments are stepped and the batch is drawn before each of them, so that frames, batches and
-            weights are those of one update a step. Above 1, the module optimizes manually and learns from each batch of
-            :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch has what is left.
+            weights are those of one update a step; ``global_step`` counts steps. Above 1, the module optimizes manually
+            and learns from each batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch
+            has what is left.
         frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
             given as ``collector=`` does so by its ``init_random_frames``).
@@ -136,6 +139,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
         self._rows: TensorDictBase | None = None  # that were written last
+        self._rows_ends: list[Tensor] = []  # their rewards and done flags, [N, T, 1]
         self._prepared: PreparedRows | None = None
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
@@ -203,8 +207,7 @@ class ReplayDataModule(ExperienceDataModule):
             if number > 0:
                 self.take_back()
             self._in_step = made + number
-            with _outside_autocast() if number > 0 else nullcontext():
-                batch = self._draw()
+            batch = _outside_autocast(self._draw) if number > 0 else self._draw()
             if batch is None:
                 return
             is_spent = self._is_spent()
@@ -288,25 +291,26 @@ class ReplayDataModule(ExperienceDataModule):
         rows = self._next_rollout(module.policy)
         if rows is None:
             return False
-        following = rows.get("next")
-        reward, done = (
-            leaf.unsqueeze(1) if rows.ndim == 1 else leaf.transpose(0, 1)
-            for leaf in (following.get("reward"), following.get("done"))
-        )
+        returning = rows is self._rows  # the same memory, again and again
+        if not returning:
+            self._rows, self._prepared = rows, None
+            following = rows.get("next")
+            self._rows_ends = [
+                leaf.unsqueeze(1) if rows.ndim == 1 else leaf.transpose(0, 1)
+                for leaf in (following.get("reward"), following.get("done"))
+            ]
         self._count(rows)
         self._snapshot = None
-        self._episodes.add(reward, done, cut=self.reset_at_each_batch)
+        self._episodes.add(*self._rows_ends, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             _cut_off(rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1))
-        prepared = self._prepared
-        if prepared is not None and prepared.rows is rows and prepared.buffer is buffer:
-            prepared.write()
+        if self._prepared is not None and self._prepared.buffer is buffer:
+            self._prepared.write()
         else:
             buffer.extend(rows)
-            if rows is self._rows:  # they come again and again
+            if returning:
                 with suppress(ValueError):
                     self._prepared = PreparedRows(buffer, rows)
-            self._rows = rows
         return True
 
     def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
@@ -443,17 +447,17 @@ class ReplayDataModule(ExperienceDataModule):
         return self._snapshots
 
 
-@contextmanager
-def _outside_autocast() -> Iterator[None]:
-    """Act with the weights as they are now, where a step with mixed precision goes on around this block."""
+def _outside_autocast(draw: Callable[[], T]) -> T:
+    """Act with the weights as they are now, where a step with mixed precision goes on around this call."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if kinds:
-        # It keeps copies of the weights, which the update has outdated.
-        torch.clear_autocast_cache()
+    if not kinds:
+        return draw()
+    # It keeps copies of the weights, which the update has outdated.
+    torch.clear_autocast_cache()
     with ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+        return draw()
 
 
 def _cut_off(rollout: TensorDictBase) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -196,7 +196,8 @@ class AgentModule(ReportingModule):
             group.gather()
         optimizers = self._optimizers()
         bare = [optimizer.optimizer for optimizer in optimizers]
-        with _unscaled(self.trainer.precision_plugin, bare) as scaler:
+        plugin = self.trainer.precision_plugin
+        with nullcontext() if _scaler_of(plugin) is None else _unscaled(plugin, bare) as scaler:
             for number, (name, group) in enumerate(self._groups.items()):
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
@@ -220,15 +221,12 @@ class AgentModule(ReportingModule):
 
 
 @contextmanager
-def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[_UnscaledSteps | None]:
-    """Unscale the gradients of all optimizers, and update the gradient scaler, if any, once after the block.
+def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[_UnscaledSteps]:
+    """Unscale the gradients of all optimizers, and update the gradient scaler once after the block.
 
     Lightning unscales and updates at each optimizer's step: too late to clip, and with another scale for the next one.
     """
-    scaler = _scaler_of(plugin)
-    if scaler is None:
-        yield None
-        return
+    scaler = plugin.scaler
     moving = [optimizer for optimizer in optimizers if _has_gradients(optimizer)]
     for optimizer in moving:
         scaler.unscale_(optimizer)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay
-from torchrl_lightning.learn.losses import check_distance, double_q_value, td_loss, value_of_action
+from torchrl_lightning.learn.losses import check_distance, double_q_value, value_of_action
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import build_q_network
@@ -100,8 +100,8 @@ class DQNModule(OffPolicyModule):
             after = targets.q_network.values(batch.after_target)
             after = double_q_value(after, network.values(batch.after)) if self.double_q else after.amax(-1)
             target = batch.target(after)
-        loss, error = td_loss(values, target, self.loss_function, batch.mask)
-        return {"loss_value": batch.mean(loss), "value": batch.mean(values.detach())}, error
+        loss, error = batch.td_loss(values, target, self.loss_function)
+        return {"loss_value": loss, "value": batch.mean(values.detach())}, error
 
     def exploration(self, frames: int) -> float:
         """Return epsilon."""

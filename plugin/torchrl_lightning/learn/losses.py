@@ -158,10 +158,13 @@ def smoothed(action: Tensor, deviation: float, bound: float) -> Tensor:
     return (action + (torch.randn_like(action) * deviation).clamp_(-bound, bound)).clamp_(-1.0, 1.0)
 
 
-def td_loss(values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    r"""Return \(\sum_i d(Q_i(s, a), y)\), and \(\max_i |Q_i(s, a) - y|\) without a gradient, ``[*B]`` each.
+def td_loss(
+    values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor | None = None, reduction: str = "none"
+) -> tuple[Tensor, Tensor]:
+    r"""Return \(\sum_i d(Q_i(s, a), y)\) and \(\max_i |Q_i(s, a) - y|\), the latter without a gradient, ``[*B]`` each.
 
-    What steps hold that ``mask`` leaves out may be anything, also NaN, and their error is 0.
+    What steps hold that ``mask`` leaves out may be anything, also NaN, and their error is 0. With ``reduction="mean"``
+    the first is its mean over all steps, computed in one piece.
 
     Example:
         >>> td_loss(torch.tensor([[1.0], [4.0]]), torch.tensor([2.0]))
@@ -172,8 +175,8 @@ def td_loss(values: Tensor, target: Tensor, distance: str = "l2", mask: Tensor |
     if mask is not None:
         # NaN in a target would make the gradient NaN even behind a selection.
         target = torch.where(mask, target, values.detach()[0] if several else values.detach())
-    loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction="none")
+    loss = DISTANCES[distance](values, target.expand_as(values) if several else target, reduction=reduction)
     error = (values.detach() - target).abs_()
     if several:
-        loss, error = loss.sum(0), error.amax(0)
+        loss, error = (loss * len(values) if reduction == "mean" else loss.sum(0)), error.amax(0)
     return loss, error if mask is None else torch.where(mask, error, 0.0)

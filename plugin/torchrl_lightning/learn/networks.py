@@ -17,17 +17,16 @@ from torchrl_lightning.learn.layers import activation_class, mlp, orthogonal
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 
 
-class FlatEntries(nn.Module):
+class FlatEntries:
     """Flatten and concatenate observation entries: vectors as they are, discrete ones as one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
-        super().__init__()
         self.classes = [int(spec.space.n) if isinstance(spec, Categorical) else 0 for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
         self.features = sum(max(n, 1) * math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
         self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
 
-    def forward(self, *entries: Tensor) -> Tensor:
+    def __call__(self, *entries: Tensor) -> Tensor:
         """Map entries ``[*B, *F_i]`` to ``[*B, F]``."""
         if self.trivial and entries[0].dtype is torch.float32:
             return entries[0]

@@ -13,7 +13,7 @@ from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
 from torchrl_lightning.learn.actors import linear_head, observation_entries
-from torchrl_lightning.learn.networks import FlatEntries, MLPEncoder, MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.trunks import FEATURES
 
@@ -172,7 +172,9 @@ class CriticEnsemble(nn.Module):
         for layer in layers:
             if isinstance(layer, tuple):
                 weight, bias = layer
-                x = torch.baddbmm(bias, x, weight)
+                # To a single number, a batched product takes three times as long as the sum that it is.
+                single = weight.shape[-1] == 1
+                x = (x * weight.mT).sum(-1, keepdim=True) + bias if single else torch.baddbmm(bias, x, weight)
             else:
                 x = layer(x)
         return x.reshape(count, *shape)
@@ -181,4 +183,4 @@ class CriticEnsemble(nn.Module):
 def _layers_of(critic: ActionValue) -> list[nn.Module]:
     """Return the linear layers and activations of a perceptron, in the order in which they run."""
     parts = [*critic.encoder.modules(), *critic.last.modules()]
-    return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder | FlatEntries)]
+    return [part for part in parts if not isinstance(part, nn.Sequential | MLPEncoder)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import StochasticPolicy
-from torchrl_lightning.learn.losses import check_distance, soft_value, td_loss, temperature_loss
+from torchrl_lightning.learn.losses import check_distance, soft_value, temperature_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
@@ -115,11 +115,11 @@ class SACModule(OffPolicyModule):
             after = self.require_built(self.targets).critics(batch.after_target, action)
             target = batch.target(soft_value(after, log_prob, alpha))
         values = critics(batch.now, batch.action)
-        loss, error = td_loss(values, target, self.loss_function, batch.mask)
+        loss, error = batch.td_loss(values, target, self.loss_function)
         now = batch.fixed
         action, log_prob = head.rsample(head(encoder(*now)))
         gain = soft_value(critics.judge(now, action), log_prob, alpha)
-        terms = {"loss_qvalue": batch.mean(loss), "loss_actor": -batch.mean(gain)}
+        terms = {"loss_qvalue": loss, "loss_actor": -batch.mean(gain)}
         if isinstance(self.log_alpha, nn.Parameter):
             terms["loss_alpha"] = batch.mean(temperature_loss(self.log_alpha, log_prob, self.target_entropy or 0.0))
         with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import FramesDecay, NoisyPolicy
-from torchrl_lightning.learn.losses import check_distance, smoothed, td_loss
+from torchrl_lightning.learn.losses import check_distance, smoothed
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble
@@ -111,8 +111,8 @@ class TD3Module(OffPolicyModule):
             after = targets.critics(batch.after_target, actor.head.scale(action))
             target = batch.target(after.amin(0))
         values = self.critics(batch.now, batch.action)
-        loss, error = td_loss(values, target, self.loss_function, batch.mask)
-        terms = {"loss_qvalue": batch.mean(loss), "value": batch.mean(values[0].detach())}
+        loss, error = batch.td_loss(values, target, self.loss_function)
+        terms = {"loss_qvalue": loss, "value": batch.mean(values[0].detach())}
         if self._moves_actor:
             actor, now = self.actor_network, batch.fixed
             action = actor.head(actor.trunk.encoder(*now))

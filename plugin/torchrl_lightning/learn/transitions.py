@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+
+from torchrl_lightning.entries import level_of, path_of
+from torchrl_lightning.learn.losses import td_loss
 
 Entries = list[Tensor]
 
@@ -45,6 +49,13 @@ class Transitions:
             going_on = torch.add(self.reward, value, alpha=self.discount)
         return torch.where(self.terminated, self.reward, going_on)
 
+    def td_loss(self, values: Tensor, target: Tensor, distance: str) -> tuple[Tensor, Tensor]:
+        """Return the mean of the TD loss over the valid steps, and the absolute errors ``[*B]``."""
+        if self.mask is None and self.weight is None:
+            return td_loss(values, target, distance, reduction="mean")
+        loss, error = td_loss(values, target, distance, self.mask)
+        return self.mean(loss), error
+
     def mean(self, loss: Tensor) -> Tensor:
         r"""Return the mean over the valid steps, \(\sum_i w_i l_i / \sum_i w_i\), as TorchRL reduces a loss."""
         if self.mask is None and self.weight is None:
@@ -70,34 +81,35 @@ def read_transitions(
     Raises:
         KeyError: Something is missing; the message says what.
     """
-    following = batch.get("next", None)
-    if following is None:
+    # Looked at as plain dicts: a TensorDict's `get` costs two microseconds, and there are a dozen entries.
+    entries = level_of(batch)
+    if "next" not in entries:
         raise KeyError(f"the batch has no 'next', only {_present(batch)}; off-policy losses learn from transitions")
-    shape = batch.shape
-    reward, terminated = _column(following, "reward", shape), _column(following, "terminated", shape)
+    following, shape = level_of(entries["next"]), batch.shape
+    reward, terminated = _column(following, "reward", batch), _column(following, "terminated", batch)
     discount: float | Tensor = gamma
-    given, steps = batch.get("gamma", None), batch.get("steps_to_next_obs", None)
+    given, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
     if given is not None:
         discount = given.reshape(shape).to(reward.dtype)
     elif steps is not None:
         discount = gamma ** steps.reshape(shape).to(reward.dtype)
-    weight = batch.get("priority_weight", None)
+    weight = entries.get("priority_weight")
     if weight is not None:
         weight = weight.to(reward.dtype)
         # One weight for each step, or one for each sequence.
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
-    mask = batch.get("mask", None)
-    after = [_entry(following, key) for key in keys]
+    mask = entries.get("mask")
+    after = [_entry(following, key, batch) for key in keys]
     done = is_init = states = ahead = None
     if state_keys:
         ahead = None if steps is None else steps.reshape(shape)
-        done, is_init = _column(following, "done", shape), _column(batch, "is_init", shape)
-        states = [_entry(batch, key) for key in state_keys]
+        done, is_init = _column(following, "done", batch), _column(entries, "is_init", batch)
+        states = [_entry(entries, key, batch) for key in state_keys]
     return Transitions(
-        now=[_entry(batch, key) for key in keys],
+        now=[_entry(entries, key, batch) for key in keys],
         after=after,
         after_target=after,
-        action=_entry(batch, "action"),
+        action=_entry(entries, "action", batch),
         reward=reward,
         terminated=terminated,
         done=done,
@@ -110,18 +122,21 @@ def read_transitions(
     )
 
 
-def _entry(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    value = batch.get(key, None)
-    if value is None:
-        raise KeyError(
-            f"the batch has no {key!r}, only {_present(batch)}; the buffer must hold what the policy read and wrote"
-        )
+def _entry(entries: Mapping[str, Any], key: NestedKey, batch: TensorDictBase) -> Tensor:
+    found: Any = entries
+    for name in (key,) if isinstance(key, str) else path_of(key):
+        found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
+        if found is None:
+            raise KeyError(
+                f"the batch has no {key!r}, only {_present(batch)}; the buffer must hold what the policy read and wrote"
+            )
+    value: Tensor = found
     return value
 
 
-def _column(batch: TensorDictBase, key: str, shape: torch.Size) -> Tensor:
-    value = _entry(batch, key)
-    return value if value.shape == shape else value.reshape(shape)
+def _column(entries: Mapping[str, Any], key: str, batch: TensorDictBase) -> Tensor:
+    value = _entry(entries, key, batch)
+    return value if value.shape == batch.shape else value.reshape(batch.shape)
 
 
 def _present(batch: TensorDictBase) -> list[str]:
