@@ -72,7 +72,7 @@ class ByHand:
     def _data(self) -> Any:
         return self.hand
 
-    def update(self: Any, loss: Tensor) -> dict[str, Tensor]:
+    def update(self: Any, loss: Tensor, *, inner: bool = False) -> dict[str, Tensor]:
         """As the module, without Lightning between."""
         norms = {}
         for group in self._groups.values():
