@@ -14,11 +14,9 @@ from torchrl_lightning.entries import (
     entry_of,
     join,
     keyed_leaves,
-    match,
     nested_key,
     nested_keys,
     next_key,
-    plan_of,
     schema_difference,
     to_tensordict,
     tree_of,
@@ -82,11 +80,3 @@ def test_a_difference_names_every_leaf() -> None:
     )
     assert difference(tree_of(data()), data(5)) == ""
     assert "on cpu, stored is [2] torch.float32 on cpu" in difference(tree_of(data()), other)
-
-
-def test_rows_match_a_plan_or_do_not() -> None:
-    plan, found = plan_of(tree_of(data()), 3), []
-    assert match(plan, dict(data().items()), found)
-    assert len(found) == 2
-    assert not match(plan, dict(data(4).items()), [])
-    assert not match(plan, dict(data().exclude("a").items()), [])

@@ -142,42 +142,6 @@ def moved(value: Tensor, device: torch.device | str) -> Tensor:
     return value if value.device == device else value.to(device)
 
 
-Plan = list[tuple[str, Any, Any, Any]]
-"""One level of what rows must look like: key, then a plan, or dtype, device and shape of a leaf."""
-
-
-def plan_of(tree: Tree, rows: int) -> Plan:
-    """Describe ``rows`` rows that fit a tree, prepared for :func:`match`."""
-    return [
-        (key, plan_of(leaf, rows), None, None)
-        if isinstance(leaf, dict)
-        else (key, leaf.dtype, leaf.device, torch.Size((rows, *leaf.shape[1:])))
-        for key, leaf in tree.items()
-    ]
-
-
-def match(plan: Plan, entries: dict[str, Any], found: list[Tensor]) -> bool:
-    """Return whether entries have the planned keys, shapes, dtypes and devices; appends the leaves in order."""
-    if len(entries) != len(plan):
-        return False
-    for key, dtype, device, shape in plan:
-        value = entries.get(key)
-        if shape is None:
-            if not is_tensordict(value) or not match(dtype, level_of(value), found):
-                return False
-        elif (
-            isinstance(value, Tensor)
-            and value.dtype is dtype
-            and value.layout is torch.strided
-            and value.shape == shape
-            and value.device == device
-        ):
-            found.append(value.detach() if value.requires_grad else value)
-        else:
-            return False
-    return True
-
-
 def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
     """Return shape (after the first ``batch_dims`` dimensions), dtype and, if asked for, device of every leaf."""
     return {

@@ -79,6 +79,7 @@ def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
 
     refused(make_rows(2).set("td_error", torch.ones(2)), "write them by extend")
     refused(make_rows(2).set("a", torch.zeros(3, 2).T), "write them by extend")
+    refused(make_rows(3, 2).set("a", torch.zeros(3, 2, 3).transpose(0, 1).contiguous().transpose(0, 1)), "by extend")
     refused(make_rows(2).set("is_init", torch.zeros(2, 1)), "write them by extend")
     refused(rows, "write them by extend", transform=RewardScaling(0.0, 1.0, in_keys=["a"]))
     buffer = make_buffer()

@@ -11,18 +11,21 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Path, Plan, Tree, difference, leaves_of, level_of, match, plan_of
+from torchrl_lightning.entries import Path, Tree, difference, is_tensordict, leaves_of, level_of
 from torchrl_lightning.replay import row_kernels
 from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.segment_kernels import jitted
 
 _PLANS = 16
 _RAW = {1: np.dtype(np.int8), 2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+_STRIDED = torch.strided
 _EVERYTHING: frozenset[Path] = frozenset()
 
 Names = tuple[str | None, ...] | None
 Level = list[tuple[str, Any]]
 """One level of what is read: a key, and the level below or the place of a leaf."""
+Plan = list[tuple[str, Any, torch.Size | None]]
+"""One level of what is written: a key, and the level below and None, or dtype and shape of a leaf."""
 
 
 class _Reading(NamedTuple):
@@ -47,7 +50,8 @@ class Cells:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> cells = Cells({"a": torch.zeros(4, dtype=torch.long)})
-        >>> cells.scatter(cells.match(TensorDict({"a": torch.tensor([5, 6])}, [2]), 2), torch.arange(2))
+        >>> leaves, _ = cells.match(TensorDict({"a": torch.tensor([5, 6])}, [2]), 2)
+        >>> cells.scatter(leaves, torch.arange(2))
         >>> cells.gather(torch.tensor([2, 1]))["a"].tolist()
         [0, 6]
     """
@@ -58,7 +62,7 @@ class Cells:
         self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
         self.device = self.leaves[0].device  # of all; asking a tensor for it costs as much as a small copy
-        self.on_cpu = all(leaf.device.type == "cpu" for leaf in self.leaves)
+        self.on_cpu = self.device.type == "cpu"
         self._probe = next((leaf for leaf in self.leaves if leaf.numel()), self.leaves[0])
         self._plans: dict[int, Plan] = {}
         self._view()
@@ -79,46 +83,33 @@ class Cells:
         self._follow()
         return self._table
 
-    def match(self, data: TensorDictBase, rows: int) -> list[Tensor]:
-        """Return the leaves of ``data`` (``[rows]``) in the order of the cells, without gradients, if they fit."""
+    def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
+        """Read the leaves of ``data`` (``[rows]``), in the order of the cells, if they fit.
+
+        Returns:
+            The leaves, on the CPU copies of those that are not in one piece; and ``sources`` and ``leaves`` of
+            :func:`row_kernels.write_steps`, valid as long as the leaves live, None on another device.
+        """
         plan = self._plans.get(rows)
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            plan = self._plans[rows] = plan_of(self.tree, rows)
+            plan = self._plans[rows] = _plan(self.tree, rows)
         found: list[Tensor] = []
-        if not match(plan, level_of(data), found):
+        sources: list[int] = []
+        if not _match(plan, level_of(data), None if self.on_cpu else self.device, found, sources):
             wrong = difference(self.tree, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
                 f"The data does not fit what is stored: {wrong}. "
                 "Write the same keys, shapes and dtypes every time (data.select, data.to), or use a new buffer."
             )
-        return found
-
-    def addresses(self, leaves: list[Tensor]) -> tuple[Ints, Ints] | None:
-        """Return where matched leaves and their cells lie, as :func:`row_kernels.write_steps` takes it.
-
-        A leaf that is not in one piece is replaced by a copy, in the list; that must live as long as the addresses.
-
-        Returns:
-            ``sources`` and ``leaves``; None where a leaf has no address on the CPU.
-        """
-        if not self.on_cpu:
-            return None
-        sources = []
-        for place, leaf in enumerate(leaves):
-            if type(leaf) is not Tensor:
-                return None
-            if not leaf.is_contiguous() or leaf.is_neg() or leaf.is_conj():
-                leaf = leaves[place] = leaf.resolve_conj().resolve_neg().contiguous()
-            sources.append(leaf.data_ptr())
-        return np.array(sources, np.int64), self.table
+        return found, (np.array(sources, np.int64), self.table) if self.on_cpu else None
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into scattered cells, by one indexed copy each."""
-        index = index.to(self.leaves[0].device)
+        index = index.to(self.device)
         for store, leaf in zip(self.leaves, leaves, strict=True):
-            store.index_copy_(0, index, leaf)
+            store.index_copy_(0, index, leaf.detach())
 
     def gather(
         self, index: Tensor, names: Names = None, skip: Collection[Path] = _EVERYTHING, after: Tensor | None = None
@@ -162,6 +153,44 @@ class Cells:
         numbers = {path: number for number, path in enumerate(kept)}
         middle = sum(not _is_next(path) for path in kept)
         return _Reading(_level(self.tree, numbers), leaves, middle, [_rows(leaf) for leaf in leaves], _table(leaves))
+
+
+def _plan(tree: Tree, rows: int) -> Plan:
+    return [
+        (key, _plan(leaf, rows), None)
+        if isinstance(leaf, dict)
+        else (key, leaf.dtype, torch.Size((rows, *leaf.shape[1:])))
+        for key, leaf in tree.items()
+    ]
+
+
+def _match(
+    plan: Plan, entries: dict[str, Any], device: torch.device | None, found: list[Tensor], sources: list[int]
+) -> bool:
+    """Return whether entries fit a plan, and append the leaves in order; on the CPU, for which None stands, plain."""
+    if len(entries) != len(plan):
+        return False
+    for key, dtype, shape in plan:
+        value = entries.get(key)
+        if shape is None:
+            if not is_tensordict(value) or not _match(dtype, level_of(value), device, found, sources):
+                return False
+        elif (
+            isinstance(value, Tensor)
+            and value.dtype is dtype
+            and value.layout is _STRIDED
+            and value.shape == shape
+            and (value.is_cpu if device is None else value.device == device)
+        ):
+            if device is None:
+                lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
+                if lazy or type(value) is not Tensor or not value.is_contiguous():
+                    value = torch.empty(shape, dtype=dtype).copy_(value)
+                sources.append(value.data_ptr())
+            found.append(value)
+        else:
+            return False
+    return True
 
 
 def _is_next(path: Path) -> bool:

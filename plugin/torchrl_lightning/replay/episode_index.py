@@ -199,8 +199,8 @@ def _array(value: Tensor) -> Ints:
 def flag_of(value: Tensor, steps: int) -> Flags:
     """Reduce a flag of time-major rows, whatever its trailing shape, to ``[T, M]``."""
     flag = value.detach() if value.requires_grad else value
-    flag = flag if flag.is_cpu else flag.cpu()
-    array: Flags = flag.numpy() if flag.dtype == torch.bool else (flag != 0).numpy()
+    flag = flag if flag.dtype is torch.bool else flag != 0
+    array: Flags = (flag if flag.is_cpu else flag.cpu()).contiguous().numpy()
     if array.size > len(array):
         array = np.any(array.reshape(len(array), -1), axis=1)
-    return np.ascontiguousarray(array.reshape(steps, -1))
+    return array.reshape(steps, -1)

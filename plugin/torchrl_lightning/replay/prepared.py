@@ -46,14 +46,13 @@ class PreparedRows:
         flat = rows if rows.ndim == 1 else rows.reshape(-1)
         count = flat.shape[0]
         self._writer, self._storage, self._steps = writer, storage, count // writer.num_envs
-        given = storage.check(flat, count)
-        self._leaves = list(given)  # their addresses are valid as long as they are kept
-        addresses = storage.cells.addresses(self._leaves)
-        self._done, self._init = writer.flags(flat, given, self._steps)
+        self._leaves, addresses = storage.check(flat, count)  # the addresses are valid as long as these are kept
+        self._done, self._init = writer.flags(flat, self._leaves, self._steps)
+        given = [rows.get(path).data_ptr() for path in storage.cells.places]
         flags = [flag for key in (writer.done_key, writer.init_key) if (flag := flat.get(key, None)) is not None]
         if (
             addresses is None
-            or any(leaf is not own for leaf, own in zip(given, self._leaves, strict=True))
+            or given != [leaf.data_ptr() for leaf in self._leaves]
             or any(flag.dtype != torch.bool or flag.numel() != count for flag in flags)
             or flat.get(buffer.priority_key, None) is not None
             or buffer.has_transform

@@ -32,7 +32,7 @@ from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memory import check_room, map_cells, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import Rings, integers, integers_below, rings_in
+from torchrl_lightning.replay.rings import Ints, Rings, integers, integers_below, rings_in
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
 
 
@@ -122,8 +122,8 @@ class RingStorage(StorageBase):
 
     # ------------------------------------------------------------------ writing
 
-    def check(self, data: TensorDictBase, rows: int) -> list[Tensor]:
-        """Return the leaves of ``data`` (``[rows]``) in stored order; write nothing, but reserve memory at first use.
+    def check(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
+        """Read the leaves of ``data`` as :meth:`Cells.match` does; write nothing, but reserve memory at first use.
 
         Raises:
             ValueError: keys, shapes, dtypes or the device differ from what is stored, or there is not enough memory.
@@ -205,7 +205,7 @@ class RingStorage(StorageBase):
             return
         if int(index.min()) < -self.max_size or int(index.max()) >= self.max_size:
             raise IndexError(f"Cell {int(index.max())} does not exist; the storage has {self.max_size} cells.")
-        leaves = self.check(data, index.numel())
+        leaves, _ = self.check(data, index.numel())
         assert self.cells is not None
         self.cells.scatter(leaves, index % self.max_size)
         if set_cursor:
@@ -394,7 +394,7 @@ class RingStorage(StorageBase):
         count, cells = state_dict["count"], state_dict["cells"]
         if state_dict["data"] is not None:
             data = to_tensordict(state_dict["data"], torch.Size([count])).to(self.device)
-            leaves = self.check(data, count)
+            leaves, _ = self.check(data, count)
             assert self.cells is not None
             if count:
                 self.cells.scatter(leaves, torch.arange(count) if cells is None else cells)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
-from torchrl_lightning.entries import check_tensordict, entry_of, nested_key, path_of
+from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_key, path_of
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
@@ -80,6 +80,7 @@ class RingWriter(WriterBase, Rings):
         self.track_episodes = track_episodes
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
+        self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
         self.index: EpisodeIndex | None = None
         self._seen: tuple[int, Ints] = 0, self._positions.copy()  # era and positions that this process knows of
 
@@ -190,13 +191,13 @@ class RingWriter(WriterBase, Rings):
             )
         storage: Any = self.storage
         # Checked before the storage, which takes its schema from the first rows that it checks.
-        if self.track_episodes and not self.write_count and self._entry(data, None, self.done_key) is None:
+        if self.track_episodes and not self.write_count and self._entry(data, None, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         steps = rows // width
-        leaves = storage.check(data, rows) if isinstance(storage, RingStorage) else None
+        leaves, addresses = storage.check(data, rows) if isinstance(storage, RingStorage) else (None, None)
         done, init = self.flags(data, leaves, steps)
-        addresses = None if leaves is None else storage.cells.addresses(leaves)
         if addresses is None:
+            addresses = NO_LEAVES
             cells = self._cells(ids, steps)
             skipped = max(0, steps - self.length) * width
             if leaves is not None:
@@ -208,7 +209,6 @@ class RingWriter(WriterBase, Rings):
                 )
             else:
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
-            addresses = NO_LEAVES
         return self.advance(addresses, ids, steps, done, init)
 
     def check_process(self) -> None:
@@ -229,7 +229,7 @@ class RingWriter(WriterBase, Rings):
         """Write steps, move the positions past them, and record their episodes: all of it or nothing.
 
         Args:
-            leaves: where rows and cells lie (:meth:`Cells.addresses`); empty for rows that are in their cells already.
+            leaves: where rows and cells lie (:meth:`Cells.match`); empty for rows that are in their cells already.
             ids: the environments, or None for all.
             steps: how many of each.
             done: whether a step ends its episode, ``[steps, M]``; empty where there is no episode index.
@@ -290,23 +290,23 @@ class RingWriter(WriterBase, Rings):
         """
         if self.index is None and (self.track_episodes is False or self.write_count):
             return NO_FLAGS, NO_FLAGS
-        done = self._entry(data, leaves, self.done_key)
+        done = self._entry(data, leaves, self._done_path)
         if self.index is None and done is not None:
             self._make_index()
         if self.index is None:
             return NO_FLAGS, NO_FLAGS
         if done is None:
             raise KeyError(f"The entry {self.done_key!r}, which the episode index needs, is not in the data.")
-        init = self._entry(data, leaves, self.init_key)
+        init = self._entry(data, leaves, self._init_path)
         return flag_of(done, steps), NO_FLAGS if init is None else flag_of(init, steps)
 
-    def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, key: NestedKey) -> Tensor | None:
+    def _entry(self, data: TensorDictBase, leaves: list[Tensor] | None, path: Path) -> Tensor | None:
         if leaves is None:
-            found = entry_of(data, key)
+            found = entry_of(data, path)
             return found if isinstance(found, Tensor) else None
         # The matched leaves need not be looked up again.
         storage: Any = self.storage
-        place = storage.cells.places.get(path_of(key))
+        place = storage.cells.places.get(path)
         return None if place is None else leaves[place]
 
     def _make_index(self) -> None:
