@@ -84,7 +84,7 @@ def test_fast_forward_is_the_generic_one(action: str, distribution: str, network
 def test_evaluate_agrees_with_the_distribution(action: str, distribution: str) -> None:
     actor = build_actor(specs_of(ACTIONS[action]), distribution=distribution)
     td = actor(inputs())
-    log_prob, entropy = actor.evaluate(td)
+    log_prob, entropy = actor.head.evaluate(actor.head.read(actor.trunk.read(td)), td["action"])
     dist = actor.get_dist(td)
     torch.testing.assert_close(log_prob, dist.log_prob(td["action"]))
     torch.testing.assert_close(log_prob, td["action_log_prob"], rtol=1e-4, atol=1e-5)

@@ -10,35 +10,28 @@ from tensordict import TensorDict
 from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_lightning.learn import RecurrentNetwork, build_actor, build_critic
-from torchrl_lightning.learn.base import evaluate
+from torchrl_lightning.learn import A2CModule, RecurrentNetwork
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Categorical(2), num_envs=4)
 
 
-def networks(cell: str, layers: int):
+def built(cell: str, layers: int) -> A2CModule:
     torch.manual_seed(0)
-    network = RecurrentNetwork(cell, hidden_size=6, num_layers=layers)
-    actor = build_actor(SPECS, network)
-    return actor, build_critic(SPECS, network, actor=actor)
+    return A2CModule(RecurrentNetwork(cell, hidden_size=6, num_layers=layers)).build(SPECS)
 
 
 def collect(actor, rows: int, steps: int, starts: torch.Tensor) -> TensorDict:
     """Acts step by step, each state handed on; rollout [rows, steps]."""
     trunk, frames = actor.trunk, []
-    shape = (
-        rows,
-        trunk.memory.lstm.num_layers if trunk.cell == "lstm" else trunk.memory.gru.num_layers,
-        trunk.features,
-    )
+    layers = (trunk.memory.lstm if trunk.cell == "lstm" else trunk.memory.gru).num_layers
     state = TensorDict({}, [rows])
     for key in trunk.state_keys:
-        state.set(key, torch.randn(shape))
+        state.set(key, torch.randn(rows, layers, trunk.features))
     for t in range(steps):
         td = TensorDict({"observation": torch.randn(rows, 3), "is_init": starts[:, t]}, [rows])
         td = actor(td.update(state))
         frames.append(td)
-        state = td["next"].select(*actor.trunk.state_keys)
+        state = td["next"].select(*trunk.state_keys)
     return torch.stack(frames, 1).contiguous()
 
 
@@ -46,7 +39,8 @@ def collect(actor, rows: int, steps: int, starts: torch.Tensor) -> TensorDict:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("resets", [False, True])
 def test_sequences_equal_the_unroll(cell: str, layers: int, resets: bool) -> None:
-    actor, critic = networks(cell, layers)
+    module = built(cell, layers)
+    actor, critic = module.policy, module.critic
     starts = torch.zeros(4, 7, 1, dtype=torch.bool)
     if resets:
         starts[0, 0], starts[1, 3], starts[2, 2], starts[2, 6] = True, True, True, True
@@ -57,7 +51,7 @@ def test_sequences_equal_the_unroll(cell: str, layers: int, resets: bool) -> Non
         loss = (weight * log_prob).sum() + (weight * value.squeeze(-1)).sum()
         return torch.autograd.grad(loss, [*actor.parameters(), *critic.parameters()])
 
-    log_prob, _, (value,) = evaluate(actor, critic, rollout)
+    log_prob, _, (value,) = module.evaluate(rollout)
     torch.testing.assert_close(log_prob, rollout["action_log_prob"])
     mine = gradients(log_prob, value)
 
@@ -76,7 +70,8 @@ def test_sequences_equal_the_unroll(cell: str, layers: int, resets: bool) -> Non
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_critic_on_recorded_states_equals_the_sequence_and_writes_values_only(cell: str) -> None:
-    actor, critic = networks(cell, 1)
+    module = built(cell, 1)
+    actor, critic = module.policy, module.critic
     starts = torch.zeros(4, 5, 1, dtype=torch.bool)
     starts[1, 2] = True
     rollout = collect(actor, 4, 5, starts).detach()
@@ -89,7 +84,8 @@ def test_critic_on_recorded_states_equals_the_sequence_and_writes_values_only(ce
 
 
 def test_next_row_continues_from_the_next_state() -> None:
-    actor, critic = networks("gru", 1)
+    module = built("gru", 1)
+    actor, critic = module.policy, module.critic
     rollout = collect(actor, 4, 5, torch.zeros(4, 5, 1, dtype=torch.bool)).detach()
     row = TensorDict(
         {
@@ -103,7 +99,6 @@ def test_next_row_continues_from_the_next_state() -> None:
 
 
 def test_a_missing_state_is_named() -> None:
-    actor, _ = networks("gru", 1)
     td = TensorDict({"observation": torch.zeros(2, 3), "is_init": torch.ones(2, 1, dtype=torch.bool)}, [2])
     with pytest.raises(KeyError, match="recurrent_state"):
-        actor(td)
+        built("gru", 1).policy(td)

@@ -3,7 +3,6 @@
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.base import ActorCriticModule
 from torchrl_lightning.learn.distributions import ClippedNormal, MultiCategorical
-from torchrl_lightning.learn.dqn import DQNModule
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPolicy, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.loading import LoadedPolicy, load_policy
 from torchrl_lightning.learn.loss_module import LossModuleAgent
@@ -11,12 +10,11 @@ from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, 
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.policy_gradients import A2CModule, PPOModule, ReinforceModule, VTraceModule
+from torchrl_lightning.learn.q_learning import DQNModule, SACModule, TD3Module
 from torchrl_lightning.learn.q_networks import build_action_critic, build_q_network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
-from torchrl_lightning.learn.sac import SACModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, CosineSchedule, LinearSchedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
-from torchrl_lightning.learn.td3 import TD3Module
 
 __all__ = [
     "A2CModule",

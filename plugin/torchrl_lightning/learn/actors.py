@@ -70,25 +70,18 @@ class Actor(ProbabilisticActor):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the action, its log-probability and, where there is one, the next recurrent state."""
         if len(args) != 1 or kwargs or not isinstance(args[0], TensorDictBase):
-            return self.generic_forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         for key, value in self.act_on(args[0]).items():
             args[0].set(key, value)
         return args[0]
 
-    def generic_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run TorchRL's own forward: any interaction type, keyword arguments, an output TensorDict."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase):
-            full = super().forward(args[0].copy())
-            return args[0].update(full.select(*self.out_keys))
-        return super().forward(*args, **kwargs)
+    def generic_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the same by TorchRL's own forward, which knows any interaction type."""
+        return tensordict.update(super().forward(tensordict.copy()).select(*self.out_keys))
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> D.Distribution:
         """Return the distribution over actions, writing nothing."""
         return self.head.distribution(self.head(self.trunk.read(tensordict)))
-
-    def evaluate(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the stored actions, ``[*B]`` each, writing nothing."""
-        return self.head.evaluate(self.head.read(self.trunk.read(tensordict)), tensordict.get("action"))
 
 
 def build_actor(
@@ -103,12 +96,9 @@ def build_actor(
         initial_std: Initial standard deviation of continuous actions, in units of half the action range.
 
     Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Categorical, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
-        >>> td = build_actor(specs)(TensorDict(observation=torch.zeros(3, 4), batch_size=3))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> td = build_actor(specs)(specs.observation.zero([3]))
         >>> td["action"].shape, td["action_log_prob"].shape
         (torch.Size([3]), torch.Size([3]))
     """
@@ -178,11 +168,6 @@ class Critic(ValueOperator):
         self.__dict__["borrowed"] = list(trunks) if shared else []
         self.__dict__["trunks"] = list(trunks)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the critic reads a recurrent state."""
-        return bool(self.trunks[0].recurrent)
-
     def values_of(self, features: Tensor) -> list[Tensor]:
         """Return each head's values ``[*B, 1]`` for features of a single trunk."""
         return [head(features) for head in self.module]
@@ -221,13 +206,10 @@ def build_critic(
         ValueError: The network is shared but no actor is given, or should be both shared and separate.
 
     Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> critic = build_critic(specs, out_keys=["state_value", "intrinsic_state_value"])
-        >>> critic(TensorDict(observation=torch.zeros(3, 4), batch_size=3))["intrinsic_state_value"].shape
+        >>> critic(specs.observation.zero([3]))["intrinsic_state_value"].shape
         torch.Size([3, 1])
     """
     network = network or MLPNetwork()

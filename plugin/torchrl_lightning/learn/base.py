@@ -16,12 +16,12 @@ from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
-from torchrl_lightning.learn.losses import check_distance, critic_loss, standardized
+from torchrl_lightning.learn.losses import DISTANCES, critic_loss, standardized
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import optional, positive
+from torchrl_lightning.ranges import one_of, optional, positive
 
 STATE = "on_policy"
 _TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}
@@ -87,7 +87,8 @@ class ActorCriticModule(AgentModule):
         optional(positive)(clip_value, "clip_value")
         super().__init__(**passed_on(AgentModule, locals()))
         self.network: Network = network or MLPNetwork()
-        self.critic_coeff, self.loss_critic_type = critic_coeff, check_distance(loss_critic_type, "loss_critic_type")
+        self.critic_coeff = critic_coeff
+        self.loss_critic_type = one_of(loss_critic_type, "loss_critic_type", DISTANCES)
         self.clip_value, self.normalize_advantage = clip_value, normalize_advantage
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
         self.distribution, self.initial_std = distribution, initial_std
@@ -185,6 +186,8 @@ class ActorCriticModule(AgentModule):
     def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return log-probabilities and entropies of the stored actions ``[*B]``, and each head's values ``[*B, 1]``.
 
+        A shared trunk runs once.
+
         Raises:
             ValueError: The batch has a mask, which a mean over every step would ignore.
         """
@@ -195,7 +198,11 @@ class ActorCriticModule(AgentModule):
                     "average over every step. Hand them unpadded steps, or leave the mask out (batch_keys of the "
                     "buffer) where it means nothing"
                 )
-        return evaluate(self.policy, self.critic, batch)
+        actor, critic = self.policy, self.critic
+        with set_recurrent_mode(batch.ndim > 1) if actor.is_recurrent else nullcontext():
+            features = actor.trunk.read(batch)
+            values = critic.values_of(features) if critic.is_shared else critic.values(batch)
+        return *actor.head.evaluate(actor.head.read(features), batch.get("action")), values
 
     def advantage(self, batch: TensorDictBase) -> Tensor:
         r"""Return the advantage ``[*B]`` to follow: \(c_e A + c_i A^{int}\); several critics' ones are averaged."""
@@ -254,15 +261,6 @@ class ActorCriticModule(AgentModule):
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether to skip this update and the rest of the epoch."""
         return False
-
-
-def evaluate(actor: Actor, critic: Critic, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return log-probabilities and entropies ``[*B]``, and each head's values ``[*B, 1]``; run a shared trunk once."""
-    with set_recurrent_mode(batch.ndim > 1) if actor.is_recurrent else nullcontext():
-        features = actor.trunk.read(batch)
-        values = critic.values_of(features) if critic.is_shared else critic.values(batch)
-    log_prob, entropy = actor.head.evaluate(actor.head.read(features), batch.get("action"))
-    return log_prob, entropy, values
 
 
 def require(batch: TensorDictBase, key: NestedKey) -> Tensor:

@@ -61,11 +61,6 @@ class ExploringPolicy(TensorDictModuleBase):
         self.__dict__["keys"] = list(network.trunk.in_keys)
         self.register_buffer("amount", torch.zeros(()))
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the policy reads a recurrent state."""
-        return self.memory is not None
-
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return action and next recurrent states of a step ``[*B]`` by key, writing nothing.
 

@@ -77,13 +77,6 @@ def critic_loss(
     return torch.maximum(far, DISTANCES[distance](clipped, target, reduction="none")).mean()
 
 
-def check_distance(distance: str, name: str) -> str:
-    """Return the name of a distance between values, given as the argument ``name``; raise ValueError if unknown."""
-    if distance not in DISTANCES:
-        raise ValueError(f"{name} is {distance!r}; expected one of {', '.join(DISTANCES)}.")
-    return distance
-
-
 def standardized(advantage: Tensor) -> Tensor:
     """Return advantages with mean 0 and standard deviation 1; a single one as it is."""
     if advantage.numel() < 2:

@@ -94,7 +94,6 @@ class OffPolicyModule(AgentModule):
         self._keys: list[NestedKey] = []
         self._state_keys: list[NestedKey] = []
         self._rewritten: tuple[TensorDictBase | None, list[NestedKey]] = None, []
-        self._restored: dict[str, Any] | None = None
 
     @classmethod
     def default_network(cls) -> Network:
@@ -146,8 +145,6 @@ class OffPolicyModule(AgentModule):
             names = [*self.followed, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
             policy.amount.fill_(self.exploration(0))
-            if self._restored is not None:
-                self._restore(self._restored)
         return self
 
     @property
@@ -251,11 +248,6 @@ class OffPolicyModule(AgentModule):
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")
-        self._restored = checkpoint[STATE]
-        if self.is_built:
-            self._restore(self._restored)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.updates = int(state["updates"])
+        state = checkpoint[STATE]
         self.policy.amount.fill_(state.get("exploration", 0.0))
-        self._restored = None
+        self.updates = int(state["updates"])

@@ -21,9 +21,8 @@ class ReinforceModule(ActorCriticModule):
     """REINFORCE with a learnt baseline (Williams, 1992); arguments as of :class:`ActorCriticModule`.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torchrl.data import Categorical, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> ReinforceModule().build(specs).policy.log_prob_keys
         ['action_log_prob']
     """
@@ -66,9 +65,8 @@ class A2CModule(ActorCriticModule):
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torchrl.data import Categorical, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> A2CModule().build(specs).critic.out_keys
         ['state_value']
     """
@@ -122,9 +120,8 @@ class VTraceModule(A2CModule):
     |pi / mu - 1|.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torchrl.data import Categorical, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> VTraceModule(entropy_coeff=0.01).build(specs).policy.out_keys
         ['action', 'action_log_prob']
     """
@@ -143,13 +140,10 @@ class PPOModule(ActorCriticModule):
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
 
     Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Categorical, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> module = PPOModule(entropy_coeff=0.01).build(specs)
-        >>> module.policy(TensorDict(observation=torch.zeros(3, 4), batch_size=3))["action"].shape
+        >>> module.policy(specs.observation.zero([3]))["action"].shape
         torch.Size([3])
     """
 

@@ -15,9 +15,8 @@ from torchrl.modules import QValueActor, ValueOperator
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import action_range
+from torchrl_lightning.learn.transitions import Entries
 from torchrl_lightning.learn.trunks import FEATURES
-
-Entries = list[Tensor]
 
 
 class DuelingHead(nn.Module):
@@ -57,10 +56,8 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
         TypeError: The action is not one choice among several.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
         >>> build_q_network(specs, dueling=True).values([torch.zeros(3, 4)]).shape
         torch.Size([3, 2])
     """
@@ -100,9 +97,8 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
     """Build one critic of SAC or TD3: it writes ``state_action_value``; arguments as of :func:`build_squashed_actor`.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torchrl.data import Bounded, Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (1,)))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
         >>> build_action_critic(specs).in_keys
         ['observation', 'action']
     """

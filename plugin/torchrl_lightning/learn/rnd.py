@@ -34,11 +34,11 @@ class RandomNetworkDistillation(nn.Module):
         update_fraction: Fraction of each mini-batch that trains the predictor.
 
     Example:
-        >>> from types import SimpleNamespace
         >>> from tensordict import TensorDict
-        >>> from torchrl.data import Composite, Unbounded
-        >>> rnd = RandomNetworkDistillation().build(SimpleNamespace(observation=Composite(observation=Unbounded(4))))
-        >>> rollout = TensorDict({"next": {"observation": torch.randn(5, 2, 4)}}, (5, 2))
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 2))
+        >>> rnd = RandomNetworkDistillation().build(specs)
+        >>> rollout = TensorDict({"next": specs.observation.zero([5, 2])}, [5, 2])
         >>> rnd.annotate(rollout)
         >>> rollout["next", "intrinsic_reward"].shape
         torch.Size([5, 2, 1])

@@ -142,12 +142,10 @@ def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
         TypeError: The actions are not bounded floating-point vectors.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (2,)))
-        >>> build_squashed_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
-        torch.Size([5, 2])
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> build_squashed_actor(specs)(specs.observation.zero([5]))["action"].shape
+        torch.Size([5, 1])
     """
     trunk, hidden, features = trunk_and_layers(specs, network or DEFAULT_NETWORK)
     return Actor(trunk, SquashedHead(features, specs.action, hidden), specs.action)
@@ -157,12 +155,10 @@ def build_deterministic_actor(specs: Any, network: Network | None = None) -> Det
     """Build the actor of TD3; arguments and errors as of ``build_squashed_actor``.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import Composite, Unbounded
-        >>> specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-1.0, 1.0, (2,)))
-        >>> build_deterministic_actor(specs)(TensorDict(observation=torch.zeros(5, 3), batch_size=5))["action"].shape
-        torch.Size([5, 2])
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> build_deterministic_actor(specs)(specs.observation.zero([5]))["action"].shape
+        torch.Size([5, 1])
     """
     trunk, hidden, features = trunk_and_layers(specs, network or DEFAULT_NETWORK)
     return DeterministicActor(trunk, DeterministicHead(features, specs.action, hidden))

@@ -1,0 +1,332 @@
+"""Agents that learn action values from replayed transitions: deep Q-learning, soft actor-critic, and TD3."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_lightning.learn.agents import OptimizerFactory
+from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
+from torchrl_lightning.learn.losses import (
+    DISTANCES,
+    double_q_value,
+    smoothed,
+    soft_value,
+    temperature_loss,
+    value_of_action,
+)
+from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
+from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
+from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
+from torchrl_lightning.learn.transitions import Transitions
+from torchrl_lightning.parts import passed_on
+from torchrl_lightning.ranges import integer, one_of, positive
+
+
+class DQNModule(OffPolicyModule):
+    r"""DQN (Mnih et al., 2015), by default double (van Hasselt et al., 2016).
+
+    It minimises \(d(Q(s, a), r + \gamma \bar Q(s', a^*))\) with the target network \(\bar Q\); \(a^*\) is the best
+    action of the target network or, if double, of the online one.
+
+    With a ``RecurrentNetwork`` it is R2D2's learner (Kapturowski et al., 2019): sequences, stored states,
+    burn-in by mask.
+
+    Args:
+        network: Network in front of the heads; two layers of 64 rectified units by default.
+        double: Let the online network choose the successor's action.
+        dueling: Use separate heads for state values and advantages.
+        loss_function: ``"smooth_l1"``, ``"l2"`` or ``"l1"``.
+        epsilon_start: Initial probability of a random action.
+        epsilon_end: Final probability.
+        epsilon_frames: Frames over which it moves from the initial to the final one.
+        gamma: As in :class:`OffPolicyModule`, here and below.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> module = DQNModule(dueling=True).build(specs)
+        >>> module.policy(specs.observation.zero([3]))["action"].shape
+        torch.Size([3])
+    """
+
+    followed = ("q_network",)
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        double: bool = True,
+        dueling: bool = False,
+        loss_function: str = "smooth_l1",
+        epsilon_start: float = 1.0,
+        epsilon_end: float = 0.05,
+        epsilon_frames: int = 10_000,
+        learning_rate: float = 1e-3,
+        max_grad_norm: float | None = 10.0,
+        gamma: float = 0.99,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        target_interval: int = 1,
+        refresh_states: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__(**passed_on(OffPolicyModule, locals()))
+        self.double_q, self.dueling = double, dueling
+        self.loss_function = one_of(loss_function, "loss_function", DISTANCES)
+        if max(epsilon_start, epsilon_end) > 1.0:
+            raise ValueError(f"epsilon is a probability, got epsilon_start={epsilon_start}, epsilon_end={epsilon_end}")
+        self.epsilon = FramesDecay(epsilon_start, epsilon_end, epsilon_frames)
+
+    @classmethod
+    def default_network(cls) -> Network:
+        """Return two layers of 64 rectified units."""
+        return MLPNetwork([64, 64], "relu")
+
+    def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
+        """Build the action values and the policy."""
+        self.q_network = build_q_network(specs, network, dueling=self.dueling)
+        return EpsilonGreedyPolicy(self.q_network, self.memory)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return everything as ``critic``."""
+        return {"critic": [*self.q_network.parameters(), *self.memory_parameters()]}
+
+    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return the loss and the mean value, and the absolute errors ``[*B]``."""
+        network, targets = self.q_network, self.require_built(self.targets)
+        values = value_of_action(network.values(batch.now), batch.action, one_hot=network.action_space == "one_hot")
+        with torch.no_grad():
+            after = targets.q_network.values(batch.after_target)
+            after = double_q_value(after, network.values(batch.after)) if self.double_q else after.amax(-1)
+            target = batch.target(after)
+        loss, error = batch.td_loss(values, target, self.loss_function)
+        return {"loss_value": loss, "value": batch.mean(values.detach())}, error
+
+    def exploration(self, frames: int) -> float:
+        """Return epsilon."""
+        return self.epsilon(frames)
+
+
+class SACModule(OffPolicyModule):
+    r"""SAC with a learnt temperature (Haarnoja et al., 2018); continuous bounded actions.
+
+    It minimises, with target critics \(\bar Q_i\) and \(a' \sim \pi(s')\), \(\tilde a \sim \pi(s)\):
+    critics \(\sum_i d(Q_i(s, a), r + \gamma (\min_j \bar Q_j(s', a') - \alpha \log\pi(a'|s')))\),
+    actor \(\alpha \log\pi(\tilde a|s) - \min_i Q_i(s, \tilde a)\),
+    temperature \(-\log\alpha\,(\log\pi(\tilde a|s) + \bar H)\).
+
+    With a ``RecurrentNetwork``, actor and critics share the features of a memory, which starts from the stored states
+    and is trained by the critics' loss.
+
+    Args:
+        network: Network in front of the heads; two layers of 256 rectified units by default.
+        num_critics: Number of critics; the smallest of their values is used.
+        alpha: Initial temperature.
+        learn_alpha: Learn the temperature, so that the entropy follows ``target_entropy``.
+        target_entropy: Target entropy in nats; minus the number of action dimensions by default.
+        alpha_optimizer: A separate optimizer for the temperature, as a callable; optional.
+        loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
+        gamma: As in :class:`OffPolicyModule`, here and below.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> module = SACModule().build(specs)
+        >>> module.policy(specs.observation.zero([4]))["action"].shape
+        torch.Size([4, 1])
+    """
+
+    log_alpha: Tensor
+    followed = ("critics",)
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        num_critics: int = 2,
+        alpha: float = 1.0,
+        learn_alpha: bool = True,
+        target_entropy: float | None = None,
+        alpha_optimizer: OptimizerFactory | None = None,
+        loss_function: str = "l2",
+        gamma: float = 0.99,
+        learning_rate: float = 3e-4,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        target_interval: int = 1,
+        refresh_states: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__(**passed_on(OffPolicyModule, locals()))
+        integer(num_critics, "num_critics")
+        positive(alpha, "alpha")
+        if alpha_optimizer is not None and not learn_alpha:
+            raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
+        self.num_critics, self.alpha_optimizer = num_critics, alpha_optimizer
+        self.loss_function, self.target_entropy = one_of(loss_function, "loss_function", DISTANCES), target_entropy
+        if learn_alpha:
+            self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        else:
+            self.register_buffer("log_alpha", torch.tensor(math.log(alpha)))
+
+    def build_networks(self, specs: Any, network: Network) -> StochasticPolicy:
+        """Build actor, critics and policy."""
+        self.actor_network = build_squashed_actor(specs, network)
+        self.critics = CriticEnsemble([ActionValue(specs, network) for _ in range(self.num_critics)])
+        if self.target_entropy is None:
+            self.target_entropy = -float(specs.action.shape.numel())
+        return StochasticPolicy(self.actor_network, self.memory)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return actor, critics (with the memory) and temperature."""
+        groups = {
+            "actor": list(self.actor_network.parameters()),
+            "critic": [*self.critics.parameters(), *self.memory_parameters()],
+        }
+        if isinstance(self.log_alpha, nn.Parameter) and self.alpha_optimizer is None:
+            groups["alpha"] = [self.log_alpha]
+        return groups
+
+    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return the parts of the loss and diagnostics, and the greatest absolute errors ``[*B]``."""
+        encoder, head, critics = self.actor_network.trunk.encoder, self.actor_network.head, self.critics
+        alpha = self.log_alpha.detach().exp()
+        with torch.no_grad():
+            action, log_prob = head.rsample(head(encoder(*batch.after)))
+            after = self.require_built(self.targets).critics(batch.after_target, action)
+            target = batch.target(soft_value(after, log_prob, alpha))
+        values = critics(batch.now, batch.action)
+        loss, error = batch.td_loss(values, target, self.loss_function)
+        now = batch.fixed
+        action, log_prob = head.rsample(head(encoder(*now)))
+        gain = soft_value(critics.judge(now, action), log_prob, alpha)
+        terms = {"loss_qvalue": loss, "loss_actor": -batch.mean(gain)}
+        if isinstance(self.log_alpha, nn.Parameter):
+            terms["loss_alpha"] = batch.mean(temperature_loss(self.log_alpha, log_prob, self.target_entropy or 0.0))
+        with torch.no_grad():
+            terms |= {"value": batch.mean(values[0]), "entropy": -batch.mean(log_prob), "alpha": alpha}
+        return terms, error
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of the base, and one for the temperature if it has its own."""
+        optimizers = super().configure_optimizers()
+        if self.alpha_optimizer is not None:
+            assert isinstance(self.log_alpha, nn.Parameter)
+            optimizers.append(self.build_optimizer(self.alpha_optimizer, "alpha_grad_norm", [self.log_alpha]))
+        return optimizers
+
+
+class TD3Module(OffPolicyModule):
+    r"""TD3 (Fujimoto et al., 2018); continuous bounded actions.
+
+    It minimises, with target networks \(\bar Q_i, \bar\pi\) and clipped noise \(\epsilon\):
+    critics \(\sum_i d(Q_i(s, a), r + \gamma \min_j \bar Q_j(s', \bar\pi(s') + \epsilon))\), actor \(-Q_1(s, \pi(s))\).
+
+    All noise is in units of half the action range. ``target_interval`` also delays the policy, as in the paper.
+
+    Args:
+        network: Network in front of the heads; two layers of 256 rectified units by default.
+        num_critics: Number of critics; the smallest of their values is used.
+        noise: Initial standard deviation of the exploration noise.
+        noise_end: Final standard deviation; ``noise`` by default.
+        noise_frames: Frames over which it moves from the initial to the final one.
+        policy_noise: Standard deviation of the noise on target actions.
+        noise_clip: Bound of that noise.
+        loss_function: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
+        target_interval: Updates between two updates of the policy and of the target networks.
+        gamma: As in :class:`OffPolicyModule`, here and below.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> module = TD3Module().build(specs)
+        >>> module.policy(specs.observation.zero([4]))["action"].shape
+        torch.Size([4, 1])
+    """
+
+    followed = ("actor_network", "critics")
+
+    def __init__(
+        self,
+        network: Network | None = None,
+        *,
+        num_critics: int = 2,
+        noise: float = 0.1,
+        noise_end: float | None = None,
+        noise_frames: int = 1,
+        policy_noise: float = 0.2,
+        noise_clip: float = 0.5,
+        loss_function: str = "l2",
+        target_interval: int = 2,
+        gamma: float = 0.99,
+        learning_rate: float = 3e-4,
+        optimizer: OptimizerFactory | None = None,
+        critic_optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        tau: float = 0.005,
+        refresh_states: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__(**passed_on(OffPolicyModule, locals()))
+        self.num_critics = integer(num_critics, "num_critics")
+        self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
+        self.loss_function = one_of(loss_function, "loss_function", DISTANCES)
+        self.policy_noise, self.noise_clip = policy_noise, noise_clip
+        self._moves_actor = True
+
+    def build_networks(self, specs: Any, network: Network) -> NoisyPolicy:
+        """Build actor, critics and policy."""
+        self.actor_network = build_deterministic_actor(specs, network)
+        self.critics = CriticEnsemble([ActionValue(specs, network) for _ in range(self.num_critics)])
+        return NoisyPolicy(self.actor_network, self.memory)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return actor and critics (with the memory)."""
+        return {
+            "actor": list(self.actor_network.parameters()),
+            "critic": [*self.critics.parameters(), *self.memory_parameters()],
+        }
+
+    def compute(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return ``terms``; the policy's part only at every ``target_interval``-th update."""
+        self._moves_actor = (self.updates + 1) % self.target_interval == 0
+        return super().compute(batch)
+
+    def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
+        """Return the parts of the loss and the mean value, and the greatest absolute errors ``[*B]``."""
+        targets = self.require_built(self.targets)
+        with torch.no_grad():
+            actor = targets.actor_network
+            action = smoothed(
+                actor.head.squashed(actor.trunk.encoder(*batch.after_target)), self.policy_noise, self.noise_clip
+            )
+            after = targets.critics(batch.after_target, actor.head.scale(action))
+            target = batch.target(after.amin(0))
+        values = self.critics(batch.now, batch.action)
+        loss, error = batch.td_loss(values, target, self.loss_function)
+        terms = {"loss_qvalue": loss, "value": batch.mean(values[0].detach())}
+        if self._moves_actor:
+            actor, now = self.actor_network, batch.fixed
+            action = actor.head(actor.trunk.encoder(*now))
+            terms["loss_actor"] = -batch.mean(self.critics.judge(now, action, 1)[0])
+        return terms, error
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return the policy's parameters if its update is delayed."""
+        return [] if self._moves_actor else list(self.actor_network.parameters())
+
+    def exploration(self, frames: int) -> float:
+        """Return the deviation of the exploration noise."""
+        return self.noise(frames)
