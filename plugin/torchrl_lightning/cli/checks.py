@@ -6,8 +6,9 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,22 @@ class UsageError(ValueError):
     """A mistake in the command, its config or its checkpoint; its message is all that the user needs to see."""
 
 
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
-    try:
-        yield
-    except UsageError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # as the shell counts it
+def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Make a task end the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
+
+    @wraps(task)
+    def plain_task(cfg: Any) -> float:
+        try:
+            return task(cfg)
+        except UsageError as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)  # as the shell counts it
+
+    return plain_task
 
 
 @contextmanager
@@ -192,24 +197,24 @@ def check_checkpoint(
         if hasattr(model, "build"):
             with torch.random.fork_rng(devices=[]):
                 networks = copy.deepcopy(model).build(data.specs)
-            check_weights(networks, stored["state_dict"], _other_settings(path, config))
+            _check_weights(networks, stored["state_dict"], _other_settings(path, config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path)}") from error
     finally:
         data.close()
 
 
-def check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str] = ()) -> None:
+def _check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str]) -> None:
     """Refuse the weights of other networks, by loading them; name the first that differs and what settings do."""
     try:
         networks.load_state_dict(stored)
     except RuntimeError as error:
-        own = networks.state_dict()
-        shapes = {name: (_shape(stored.get(name)), _shape(own.get(name))) for name in (*stored, *own)}
+        states = (stored, networks.state_dict())
+        there, here = ({name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in states)
         differ = [
-            f"{name} is {there} in the checkpoint and {here} in this run"
-            for name, (there, here) in shapes.items()
-            if there != here
+            f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
+            for name in dict.fromkeys((*there, *here))
+            if there.get(name) != here.get(name)
         ]
         more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
         found = f"the networks differ: {differ[0]}{more}." if differ else str(error)
@@ -231,10 +236,6 @@ def _fields(node: Any, prefix: str = "model") -> dict[str, Any]:
     if not isinstance(node, DictConfig):
         return {prefix: node}
     return {key: value for name in node for key, value in _fields(node[name], f"{prefix}.{name!s}").items()}
-
-
-def _shape(weight: Any) -> str:
-    return "absent" if weight is None else str(list(getattr(weight, "shape", [])))
 
 
 def _overrides_of(checkpoint: Path) -> str:

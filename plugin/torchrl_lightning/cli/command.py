@@ -24,22 +24,17 @@ def run_command(name: str, task: Callable[[Any], float]) -> None:
 
         print(help_text(name))
         return
-    import_from_working_directory()
+    # The modules of the working directory can be imported, as with `python -m`; worker processes inherit it.
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
     import hydra
 
-    from torchrl_lightning.cli.checks import explain_experiment
+    from torchrl_lightning.cli.checks import explain_experiment, plain_errors
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
     with explain_experiment():
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
-
-
-def import_from_working_directory() -> None:
-    """Make the modules of the working directory importable, as ``python -m`` does; worker processes inherit it."""
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
 
 
 def quiet() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command; a sweeper gets the mean return of each checkpoint."""
-    run_command("evaluate", checked_evaluate)
-
-
-def checked_evaluate(cfg: DictConfig) -> float:
-    """Evaluate; a mistake ends the program with one line."""
-    from torchrl_lightning.cli.checks import plain_errors
-
-    with plain_errors():
-        return evaluate(cfg)
+    run_command("evaluate", evaluate)
 
 
 def evaluate(cfg: DictConfig) -> float:
@@ -33,8 +26,6 @@ def evaluate(cfg: DictConfig) -> float:
         UsageError: Without a checkpoint, for one that does not fit the config of its run, or if a video is asked for
             without the extra ``video``.
     """
-    import time
-
     import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -108,14 +99,12 @@ def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Draw a histogram of the returns, with their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for
     from matplotlib.ticker import MaxNLocator
 
     mean, std = float(returns.mean()), float(returns.std(correction=0))
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     # Equal returns would otherwise stand on an axis of hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
@@ -127,7 +116,6 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:
@@ -144,7 +132,3 @@ def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministi
 
     play_episodes(make, policy, 1, num_envs=1, seed=seed, deterministic=deterministic)
     return folder / f"seed_{seed}-episode-0.mp4"
-
-
-if __name__ == "__main__":
-    main()

@@ -60,17 +60,14 @@ def _groups(path: Path) -> Iterator[str]:
         # A defaults list outside of the top names its groups relative to its own.
         group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
         files = sorted(_folder(group).glob("*.yaml"))
-        bases = {file.stem for file in files if file.stem == "default" and any(_includes(other) for other in files)}
-        names = [file.stem for file in files if file.stem == match["option"] or file.stem not in bases]
+        # A file `default` that others include is their base, and chosen by name only where it is the first choice.
+        base = "default" if any("  - default" in _lines(file) for file in files) else None
+        names = [file.stem for file in files if file.stem == match["option"] or file.stem != base]
         starred = " ".join(f"{name}*" if name == match["option"] else name for name in names)
         yield f"  {group:15} {match['meaning']}"
         yield textwrap.fill(starred, 110, initial_indent=" " * 20, subsequent_indent=" " * 20)
-        if (base := _folder(group) / "default.yaml") in files:
-            yield from _groups(base)
-
-
-def _includes(path: Path, name: str = "default") -> bool:
-    return f"  - {name}" in _lines(path)
+        if (shared := _folder(group) / "default.yaml") in files:
+            yield from _groups(shared)
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:

@@ -98,11 +98,7 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
 
 
 class KeptConfig(Callback):
-    """Put what environment and module are built from into each checkpoint, so that it is of use wherever it lies.
-
-    Args:
-        cfg: The config of the run.
-    """
+    """Put what environment and module are built from into each checkpoint, so that it is of use wherever it lies."""
 
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__()

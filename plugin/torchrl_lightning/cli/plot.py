@@ -94,15 +94,14 @@ def _draw(
     groups: dict[str, list[Curve]], output: Path, metric: str, x: str, band: Band, panels: bool, title: str | None
 ) -> Path:
     # A figure of its own, without pyplot: no display is looked for and no global state is left behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     count = len(groups) if panels else 1
     columns = min(math.ceil(math.sqrt(count)), 3)
     rows = -(-count // columns)
     size = (4.2 * columns, 3.1 * rows) if panels else (7.5, 4.6)
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[count:]:
         axes.set_visible(False)
@@ -116,7 +115,7 @@ def _draw(
     for axes in grid[:count]:
         axes.set(xlabel="environment frames" if x == "step" else x, ylabel=metric)
         if x == "step":
-            axes.xaxis.set_major_formatter(_thousands)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if not panels:
@@ -140,14 +139,6 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
         spread = np.nanstd(values, axis=0)
         low, high = mean - spread, mean + spread
     axes.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0)
-
-
-def _thousands(x: float, position: int | None = None) -> str:
-    """Write a tick of frames shortly: 200k, 1.5M."""
-    for unit, suffix in ((1e6, "M"), (1e3, "k")):
-        if abs(x) >= unit:
-            return f"{x / unit:g}{suffix}"
-    return f"{x:g}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +170,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(error.args[0])  # a KeyError prints its message in quotes
     print(f"learning curve: {path}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

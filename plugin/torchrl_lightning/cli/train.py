@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import quiet, run_command
@@ -13,33 +15,24 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command; a sweeper gets the mean evaluation return of each of its runs, to maximise it."""
-    run_command("train", checked_train)
-
-
-def checked_train(cfg: DictConfig) -> float:
-    """Check what was composed, then train."""
-    from torchrl_lightning.cli.checks import check_command, check_config, plain_errors
-
-    with plain_errors():
-        check_command(cfg)
-        check_config(cfg)
-        return train(cfg)
+    run_command("train", train)
 
 
 def train(cfg: DictConfig) -> float:
-    """Train, evaluate and report, in this order.
+    """Check what was composed, train, evaluate and report, in this order.
 
     Raises:
-        UsageError: If a part cannot be built, or the checkpoint comes from another run's settings.
+        UsageError: If the config cannot be run, a part cannot be built, or the checkpoint comes from other settings.
     """
-    import time
-    from pathlib import Path
+    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config
 
+    check_command(cfg)
+    check_config(cfg)
+    # Now, so that those mistakes are told at once.
     import lightning as L
     import torch
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import check_checkpoint
     from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
 
     quiet()
@@ -85,8 +78,6 @@ def load_weights(model: Any, trainer: Any, which: str) -> str | None:
 
 def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames: int, seconds: float) -> None:
     """Draw the learning curve and print where everything is; the last line suits people and scripts."""
-    from pathlib import Path
-
     from torchrl_lightning.cli.plot import plot_runs
 
     folder = Path(cfg.paths.output_dir)
@@ -116,7 +107,3 @@ def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
         f"mean evaluation return: {returns.mean():.1f} +- {returns.std(correction=0):.1f} over {len(returns)} "
         f"episodes, {frames} frames, {seconds:.0f} s"
     )
-
-
-if __name__ == "__main__":
-    main()

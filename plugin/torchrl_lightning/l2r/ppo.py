@@ -13,30 +13,54 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import keyed_leaves, path_of
+from torchrl_lightning.entries import entry_of, join, keyed_leaves, path_of
 from torchrl_lightning.estimators import discounted_returns, gae
-from torchrl_lightning.l2r.paths import (
-    BATCH,
-    FINISHED,
-    SCALARS,
-    TRUNCATED,
-    PathAdvantages,
-    population_standardize,
-    step_row,
-)
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
+from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, optional
-from torchrl_lightning.replay.rows import check_step, vector
+from torchrl_lightning.replay.rows import vector
+from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
 from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.storage import flatten_tree
-from torchrl_lightning.rollout.values import RECURRENT_KEYS
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, value_keys
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 from torchrl_lightning.state import check_state, flag, mapping, whole
 
+TRUNCATED, FINISHED = ("next", "truncated"), "finished"
+
 logger = logging.getLogger(__name__)
+
+
+class PathAdvantages(GeneralizedAdvantages):
+    """GAE as advantages, discounted rewards-to-go (bootstrapped where a path is cut) as value targets."""
+
+    eps: float | None = None
+    """Standardise the advantages with this beside their population deviation; ``None`` leaves them."""
+
+    def advantages(
+        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute GAE, and rewards-to-go."""
+        advantage, _ = super().advantages(rollout, reward, value, next_value)
+        return advantage, discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write advantages and targets of every critic, standardised once over the whole rollout."""
+        super().compute(rollout)
+        if self.eps is None:
+            return
+        for key in value_keys(rollout, None, self.value_key):
+            name = join(self.advantage_key, path_of(key)[len(path_of(self.value_key)) :])
+            rollout.set(name, population_standardize(rollout.get(name), self.eps))
+
+
+def population_standardize(x: Tensor, eps: float) -> Tensor:
+    """Return ``(x - mean) / (std + eps)`` with the population deviation; equal entries become 0."""
+    centred = x - x.mean()
+    deviation = centred.square().mean().sqrt() + eps
+    return centred / deviation if float(deviation) else centred
 
 
 @dataclass
@@ -125,7 +149,6 @@ class PPOBuffer(Configurable, GAEBuffer):
     ) -> None:
         for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim)):
             optional(integer)(number, name)
-        integer(size, "size")
         integer(batch_size, "batch_size")
         not_negative(eps, "eps")
         super().__init__(**passed_on(GAEBuffer, {**locals(), "gae_lambda": lam}))
@@ -186,8 +209,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             ValueError: a size differs from what was declared, or a number is not finite.
             RuntimeError: the open path has ended or fills the whole buffer, so that ``finish_path`` is missing.
         """
-        check_step(buffer_dict)
-        row = step_row(buffer_dict, self.obs_dim, self.act_dim, self.device, start=not self.path_length)
+        row = self._row(buffer_dict)
         if self.path_length and bool(self._cells(DONE, [self._stored - 1])):
             raise RuntimeError("The last step ended its episode; call finish_path before the next store.")
         if self.path_length == self.size:
@@ -205,6 +227,17 @@ class PPOBuffer(Configurable, GAEBuffer):
         self.obs_dim, self.act_dim = row["observation"].shape[1], row["action"].shape[1]
         self._stored += 1
         self._last_step, self._drawable = buffer_dict, None
+
+    def _row(self, step: Mapping[str, Any]) -> TensorDict:
+        """Read a documented step as one row ``[1]`` with our keys, its results still zero."""
+        needed, of_act, device = ("obs", "act", "rew"), ("action", "value", "logp"), self.device
+        row = read_step(step, needed, of_act, self.obs_dim, self.act_dim, device)
+        act, zero = step["act"], torch.zeros(1, 1, device=device)
+        row["action_log_prob"] = vector(act.logp, "act.logp", 1, device).reshape(1)
+        row["state_value"] = vector(act.value, "act.value", 1, device)
+        row["is_init"] = torch.full((1, 1), not self.path_length, device=device)
+        row["advantage"], row["value_target"], row[FINISHED] = zero, zero, zero.bool()
+        return row
 
     def _overwrite(self, row: TensorDict) -> None:
         self.writer.prepare(row.unsqueeze(0), 0, 0)
@@ -247,9 +280,9 @@ class PPOBuffer(Configurable, GAEBuffer):
         advantage, _ = gae(reward, value, following, terminated, done, self.gamma, self.gae_lambda)
         target = discounted_returns(reward, following, terminated, done, self.gamma)
         data, cells = self._data, steps % self.size
-        for key, result in (("advantage", advantage), ("value_target", target), (DONE, done)):
-            data.get(key)[cells] = result
-        for key, result in ((TERMINATED, terminated), (TRUNCATED, done & ~terminated), (FINISHED, done | True)):
+        keys = ("advantage", "value_target", DONE, TERMINATED, TRUNCATED, FINISHED)
+        results = (advantage, target, done, terminated, done & ~terminated, done | True)
+        for key, result in zip(keys, results, strict=True):
             data.get(key)[cells] = result
         self.storage.finish_write(self.step)
         self._path_start = self._stored
@@ -304,23 +337,16 @@ class PPOBuffer(Configurable, GAEBuffer):
             )
         drawn = torch.randperm(len(cells), generator=self.generator, device=self.generator.device)[:wanted]
         drawn = drawn.to(self.device)
-        tree = flatten_tree(self.rollout)
-        batch = {name: self._column(tree, key, cells[drawn]) for name, key in BATCH.items() if name != "adv"}
-        batch["adv"] = advantage[drawn]
         self.weights = torch.ones(wanted, device=self.device)
-        return {
-            name: batch[name].float().reshape(-1) if name in SCALARS else batch[name].float().reshape(wanted, -1)
-            for name in BATCH
-        }
+        names = ("obs", "act", "rew", "ret", "adv", "val", "logp")
+        return documented({n: advantage[drawn] if n == "adv" else self._column(n, cells[drawn]) for n in names})
 
-    def _column(self, tree: dict[str, Any], key: Any, cells: Tensor) -> Tensor:
-        node: Any = tree
-        for name in path_of(key):
-            node = node.get(name)
-            if node is None:
-                raise RuntimeError(f"The rollout has no {key!r}: let the policy write it, or call before_gradients().")
-        column: Tensor = node.index_select(0, cells)
-        return column
+    def _column(self, name: str, cells: Tensor) -> Tensor:
+        column = entry_of(self.rollout, COLUMNS[name])
+        if column is None:
+            hint = "let the policy write it, or call before_gradients()."
+            raise RuntimeError(f"The rollout has no {COLUMNS[name]!r}: {hint}")
+        return column.flatten(0, 1).index_select(0, cells)
 
     def _finished(self) -> tuple[Tensor, Tensor]:
         """Return the cells to draw from, and their standardised advantages; cached until the next write."""
@@ -328,7 +354,7 @@ class PPOBuffer(Configurable, GAEBuffer):
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
             cells = torch.arange(self.rollout.numel(), device=self.device)
-            return cells, self._column(flatten_tree(self.rollout), "advantage", cells).flatten()
+            return cells, self._column("adv", cells).flatten()
         if self._drawable is None:
             data = self._data
             cells = data.get(FINISHED)[: self.step].flatten().nonzero().squeeze(1)

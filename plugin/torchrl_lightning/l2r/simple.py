@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from omegaconf import MISSING
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -18,22 +18,12 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import check_tensordict
 from torchrl_lightning.l2r.schema import Configurable
+from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.rows import check_step, flag, vector
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
-
-BATCH: dict[str, NestedKey] = {
-    "obs": "observation",
-    "obs2": ("next", "observation"),
-    "act": "action",
-    "rew": ("next", "reward"),
-    "done": ("next", "terminated"),
-}
-"""The documented names of a batch, and the keys they stand for."""
-SCALARS = ("rew", "done")
 
 
 @dataclass
@@ -139,27 +129,8 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             cells = writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten()
             self.extend(buffer_dict.storage.get(cells[writer.is_filled(cells)]))
             return
-        check_step(buffer_dict)
-        missing = [name for name in ("obs", "next_obs", "act", "rew", "done") if name not in buffer_dict]
-        if missing:
-            raise KeyError(f"The step lacks {missing}; store takes obs, next_obs, act, rew, done.")
-        device = self.storage.device
-        act = buffer_dict["act"]
-        done = flag(buffer_dict["done"], "done", device)
-        truncated = flag(buffer_dict.get("truncated", False), "truncated", device)
-        following = {
-            "observation": vector(buffer_dict["next_obs"], "next_obs", self.obs_dim, device),
-            "reward": vector(buffer_dict["rew"], "rew", 1, device),
-            "done": done | truncated,
-            "terminated": done,
-            "truncated": truncated,
-        }
-        step = {
-            "observation": vector(buffer_dict["obs"], "obs", self.obs_dim, device),
-            "action": vector(getattr(act, "action", act), "act", self.act_dim, device),
-            "next": TensorDict(following, [1]),
-        }
-        self.extend(TensorDict(step, [1]))
+        needed = ("obs", "next_obs", "act", "rew", "done")
+        self.extend(read_step(buffer_dict, needed, (), self.obs_dim, self.act_dim, self.storage.device))
 
     def extend(self, data: TensorDictBase, *args: Any, **kwargs: Any) -> Tensor:
         """Write TensorDicts with our keys; see :meth:`ExperienceBuffer.extend`.
@@ -169,15 +140,15 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             ValueError: an observation or action has another size than declared.
         """
         check_tensordict(data)
-        widths = {"obs_dim": "observation", "act_dim": "action"}
-        found = {}
-        for name, key in widths.items():
-            entry, expected = data.get(key, None), getattr(self, name)
-            found[name] = None if not isinstance(entry, Tensor) else int(entry.shape[data.ndim :].numel())
-            if found[name] is not None and expected not in (None, found[name]):
-                raise ValueError(f"{key!r} has {found[name]} numbers, expected {name}={expected}; nothing was written.")
+        found: dict[str, int | None] = {"obs_dim": self.obs_dim, "act_dim": self.act_dim}
+        for (name, expected), key in zip(found.items(), ("observation", "action"), strict=True):
+            entry = data.get(key, None)
+            if isinstance(entry, Tensor):
+                found[name] = width = int(entry.shape[data.ndim :].numel())
+                if expected not in (None, width):
+                    raise ValueError(f"{key!r} has {width} numbers, expected {name}={expected}; nothing was written.")
         index: Tensor = super().extend(data, *args, **kwargs)
-        self.obs_dim, self.act_dim = self.obs_dim or found["obs_dim"], self.act_dim or found["act_dim"]
+        self.obs_dim, self.act_dim = found.values()
         return index
 
     def finish_path(self, action_obj: Any = None) -> None:
@@ -204,5 +175,4 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         data = self.sample()
         weight = data.get("priority_weight", None)
         self.weights = torch.ones(len(data), device=data.device) if weight is None else weight
-        batch = {name: data.get(key).reshape(len(data), -1).float() for name, key in BATCH.items()}
-        return {name: value.squeeze(1) if name in SCALARS else value for name, value in batch.items()}
+        return documented({name: data.get(COLUMNS[name]) for name in ("obs", "obs2", "act", "rew", "done")})

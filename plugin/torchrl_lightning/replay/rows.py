@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def check_step(step: Any) -> None:
-    """Refuse a step that is not a mapping."""
-    if not isinstance(step, Mapping):
-        raise TypeError(f"A step is a dict of documented entries, got a {type(step).__name__}; nothing was stored.")
 
 
 def numbers(value: Any, name: str) -> Tensor:
