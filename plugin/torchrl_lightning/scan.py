@@ -141,34 +141,29 @@ def discounted_scan(
     tensor([2., 2., 2.])
     """
     _check(x, dim, backend)
-    moved = x if dim == 0 else x.movedim(dim, 0)
+    moved = x.movedim(dim, 0)
     shape = moved.shape
     c = _expand("discount", discount, x)
-    if c.dim() > 0:
-        c = c if dim == 0 else c.movedim(dim, 0)
-    y0 = (
-        None if initial is None else _expand("initial", initial, moved[0] if len(moved) else moved.new_zeros(shape[1:]))
-    )
+    c = c.movedim(dim, 0) if c.dim() else c
+    y0 = None if initial is None else _expand("initial", initial, x.new_empty(()).expand(shape[1:]))
     if x.numel() == 0:
         return torch.empty_like(x)
 
-    tensors = (c,) if y0 is None else (c, y0)
-    if backend == "auto":
-        backend = "numba" if runs_on_numba(x, *tensors) else "torch"
-    elif backend == "numba" and not runs_on_numba(x, *tensors):
+    tensors = (x, c) if y0 is None else (x, c, y0)
+    served = runs_on_numba(*tensors)
+    if backend == "numba" and not served:
         raise ValueError(
             f"discounted_scan: the numba backend serves float32 and float64 tensors on the CPU that need no gradient; "
-            f"got {x.dtype} on {x.device}, with gradients wanted: {_wants_gradient(x, *tensors)}; "
+            f"got {x.dtype} on {x.device}, with gradients wanted: {_wants_gradient(*tensors)}; "
             "use backend='torch' or 'auto'"
         )
-    steps = shape[0]
-    if backend == "numba":
+    if served and backend != "torch":
         y = _run_numba(moved, c, y0, reverse)
     else:
-        flat_c = c.reshape(steps, -1) if c.dim() > 0 else c.expand(steps, 1)
+        flat_c = c.reshape(len(c), -1) if c.dim() else c.expand(len(moved), 1)
         flat_y0 = None if y0 is None else y0.expand(shape[1:]).reshape(-1)
-        y = _torch_scan(moved.reshape(steps, -1), flat_c, flat_y0, reverse).view(shape)
-    return y if dim == 0 else y.movedim(0, dim)
+        y = _torch_scan(moved.reshape(len(moved), -1), flat_c, flat_y0, reverse).view(shape)
+    return y.movedim(0, dim)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -315,7 +310,8 @@ def _scan_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
     xb, cb, yb = x[bulk].reshape(blocks, BLOCK, width), c[bulk].reshape(blocks, BLOCK, -1), y[bulk]
     local = yb.view(blocks, BLOCK, width)
     _loop_into(local.transpose(0, 1), xb.transpose(0, 1), cb.transpose(0, 1), None, reverse)
-    reach = _products(cb, reverse)  # what remains, at each step, of a value that enters the block
+    reach = torch.zeros_like(cb)  # what remains, at each step, of a value that enters the block
+    _loop_into(reach.transpose(0, 1), reach.transpose(0, 1), cb.transpose(0, 1), cb.new_ones(()), reverse)
 
     exit_step = 0 if reverse else BLOCK - 1  # the step of a block that is computed last
     carry = torch.empty((blocks + 1, width), dtype=x.dtype, device=x.device)
@@ -328,26 +324,14 @@ def _scan_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse:
 
 
 def _loop_into(y: Tensor, x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> None:
-    order = range(x.shape[0])
-    xs, cs, ys = x.unbind(0), c.unbind(0), y.unbind(0)
     previous = initial
-    for t in reversed(order) if reverse else order:
+    rows = list(zip(x, c, y, strict=True))
+    for x_t, c_t, y_t in reversed(rows) if reverse else rows:
         if previous is None:
-            ys[t].copy_(xs[t])
+            y_t.copy_(x_t)
         else:
-            torch.addcmul(xs[t], cs[t], previous, out=ys[t])
-        previous = ys[t]
-
-
-def _products(c: Tensor, reverse: bool) -> Tensor:
-    """Compute cumulative products along dimension 1, from the side where the scan begins."""
-    products = torch.empty(c.shape, dtype=c.dtype, device=c.device)
-    order = range(c.shape[1])
-    previous = None
-    for t in reversed(order) if reverse else order:
-        products[:, t] = c[:, t] if previous is None else c[:, t] * previous
-        previous = products[:, t]
-    return products
+            torch.addcmul(x_t, c_t, previous, out=y_t)
+        previous = y_t
 
 
 class _LinearRecurrence(torch.autograd.Function):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
@@ -30,28 +28,31 @@ def rows_of(
 
 
 def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
+    for key, tensor in {**floats, **flags}.items():
+        if tensor is None:
+            raise ValueError(f"{caller}: {key} is missing; {_MISSING_FLAG.get(key, 'pass one value for each step')}")
+        if not isinstance(tensor, Tensor):
+            came = type(tensor).__name__
+            raise TypeError(f"{caller}: {key} must be a torch.Tensor, got {came}; use torch.as_tensor")
     name, reference = next(iter(floats.items()))
-    if not isinstance(reference, Tensor):
-        _refuse_type(caller, name, reference)
     shape, dtype, device = reference.shape, reference.dtype, reference.device
     if not dtype.is_floating_point:
         raise TypeError(f"{caller}: {name} must be floating point, got {dtype}; call {name}.float() first")
     if not shape:
         raise ValueError(f"{caller}: {name} is a scalar, but dimension 0 must be time; pass {name}.unsqueeze(0)")
-    for key, tensor in floats.items():
-        if not isinstance(tensor, Tensor):
-            _refuse_type(caller, key, tensor)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{caller}: {key} has {tensor.dtype}, but {name} has {dtype}; convert one of them")
-        if tensor.shape != shape or tensor.device != device:
-            _refuse_layout(caller, key, tensor, name, reference)
-    for key, tensor in flags.items():
-        if not isinstance(tensor, Tensor):
-            _refuse_type(caller, key, tensor)
-        if tensor.dtype != torch.bool:
+    for key, tensor in {**floats, **flags}.items():
+        if key in flags and tensor.dtype != torch.bool:
             raise TypeError(f"{caller}: {key} must be a bool tensor, got {tensor.dtype}; call {key}.bool() first")
-        if tensor.shape != shape or tensor.device != device:
-            _refuse_layout(caller, key, tensor, name, reference)
+        if key in floats and tensor.dtype != dtype:
+            raise TypeError(f"{caller}: {key} has {tensor.dtype}, but {name} has {dtype}; convert one of them")
+        if tensor.device != device:
+            raise ValueError(f"{caller}: {key} is on {tensor.device}, but {name} is on {device}")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{caller}: {key} has shape {tuple(tensor.shape)}, but {name} has {tuple(shape)}; all inputs need one "
+                "entry for each step, time first (next_value is the value of each step's successor, so it is as long "
+                "as value)"
+            )
 
 
 def check_fraction(caller: str, name: str, value: float | Tensor) -> float:
@@ -71,40 +72,16 @@ def explain_not_finite(caller: str, **tensors: Tensor) -> None:
     The recurrences multiply and never select, so that a bad element reaches the first row of the result. Checking that
     row costs nothing, and this function is only called when it is bad.
     """
-    for name, tensor in tensors.items():
-        finite = torch.isfinite(tensor)
-        if name in ("log_pi", "log_mu"):  # minus infinity is the log-probability of an impossible action
-            finite = finite | torch.isneginf(tensor)
-        if not bool(finite.all()):
-            _refuse_element(caller, name, tensor, finite)
     if "log_pi" in tensors:
-        difference = tensors["log_pi"] - tensors["log_mu"]
-        finite = ~torch.isnan(difference)
-        if not bool(finite.all()):
-            _refuse_element(caller, "log_pi - log_mu", difference, finite)
-
-
-def _refuse_element(caller: str, name: str, tensor: Tensor, finite: Tensor) -> NoReturn:
-    bad = torch.nonzero(~finite)
-    index = tuple(int(i) for i in bad[0])
-    place = ", ".join(str(i) for i in index)
-    raise ValueError(
-        f"{caller}: {name} is {float(tensor.detach()[index])} at index [{place}] (time first), one of {len(bad)} such "
-        f"elements of {tensor.numel()}; look for what produced it, and mask or replace it before estimating"
-    )
-
-
-def _refuse_type(caller: str, name: str, value: Any) -> NoReturn:
-    if value is None:
-        raise ValueError(f"{caller}: {name} is missing; {_MISSING_FLAG.get(name, 'pass one value for each step')}")
-    raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor")
-
-
-def _refuse_layout(caller: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> NoReturn:
-    if tensor.device != reference.device:
-        raise ValueError(f"{caller}: {name} is on {tensor.device}, but {reference_name} is on {reference.device}")
-    raise ValueError(
-        f"{caller}: {name} has shape {tuple(tensor.shape)}, but {reference_name} has {tuple(reference.shape)}; "
-        "all inputs need one entry for each step, time first (next_value is the value of each step's successor, so it "
-        "is as long as value)"
-    )
+        tensors["log_pi - log_mu"] = tensors["log_pi"] - tensors["log_mu"]
+    for name, tensor in tensors.items():
+        bad = torch.isnan(tensor) if name == "log_pi - log_mu" else ~torch.isfinite(tensor)
+        if name in ("log_pi", "log_mu"):  # minus infinity is the log-probability of an impossible action
+            bad &= ~torch.isneginf(tensor)
+        found = bad.nonzero().tolist()
+        if found:
+            value = float(tensor.detach()[tuple(found[0])])
+            raise ValueError(
+                f"{caller}: {name} is {value} at index {found[0]} (time first), one of {len(found)} such elements of "
+                f"{tensor.numel()}; look for what produced it, and mask or replace it before estimating"
+            )

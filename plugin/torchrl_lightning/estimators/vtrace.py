@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.ranges import positive
 from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
+
+_HINT = "float('inf') clips nothing"
 
 
 def vtrace(
@@ -73,8 +76,8 @@ def vtrace(
     rows = rows_of("vtrace", names, (reward, value, next_value, log_pi, log_mu), (terminated, done))
     gamma = check_fraction("vtrace", "gamma", gamma)
     lmbda = check_fraction("vtrace", "lmbda", lmbda)
-    rho_clip, c_clip = _check_clip("rho_clip", rho_clip), _check_clip("c_clip", c_clip)
-    pg_rho_clip = rho_clip if pg_rho_clip is None else _check_clip("pg_rho_clip", pg_rho_clip)
+    rho_clip, c_clip = positive(rho_clip, "vtrace: rho_clip", _HINT), positive(c_clip, "vtrace: c_clip", _HINT)
+    pg_rho_clip = rho_clip if pg_rho_clip is None else positive(pg_rho_clip, "vtrace: pg_rho_clip", _HINT)
     if rows is not None:
         r, v, w, new, old, stop, cut = rows
         ratio = (new - old).exp_()  # torch's exponential is vectorised, numba's is not
@@ -82,44 +85,16 @@ def vtrace(
         tensors = (ratio, r, v, w, stop, cut, advantage, target)
         finite = run_rows(_vtrace_rows, tensors, gamma, lmbda, rho_clip, c_clip, pg_rho_clip)
     else:
-        advantage, target = _vtrace_torch(
-            (log_pi - log_mu).exp(),
-            (reward, value, next_value),
-            terminated,
-            terminated | done,
-            gamma,
-            (rho_clip, lmbda, c_clip, pg_rho_clip),
-        )
+        ratio, ends = (log_pi - log_mu).exp(), terminated | done
+        bootstrap = gamma * terminated.logical_not().to(reward.dtype)
+        delta = ratio.clamp(max=rho_clip) * (reward + bootstrap * next_value - value)
+        trace = (gamma * lmbda) * ends.logical_not().to(reward.dtype) * ratio.clamp(max=c_clip)
+        target = value + discounted_scan(delta, trace)
+        following = torch.where(ends, next_value, torch.cat([target[1:], next_value[-1:]]))
+        advantage = ratio.clamp(max=pg_rho_clip) * (reward + bootstrap * following - value)
         finite = math.isfinite(float(target[:1].detach().sum()))
     if not finite:
         explain_not_finite("vtrace", reward=reward, value=value, next_value=next_value, log_pi=log_pi, log_mu=log_mu)
-    return advantage, target
-
-
-def _check_clip(name: str, value: float) -> float:
-    value = float(value)
-    if not value > 0.0:
-        raise ValueError(f"vtrace: {name} must be above 0, got {value}; float('inf') clips nothing")
-    return value
-
-
-def _vtrace_torch(
-    ratio: Tensor,
-    stream: tuple[Tensor, Tensor, Tensor],
-    terminated: Tensor,
-    cut: Tensor,
-    gamma: float,
-    factors: tuple[float, float, float, float],
-) -> tuple[Tensor, Tensor]:
-    reward, value, next_value = stream
-    rho_clip, lmbda, c_clip, pg_rho_clip = factors
-    bootstrap = gamma * terminated.logical_not().to(reward.dtype)
-    delta = ratio.clamp(max=rho_clip) * (reward + bootstrap * next_value - value)
-    trace = (gamma * lmbda) * cut.logical_not().to(reward.dtype) * ratio.clamp(max=c_clip)
-    target = value + discounted_scan(delta, trace)
-    following = torch.cat([target[1:], next_value[-1:]])
-    following = torch.where(cut, next_value, following)
-    advantage = ratio.clamp(max=pg_rho_clip) * (reward + bootstrap * following - value)
     return advantage, target
 
 
