@@ -16,7 +16,7 @@ from torchrl_lightning import (
     VTraceAdvantages,
     VTraceBuffer,
 )
-from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.advantages import AdvantageTransform
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ class IntrinsicRewardNormalizer:
             self._keep(sums[-1], env_ids)
         self._update(mean, variance, sums.numel())
         # The documented backward filter takes its deviation in single precision; rewards scaled by it stay comparable.
-        variance = torch.tensor(self._variance, dtype=torch.float64 if forward else torch.float32)
-        deviation = float(variance.sqrt())
+        dtype = torch.float64 if forward else torch.float32
+        deviation = float(torch.tensor(self._variance, dtype=dtype).sqrt())
         return (wide / deviation).to(reward.dtype)
 
     def _before(self, reward: Tensor, env_ids: Tensor | None) -> Tensor | None:

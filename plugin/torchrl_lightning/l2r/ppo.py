@@ -21,8 +21,7 @@ from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, optional
 from torchrl_lightning.replay.rows import vector
-from torchrl_lightning.rollout.advantages import GeneralizedAdvantages, flags
-from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.advantages import AdvantageTransform, GeneralizedAdvantages, flags
 from torchrl_lightning.rollout.gae import GAEBuffer
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, value_keys
 from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED

@@ -13,8 +13,7 @@ from torch import Tensor
 from torchrl_lightning.estimators import gae
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction
-from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
-from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.advantages import AdvantageTransform, GeneralizedAdvantages
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 

@@ -16,8 +16,7 @@ from torchrl_lightning.entries import nested_key
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
-from torchrl_lightning.rollout.advantages import log_probs
-from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.advantages import AdvantageTransform, log_probs
 
 NORMALIZED = ("next", "normalized_intrinsic_reward")
 

@@ -14,7 +14,7 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning._modules import EvaluationMode, device_of
-from torchrl_lightning.entries import join, keyed_leaves, next_key, path_of, to_tensordict, under
+from torchrl_lightning.entries import join, keyed_leaves, next_key, to_tensordict, under
 from torchrl_lightning.rollout.batches import device_in, sequences
 from torchrl_lightning.rollout.storage import flatten_tree
 from torchrl_lightning.rollout.writer import DONE, TERMINATED
@@ -45,7 +45,7 @@ def fill_values(
     critic: TensorDictModuleBase | None,
     roots: Mapping[NestedKey, bool],
     *,
-    known: Callable[[NestedKey], bool],
+    known: Collection[NestedKey],
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
     unroll: bool = False,
 ) -> None:
@@ -58,7 +58,7 @@ def fill_values(
         rollout: ``[T, N]``; gets ``root`` and ``("next", root)``.
         critic: writes the values; may be ``None`` where all of them are known.
         roots: value keys, and whether the stream is episodic (a non-episodic one looks across episode ends).
-        known: whether an entry of the rollout can be used as it is.
+        known: the entries of the rollout that can be used as they are.
         recurrent_keys: root keys of recurrent states.
         unroll: run a recurrent critic over whole sequences from the first state, not from each stored state.
 
@@ -77,8 +77,8 @@ def fill_values(
         if not found:
             raise KeyError(f"The critic writes {list(critic.out_keys)}, not {root!r}.")  # type: ignore[union-attr]
     every = [key for found in keys.values() for key in found]
-    stale = [key for key in every if not known(key)]
-    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if not known(("next", *path_of(k)))]
+    stale = [key for key in every if key not in known]
+    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if next_key(k) not in known]
     cut = _cut_rows(rollout, wanted)
     successors = None
     if stale:
@@ -86,7 +86,7 @@ def fill_values(
         if unroll and is_recurrent(critic, recurrent_keys):
             out, successors = run_on_sequences(critic, rollout, cut, recurrent_keys)
         else:
-            out = run_on_steps(critic, rollout)
+            out = run(critic, _flat_steps(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
         for key in stale:
             rollout.set(key, _checked(out.get(key), key))
     if successors is None and bool(cut.any()):
@@ -127,11 +127,6 @@ def _fill_next(
 def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:
     """Return whether a module reads a recurrent state."""
     return any(under(key, state) for key in module.in_keys for state in recurrent_keys)
-
-
-def run_on_steps(module: TensorDictModuleBase, rollout: TensorDictBase) -> TensorDictBase:
-    """Run a module on every step, from the recurrent states that are stored; the result is ``[T, N]``."""
-    return run(module, _flat_steps(rollout, module.in_keys)).unflatten(0, rollout.batch_size)
 
 
 def _flat_steps(rollout: TensorDictBase, keys: Collection[NestedKey]) -> TensorDict:

@@ -18,10 +18,9 @@ from torchrl_lightning.files import StateFiles
 from torchrl_lightning.parts import OwnSignature, fresh_generator
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
-from torchrl_lightning.rollout.advantages import DiscountedReturns
+from torchrl_lightning.rollout.advantages import AdvantageTransform, DiscountedReturns
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.carry import carried_over
-from torchrl_lightning.rollout.estimate import AdvantageTransform
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
@@ -379,11 +378,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
             unroll: run a recurrent critic over whole sequences instead of from each stored state.
         """
         rollout, schema = self.rollout, self.storage.schema
-        recompute = recompute or self.recompute_values
-
-        def known(key: NestedKey) -> bool:
-            return key in schema and not recompute
-
+        known = () if recompute or self.recompute_values else schema
         extrinsic: dict[NestedKey, bool] = {self.value_key: True} if self.bootstrap else {}
         intrinsic: dict[NestedKey, bool] = {self.intrinsic.value_key: False} if self.has_intrinsic else {}
         streams = [(self.critic, extrinsic), (self.intrinsic_critic, intrinsic)]

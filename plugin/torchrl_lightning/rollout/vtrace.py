@@ -13,8 +13,7 @@ from torch import Tensor
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction, optional, positive
-from torchrl_lightning.rollout.advantages import VTraceAdvantages, log_probs
-from torchrl_lightning.rollout.estimate import AdvantageTransform
+from torchrl_lightning.rollout.advantages import AdvantageTransform, VTraceAdvantages, log_probs
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
