@@ -322,19 +322,13 @@ class VTraceAdvantages(AdvantageTransform):
     ) -> tuple[Tensor, Tensor]:
         """Compute V-trace of one critic."""
         log_pi, log_mu = log_probs(rollout, self.current_log_prob_key, self.log_prob_key, value)
-        return vtrace(
-            log_pi,
-            log_mu,
-            reward,
-            value,
-            next_value,
-            *flags(rollout, reward),
-            self.gamma,
-            lmbda=self.lmbda,
-            rho_clip=self.rho_clip,
-            c_clip=self.c_clip,
-            pg_rho_clip=self.pg_rho_clip,
-        )
+        ends = flags(rollout, reward)
+        return vtrace(log_pi, log_mu, reward, value, next_value, *ends, self.gamma, lmbda=self.lmbda, **self.clips)
+
+    @property
+    def clips(self) -> dict[str, Any]:
+        """The thresholds of the importance weights, by the names of :func:`vtrace`."""
+        return {"rho_clip": self.rho_clip, "c_clip": self.c_clip, "pg_rho_clip": self.pg_rho_clip}
 
 
 def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,14 +338,19 @@ def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
 
 def log_probs(rollout: TensorDictBase, current: NestedKey, behaviour: NestedKey, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return current and behaviour log-probabilities with as many dimensions as ``like``."""
-    if rollout.get(behaviour, None) is None:
-        raise KeyError(
-            f"{behaviour!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
-            "let it write them (return_log_prob=True)."
-        )
+    check_behaviour(rollout, behaviour)
     pair = []
     for key in (current, behaviour):
         value = rollout.get(key)
         value = value.unsqueeze(-1) if value.ndim == like.ndim - 1 else value
         pair.append(value.to(like.dtype).expand_as(like))
     return pair[0], pair[1]
+
+
+def check_behaviour(rollout: TensorDictBase, behaviour: NestedKey) -> None:
+    """Check that the log-probabilities of the policy that acted are there."""
+    if rollout.get(behaviour, None) is None:
+        raise KeyError(
+            f"{behaviour!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
+            "let it write them (return_log_prob=True)."
+        )

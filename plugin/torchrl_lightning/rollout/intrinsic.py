@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors.origins import env_ids
-from torchrl_lightning.entries import nested_key
+from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
@@ -74,22 +74,8 @@ class IntrinsicReturns(AdvantageTransform):
         self.lmbda = fraction(lmbda, "lmbda")
         self.normalize = normalize
         self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
-        self.log_prob_keys = (
-            None if log_prob_keys is None else (nested_key(log_prob_keys[0]), nested_key(log_prob_keys[1]))
-        )
+        self.log_prob_keys = None if log_prob_keys is None else nested_keys(log_prob_keys)
         self.clips: dict[str, Any] = {}
-
-    # One discount for the returns and for the filter of the rewards.
-    @property
-    def gamma(self) -> float:
-        """Discount of the intrinsic stream."""
-        return float(self.__dict__["_gamma"])
-
-    @gamma.setter
-    def gamma(self, gamma: float) -> None:
-        self.__dict__["_gamma"] = fraction(gamma, "gamma")
-        if "normalizer" in self.__dict__:
-            self.normalizer.gamma = self.gamma
 
     def fill(self, rollout: TensorDictBase) -> None:
         """Normalise the rewards and write the values."""
@@ -101,9 +87,9 @@ class IntrinsicReturns(AdvantageTransform):
         reward = rollout.get(self.reward_key, None)
         if reward is None:
             raise KeyError(f"{self.reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
-        rollout.set(
-            NORMALIZED, self.normalizer.normalize(reward, env_ids(rollout, time_dim=0)) if self.normalize else reward
-        )
+        if self.normalize:
+            reward = self.normalizer.normalize(reward, env_ids(rollout, time_dim=0))
+        rollout.set(NORMALIZED, reward)
 
     def reward(self, rollout: TensorDictBase) -> Tensor:
         """Return the normalised intrinsic reward."""
@@ -117,7 +103,8 @@ class IntrinsicReturns(AdvantageTransform):
         never = torch.zeros_like(reward, dtype=torch.bool)
         if self.log_prob_keys is None:
             return gae(reward, value, next_value, never, never, self.gamma, self.lmbda)
-        log_pi, log_mu = log_probs(rollout, *self.log_prob_keys, value)
+        current, behaviour = self.log_prob_keys
+        log_pi, log_mu = log_probs(rollout, current, behaviour, value)
         return vtrace(
             log_pi, log_mu, reward, value, next_value, never, never, self.gamma, lmbda=self.lmbda, **self.clips
         )

@@ -121,17 +121,11 @@ class MinibatchSampler(SamplerBase):
         time = torch.arange(steps, device=device).expand(index.shape[0], -1)
         return (time, index.unsqueeze(1).expand_as(time)), {}
 
-    def restart(self) -> None:
-        """Discard the rest of this epoch."""
-        self.clear()
-
     def extend(self, index: Any) -> None:
         """Start a new epoch, because data was written."""
-        self.restart()
+        self.clear()
 
-    def add(self, index: Any) -> None:
-        """Start a new epoch, because data was written."""
-        self.restart()
+    add = extend
 
     def state_dict(self) -> dict[str, Any]:
         """Return options, the rest of the epoch, and the generator: tensors and scalars only."""

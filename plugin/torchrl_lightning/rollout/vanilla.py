@@ -20,7 +20,6 @@ from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import AdvantageTransform, DiscountedReturns
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
-from torchrl_lightning.rollout.carry import carried_over
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
@@ -31,15 +30,9 @@ from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.state import check_state, flag, generator, mapping
 
 Values = Tensor | Mapping[str, Tensor]
+PARTS = ("storage", "sampler", "writer")
 HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
-RESULTS: tuple[NestedKey, ...] = (
-    "advantage",
-    "value_target",
-    "intrinsic_advantage",
-    "intrinsic_value_target",
-    "current_action_log_prob",
-    ("next", "normalized_intrinsic_reward"),
-)
+RESULTS = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target", "current_action_log_prob")
 
 
 class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, DocumentedVerbs):
@@ -226,8 +219,9 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     @property
     def intrinsic(self) -> IntrinsicReturns:
         """The intrinsic stream, with the current discount."""
-        self._intrinsic.gamma = self.gamma_intrinsic
-        return self._intrinsic
+        stream = self._intrinsic
+        stream.gamma = stream.normalizer.gamma = self.gamma_intrinsic
+        return stream
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +232,6 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         rollout = self.writer.prepare(data, self.writer.time_dim if time_dim is None else time_dim, 0)
         self.empty()
         self.writer.write(rollout, copy=copy)
-        self.sampler.restart()
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
         """Drop what an estimate wrote: its results, and the values that it computed.
@@ -266,18 +259,18 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     def _reserve(self, step: TensorDictBase) -> None:
         if self.storage.num_steps:
             raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
-        self.storage.allocate(carried_over(self._without_results(step).copy(), self.storage, self.recurrent_keys))
+        self.storage.allocate(self.writer.complete(self._without_results(step)))
 
     def _resize(self, size: int) -> None:
         self.storage.resize(size)
 
     def _write_step(self, step: TensorDictBase) -> None:
-        step = carried_over(self._without_results(step).copy(), self.storage, self.recurrent_keys)
+        step = self.writer.complete(self._without_results(step))
         if self._consumed:
             self.writer.prepare(step.unsqueeze(0), 0, 0)
             self.empty()
         self.writer.add(step)
-        self.sampler.restart()
+        self.sampler.clear()
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
@@ -337,9 +330,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     @property
     def result_keys(self) -> list[NestedKey]:
         """Entries that the estimates write, by their configured names."""
-        stream = self.intrinsic
-        keys = [self.advantage_key, self.value_target_key, stream.advantage_key, stream.value_target_key, NORMALIZED]
-        return [*RESULTS, *keys]
+        return [*RESULTS, NORMALIZED, self.advantage_key, self.value_target_key]
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -368,7 +359,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
             RuntimeError: nothing is stored, or a critic is needed and missing.
         """
         self.fill_values()
-        self.estimate()
+        self.estimate(self.estimator())
 
     def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
         """Write values of all steps and their successors.
@@ -387,11 +378,8 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         for critic, roots in streams:
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
-    def estimate(self) -> None:
+    def estimate(self, estimator: AdvantageTransform) -> None:
         """Write advantages and targets from the present values."""
-        self._estimate(self.estimator())
-
-    def _estimate(self, estimator: AdvantageTransform) -> None:
         rollout = self.rollout
         estimator.compute(rollout)
         if self.has_intrinsic:
@@ -484,9 +472,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         """Return an exact copy of the buffer, tensors and scalars only (``torch.load(weights_only=True)`` reads it)."""
         return {
             "schema_version": 1,
-            "storage": self.storage.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "writer": self.writer.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in PARTS},
             "transforms": dict(self.transform.state_dict()),
             "generator": self.generator.get_state().clone(),
             "consumed": self._consumed,
@@ -496,14 +482,13 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         schema = {
-            **dict.fromkeys(("storage", "sampler", "writer", "transforms", "intrinsic"), mapping),
+            **dict.fromkeys((*PARTS, "transforms", "intrinsic"), mapping),
             "generator": generator(self.generator.device),
             "consumed": flag,
         }
         check_state(state_dict, schema, "on-policy buffer", version=1)
-        self.storage.check_state(state_dict["storage"])
-        self.sampler.check_state(state_dict["sampler"])
-        self.writer.check_state(state_dict["writer"])
+        for name in PARTS:
+            getattr(self, name).check_state(state_dict[name])
         check_transform(self.transform, state_dict["transforms"])
         self.intrinsic.normalizer.check_state(state_dict["intrinsic"])
 
@@ -514,9 +499,8 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
             ValueError: another version, capacity, number of environments or other data; names both.
         """
         self.check_state(state_dict)
-        self.storage.load_state_dict(state_dict["storage"])
-        self.sampler.load_state_dict(state_dict["sampler"])
-        self.writer.load_state_dict(state_dict["writer"])
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state_dict[name])
         self.transform.load_state_dict(state_dict["transforms"])
         self.generator.set_state(state_dict["generator"].cpu())
         self._consumed = bool(state_dict["consumed"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction, optional, positive
-from torchrl_lightning.rollout.advantages import AdvantageTransform, VTraceAdvantages, log_probs
+from torchrl_lightning.rollout.advantages import VTraceAdvantages, check_behaviour
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 
@@ -99,20 +99,18 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         self.current_log_prob_key: NestedKey = "current_action_log_prob"
         self.policy_version: int | None = None
 
-    def estimator(self) -> AdvantageTransform:
+    def estimator(self) -> VTraceAdvantages:
         """Return V-trace of the extrinsic stream."""
-        return self._estimator(self._clips(None, None))
-
-    def _estimator(self, clips: Mapping[str, Any]) -> AdvantageTransform:
-        keys = {"log_prob_key": self.log_prob_key, "current_log_prob_key": self.current_log_prob_key}
-        return VTraceAdvantages(self.gamma, self.lmbda, **clips, **keys, **self._estimator_options())
-
-    def _clips(self, rho: float | None, c: float | None) -> dict[str, Any]:
-        return {
-            "rho_clip": self.clip_rho_thres if rho is None else _threshold(rho, "clip_rho_thres"),
-            "c_clip": self.clip_c_thres if c is None else _threshold(c, "clip_c_thres"),
-            "pg_rho_clip": self.clip_pg_rho_thres,
-        }
+        return VTraceAdvantages(
+            self.gamma,
+            self.lmbda,
+            rho_clip=self.clip_rho_thres,
+            c_clip=self.clip_c_thres,
+            pg_rho_clip=self.clip_pg_rho_thres,
+            log_prob_key=self.log_prob_key,
+            current_log_prob_key=self.current_log_prob_key,
+            **self._estimator_options(),
+        )
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -123,11 +121,6 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
     def intrinsic_lmbda(self) -> float:
         """λ of the intrinsic stream, the same as that of the extrinsic one."""
         return self.lmbda
-
-    @property
-    def result_keys(self) -> list[NestedKey]:
-        """Entries that the estimates write."""
-        return [*super().result_keys, self.current_log_prob_key]
 
     @property
     def required_keys(self) -> list[NestedKey]:
@@ -172,13 +165,15 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         Raises:
             ValueError: a threshold is not above 0.
         """
-        clips = self._clips(clip_rho_thres, clip_c_thres)
-        if self.log_prob_key not in self.rollout.keys(include_nested=True):
-            log_probs(self.rollout, self.current_log_prob_key, self.log_prob_key, torch.empty(0))
+        estimator, stream = self.estimator(), self.intrinsic
+        if clip_rho_thres is not None:
+            estimator.rho_clip = _threshold(clip_rho_thres, "clip_rho_thres")
+        if clip_c_thres is not None:
+            estimator.c_clip = _threshold(clip_c_thres, "clip_c_thres")
+        check_behaviour(self.rollout, self.log_prob_key)
         self.get_updated_action_log_probs()
-        self.intrinsic.log_prob_keys = (self.current_log_prob_key, self.log_prob_key)
-        self.intrinsic.clips = clips
-        self._estimate(self._estimator(clips))
+        stream.log_prob_keys, stream.clips = (self.current_log_prob_key, self.log_prob_key), estimator.clips
+        self.estimate(estimator)
 
     def metrics(self) -> dict[str, float]:
         """Return mean ``|ρ - 1|``, and the policy lag if versions are known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,21 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import WriterBase, new_tensordict
-from torchrl_lightning.entries import check_tensordict, describe, keyed_leaves, nested_keys, path_of, schema_difference
+from torchrl_lightning.entries import (
+    check_tensordict,
+    describe,
+    keyed_leaves,
+    nested_keys,
+    path_of,
+    schema_difference,
+    under,
+)
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import check_state, whole
 
 REWARD: NestedKey = ("next", "reward")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
-TRUNCATED = ("next", "truncated")
 MASK = ("collector", "mask")
 
 
@@ -128,6 +135,43 @@ class RolloutWriter(WriterBase):
         self.notify(self._cells(row, 1))
         return row
 
+    def complete(self, step: TensorDictBase) -> TensorDictBase:
+        """Return a step ``[N]`` with what it lacks and the step after the stored ones has.
+
+        Raises:
+            KeyError: what is missing does not follow from the step before.
+        """
+        step, tail, schema = step.copy(), self._target.tail, self._target.schema
+        if tail is not None and tail.shape == step.shape:
+            present = set(step.keys(include_nested=True))
+            absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
+            self._check_new_episodes(tail.get("is_init"), absent)
+            for key, value in absent.items():
+                step.set(key, value)
+        elif step.get("next", None) is not None:
+            self._check_first(step)
+        if step.get("is_init", None) is None and (not schema or "is_init" in schema):
+            step.set("is_init", torch.ones(*step.shape, 1, dtype=torch.bool, device=step.device))
+        return step
+
+    def _check_new_episodes(self, ended: Tensor, absent: Collection[NestedKey]) -> None:
+        names = [key for key in absent if key != "is_init" and not any(under(key, k) for k in self.recurrent_keys)]
+        if names and bool(ended.any()):
+            rows = ended.flatten(1).any(-1).nonzero().flatten().tolist()
+            raise KeyError(
+                f"The step has no {names}, and in environments {rows} the step before ended an episode: what was "
+                "stored last is the old episode's. Pass what the new episode begins with."
+            )
+
+    def _check_first(self, step: TensorDictBase) -> None:
+        following = step.get("next")
+        names = list(dict.fromkeys(path_of(key)[0] for key, _ in _handed_on(following)))
+        for name in names:
+            if name in self.recurrent_keys and step.get(name, None) is None:
+                step.set(name, following.get(name).clone().zero_())
+        if names and not any(step.get(name, None) is not None for name in names if name not in self.recurrent_keys):
+            raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
+
     def _cells(self, start: int, steps: int) -> Tensor:
         envs = self._target.num_envs or 0
         flat = torch.arange(start * envs, (start + steps) * envs, device=self._target.device)
@@ -152,17 +196,14 @@ class RolloutWriter(WriterBase):
             check_finite(data.get(key), key)
 
     def _tail(self, last: TensorDictBase) -> TensorDict:
-        following, done = last.get("next"), last.get(DONE)
+        done = last.get(DONE).to(self._target.device, copy=True)
         tail = TensorDict({}, last.shape)
-        for key, value in keyed_leaves(following):
-            name = path_of(key)[0]
-            if name in ("reward", "done", "terminated", "truncated") or name.endswith(("state_value", "_reward")):
-                continue
-            recurrent = name in self.recurrent_keys or key in self.recurrent_keys
-            ended = done.reshape(done.shape[0], *[1] * (value.ndim - 1)) if recurrent else None
-            value = value.to(self._target.device)
-            tail.set(key, value.clone() if ended is None else value.masked_fill(ended.to(value.device), 0))
-        tail.set("is_init", done.to(self._target.device, copy=True))
+        for key, value in _handed_on(last.get("next")):
+            value = value.to(self._target.device, copy=True)
+            if path_of(key)[0] in self.recurrent_keys or key in self.recurrent_keys:
+                value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
+            tail.set(key, value)
+        tail.set("is_init", done)
         return tail
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +218,14 @@ class RolloutWriter(WriterBase):
         """Restore the write count."""
         self.check_state(state_dict)
         self.write_count = int(state_dict["write_count"])
+
+
+def _handed_on(following: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Yield the entries of a successor that the step after it begins with: all but rewards, flags and values."""
+    for key, value in keyed_leaves(following):
+        name = path_of(key)[0]
+        if name not in ("reward", "done", "terminated", "truncated") and not name.endswith(("state_value", "_reward")):
+            yield key, value
 
 
 def check_flags(data: TensorDictBase) -> None:
