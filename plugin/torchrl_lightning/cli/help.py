@@ -60,14 +60,15 @@ def _groups(path: Path) -> Iterator[str]:
         # A defaults list outside of the top names its groups relative to its own.
         group = match["group"] if path.parent == CONF_DIR else f"{path.parent.name}/{match['group']}"
         files = sorted(_folder(group).glob("*.yaml"))
-        # A file `default` that others include is their base, and chosen by name only where it is the first choice.
-        base = "default" if any("  - default" in _lines(file) for file in files) else None
-        names = [file.stem for file in files if file.stem == match["option"] or file.stem != base]
+        # A file `default` that others include is their base, and no choice but where it is the first one.
+        included = any("  - default" in _lines(file) for file in files)
+        hidden = {"default"} - {match["option"]} if included else set()
+        names = [file.stem for file in files if file.stem not in hidden]
         starred = " ".join(f"{name}*" if name == match["option"] else name for name in names)
         yield f"  {group:15} {match['meaning']}"
         yield textwrap.fill(starred, 110, initial_indent=" " * 20, subsequent_indent=" " * 20)
-        if (shared := _folder(group) / "default.yaml") in files:
-            yield from _groups(shared)
+        if (base := _folder(group) / "default.yaml") in files:
+            yield from _groups(base)
 
 
 def _settings(path: Path, chosen: dict[str, str]) -> dict[str, tuple[str, str]]:

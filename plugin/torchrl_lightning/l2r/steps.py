@@ -65,5 +65,6 @@ def documented(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give a batch its documented form: float32; observations and actions ``[B, features]``, all else ``[B]``."""
     vectors = ("obs", "obs2", "act")
     return {
-        name: each.float().reshape(*((len(each),) if name in vectors else ()), -1) for name, each in columns.items()
+        name: each.float().reshape(len(each), -1) if name in vectors else each.float().flatten()
+        for name, each in columns.items()
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -14,6 +15,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
+from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import check_tensordict, to_tensordict
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
@@ -21,8 +23,8 @@ from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.state import mapping
-from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, BatchExperience, experience_of, transitions, width_of
-from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, load_files, save_files, shapes_of
+from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, PREVIOUS, BatchExperience, flat, transitions, width_of
+from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, check_files, save_files, shapes_of
 
 WIDTHS: dict[str, NestedKey] = {"state_dim": "observation", "action_dim": "action", "hidden_dim": HIDDEN}
 
@@ -215,7 +217,11 @@ class BufferBase(ExperienceBuffer):
         Raises:
             KeyError: the transitions lack one of the documented columns.
         """
-        return experience_of(data)
+        columns = {name: flat(data, key) for name, key in COLUMNS.items()}
+        if PREVIOUS in data.keys():  # noqa: SIM118  # of a TensorDict
+            columns["previous_hiddens"] = flat(data, PREVIOUS)
+        batch: BatchExperience = BatchExperience.from_tensordict(new_tensordict(columns, data.batch_size))
+        return batch
 
     @property
     def size(self) -> int:
@@ -310,21 +316,16 @@ class BufferBase(ExperienceBuffer):
             ValueError: an entry of the metadata is missing or impossible, the file is truncated, corrupted or foreign,
                 the two contradict each other, or memory would not do; nothing is allocated before.
         """
-        checked, opened = load_files(state_path, metadata)
-        capacity, size, position = checked["capacity"], checked["size"], checked["position"]
+        path, checked = check_files(state_path, metadata)
+        size = checked["size"]
         buffer = cls(*(checked[name] for name in DIMS), device=checked["device"] or "cpu")
-        with opened() as file:
-            columns = {name: file.get_slice(name) for name in NAMES}
-
-            def write(start: int, stop: int) -> None:
-                for first in range(start, stop, CHUNK):
-                    rows = slice(first, min(first + CHUNK, stop))
-                    buffer.add_multi(*(columns[name][rows] for name in NAMES))
-
-            write(0, size)
-            if size == capacity:
-                # Once more round the ring to where the oldest row is: every row keeps its place.
-                write(0, position)
+        # A full ring is entered once more up to where its oldest row is: every row keeps its place.
+        again = checked["position"] if size == checked["capacity"] else 0
+        with safe_open(path, framework="pt", device="cpu") as file:
+            columns = [file.get_slice(name) for name in NAMES]
+            for stop in (size, again):
+                for first in range(0, stop, CHUNK):
+                    buffer.add_multi(*(column[first : min(first + CHUNK, stop)] for column in columns))
         return buffer
 
 

@@ -64,23 +64,26 @@ def transitions(columns: Mapping[str, Tensor]) -> TensorDict:
     return new_tensordict(data, size)
 
 
-def experience_of(data: TensorDictBase) -> BatchExperience:
-    """Rename transitions ``[B]`` from our keys to the documented names; float32, recurrent states flat."""
-    columns = {name: _flat(data.get(key, None), key) for name, key in COLUMNS.items()}
-    previous = data.get(PREVIOUS, None)
-    if previous is not None:
-        columns["previous_hiddens"] = _flat(previous, PREVIOUS)
-    batch: BatchExperience = BatchExperience.from_tensordict(new_tensordict(columns, data.batch_size))
-    return batch
-
-
 def width_of(data: TensorDictBase, key: NestedKey) -> int | None:
     """Count the numbers that an entry has for each row, over all its leaves; ``None`` where there is no such entry."""
+    leaves = _leaves(data, key)
+    return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves) if leaves else None
+
+
+def flat(data: TensorDictBase, key: NestedKey) -> Tensor:
+    """Return an entry of transitions ``[B]`` as float32 ``[B, features]``, its leaves side by side."""
+    leaves = _leaves(data, key)
+    if not leaves:
+        raise KeyError(f"The stored transitions have no entry {key!r}; use draw to get what they have.")
+    columns = [leaf.flatten(1).float() if leaf.ndim > 1 else leaf.unsqueeze(1).float() for leaf in leaves]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+
+
+def _leaves(data: TensorDictBase, key: NestedKey) -> list[Tensor]:
     entry = data.get(key, None)
     if entry is None:
-        return None
-    leaves = entry.values(True, True) if isinstance(entry, TensorDictBase) else [entry]
-    return sum(int(leaf.shape[data.ndim :].numel()) for leaf in leaves)
+        return []
+    return list(entry.values(True, True)) if isinstance(entry, TensorDictBase) else [entry]
 
 
 def _flags(column: Tensor, name: str) -> Tensor:
@@ -88,11 +91,3 @@ def _flags(column: Tensor, name: str) -> Tensor:
     if not torch.equal(flags.to(column.dtype), column):
         raise ValueError(f"{name} holds values other than 0 and 1; nothing was written.")
     return flags
-
-
-def _flat(entry: Tensor | TensorDictBase | None, key: NestedKey) -> Tensor:
-    if entry is None:
-        raise KeyError(f"The stored transitions have no entry {key!r}; use draw to get what they have.")
-    leaves = list(entry.values(True, True)) if isinstance(entry, TensorDictBase) else [entry]
-    flat = [leaf.flatten(1).float() if leaf.ndim > 1 else leaf.unsqueeze(1).float() for leaf in leaves]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, -1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,16 +27,9 @@ COUNTERS = ("position", "size")
 CHUNK = 1 << 16  # rows converted at a time
 _logger = logging.getLogger(__name__)
 
-Shapes = dict[str, tuple[int, int]]
 
-
-def shapes_of(metadata: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of the six tensors, ``[capacity, dim]``.
-
-    Example:
-        >>> shapes_of({"capacity": 9, "state_dim": 3, "action_dim": 2, "hidden_dim": 4})["next_states"]
-        (9, 3)
-    """
+def shapes_of(metadata: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the six tensors, ``[capacity, dim]``."""
     capacity, state, action, hidden = (metadata[name] for name in DIMS)
     return dict(zip(NAMES, ((capacity, dim) for dim in (state, action, 1, state, 1, hidden)), strict=True))
 
@@ -71,19 +64,16 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapp
             file.write(bytes(min(CHUNK, missing - chunk)))
 
 
-def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Check a saved buffer without reading its tensors; return its metadata, and a function that opens the file."""
+def check_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Check a saved buffer without reading its tensors; return the file of the tensors, and the metadata."""
     checked = _check_metadata(metadata)
     path = _find(Path(state_path))
     # For the buffer, and as much again while the file is read. The file's size bounds what the metadata can ask for.
     needed = 2 * path.stat().st_size
     check_room(needed, str(path), "free some, or change the metadata's device", device=checked["device"] or "cpu")
 
-    def opened() -> Any:
-        return safe_open(path, framework="pt", device="cpu")
-
     try:
-        with opened() as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             found = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             header = file.metadata() or {}
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -93,8 +83,7 @@ def load_files(state_path: str | Path, metadata: Mapping[str, Any]) -> tuple[dic
         differ = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         said = "; ".join(f"{name!r} is {found.get(name)}, expected {expected.get(name)}" for name in differ)
         raise ValueError(f"{path} does not fit its metadata: {said}.")
-    checked = _same_save(checked, header, path)
-    return checked, opened
+    return path, _same_save(checked, header, path)
 
 
 def _find(path: Path) -> Path:

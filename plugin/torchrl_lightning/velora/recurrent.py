@@ -14,19 +14,14 @@ from torchrl.envs.transforms import TensorDictPrimer
 
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.velora.base import BufferBase
-from torchrl_lightning.velora.experience import BatchExperience
+from torchrl_lightning.velora.experience import COLUMNS, PREVIOUS, BatchExperience
 
 STEPS = 64  # steps of one batch of ``warm``, at most
 
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """What a buffer was built with.
-
-    Example:
-        >>> BufferConfig("ReplayBuffer", 100, 3, 1, 8).capacity
-        100
-    """
+    """What a buffer was built with."""
 
     type: Literal["ReplayBuffer"]
     capacity: int
@@ -103,7 +98,7 @@ class RecurrentReplayBuffer(BufferBase):
         if missing % self.writer.num_envs:
             raise ValueError(f"{missing} transitions do not divide by the {num_envs} environments of this buffer.")
         if previous_hidden is None:
-            previous_hidden = "recurrent_state" in self.storage.tree
+            previous_hidden = PREVIOUS in self.storage.tree
         if self.hidden_dim is None:
             raise ValueError("hidden_dim of this buffer is not known; give it to the constructor before warm.")
         dims = (self.state_dim, self.hidden_dim)
@@ -136,27 +131,15 @@ def _collect(
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         collector = GymnasiumCollector(env, policy, frames_per_batch=steps * num_envs, seed=seed)
         for rollout in collector:
-            batch = _documented(rollout.transpose(0, 1).reshape(-1)[:count])
-            count -= len(batch["states"])
-            yield batch
+            data = rollout.transpose(0, 1).reshape(-1)[:count]
+            batch = {name: data.get(key) for name, key in COLUMNS.items()}
+            batch["truncated"] = data.get(("next", "truncated")) & ~batch["dones"]
+            count -= len(data)
+            yield {**batch, "previous_hiddens": data.get(PREVIOUS)}
             if not count:
                 return
     finally:
         env.close()
-
-
-def _documented(data: TensorDictBase) -> dict[str, Any]:
-    following = data.get("next")
-    return {
-        "states": data.get("observation"),
-        "actions": data.get("action"),
-        "rewards": following.get("reward"),
-        "next_states": following.get("observation"),
-        "dones": following.get("terminated"),
-        "hiddens": following.get("recurrent_state"),
-        "truncated": following.get("truncated") & ~following.get("terminated"),
-        "previous_hiddens": data.get("recurrent_state"),
-    }
 
 
 class _AgentPolicy(nn.Module):
@@ -170,7 +153,7 @@ class _AgentPolicy(nn.Module):
         self.started = False
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
-        return TensorDictPrimer({"recurrent_state": Unbounded((self.hidden_dim,))}, default_value=0.0)
+        return TensorDictPrimer({PREVIOUS: Unbounded((self.hidden_dim,))}, default_value=0.0)
 
     @torch.no_grad()
     def forward(self, data: TensorDictBase) -> TensorDictBase:
