@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.entries import Path, join, path_of
 
 # TorchRL's transforms write these beside the observations; no network should read them as observations.
-_BOOKKEEPING = ("is_init", "step_count", "recurrent_state")
+_BOOKKEEPING = {"is_init", "step_count", "recurrent_state"}
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), dtype=_dtype(space, name))
     if isinstance(space, spaces.MultiBinary):
-        return Binary(space.shape[-1], shape=torch.Size(space.shape), dtype=_dtype(space, name))
+        return Binary(space.shape[-1], shape=space.shape, dtype=_dtype(space, name))
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
         if len(np.unique(space.nvec)) > 1:
             return MultiCategorical(space.nvec.tolist(), dtype=_dtype(space, name))
-        return Categorical(int(space.nvec[0]), shape=torch.Size(space.shape), dtype=_dtype(space, name))
+        return Categorical(int(space.nvec[0]), shape=space.shape, dtype=_dtype(space, name))
     raise TypeError(
         f"The space of {name!r}, {space}, is not supported: expected Box, Discrete, one-dimensional MultiDiscrete, "
         "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation."
@@ -131,12 +131,9 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
     if dtype is torch.bool:
         return Bounded(low, high, shape, dtype=dtype)
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    infinite = bool(low.isinf().all() and high.isinf().all())
-    everything = bool(
-        torch.isclose(low, torch.tensor(limits.min, dtype=dtype)).all()
-        and torch.isclose(high, torch.tensor(limits.max, dtype=dtype)).all()
-    )
-    if infinite or everything:
+    least, most = (torch.tensor(limit, dtype=dtype) for limit in (limits.min, limits.max))
+    infinite = low.isinf().all() and high.isinf().all()
+    if infinite or (torch.isclose(low, least).all() and torch.isclose(high, most).all()):
         return Unbounded(shape, dtype=dtype)
     return Bounded(low, high, shape, dtype=dtype)
 
@@ -144,8 +141,7 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     observation = env.observation_spec_unbatched.clone().clear_device_()
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
-        names = (key,) if isinstance(key, str) else key
-        if names[0] in _BOOKKEEPING or names[-1] in _BOOKKEEPING:
+        if {path_of(key)[0], path_of(key)[-1]} & _BOOKKEEPING:
             del observation[key]
     for key, spec in list(observation.items()):
         if isinstance(spec, Composite) and spec.is_empty():
@@ -155,11 +151,8 @@ def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
 
 def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
     """Return an environment's specs as tensors and scalars, which ``torch.load(weights_only=True)`` reads."""
-    return {
-        "observation": spec_state(specs.observation),
-        "action": spec_state(specs.action),
-        "num_envs": specs.num_envs,
-    }
+    observation, action = spec_state(specs.observation), spec_state(specs.action)
+    return {"observation": observation, "action": action, "num_envs": specs.num_envs}
 
 
 def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
@@ -172,19 +165,18 @@ def spec_state(spec: TensorSpec) -> dict[str, Any]:
     """Return one spec as tensors and scalars; a TypeError if it is of a kind that no environment of ours has."""
     if isinstance(spec, Composite):
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
-    state: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
     # The exact class: TorchRL derives some kinds of spec from others.
-    match type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete"):
-        case "Unbounded":
-            return {"kind": "Unbounded", **state}
+    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
+    state = {"kind": kind, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    match kind:
+        case "Unbounded" | "Binary":
+            return state
         case "Bounded":
-            return {"kind": "Bounded", "low": spec.space.low.clone(), "high": spec.space.high.clone(), **state}
-        case "Binary":
-            return {"kind": "Binary", **state}
+            return {"low": spec.space.low.clone(), "high": spec.space.high.clone(), **state}
         case "Categorical":
-            return {"kind": "Categorical", "n": int(spec.n), **state}
+            return {"n": int(spec.n), **state}
         case "MultiCategorical":
-            return {"kind": "MultiCategorical", "nvec": spec.nvec.tolist(), **state}
+            return {"nvec": spec.nvec.tolist(), **state}
     raise TypeError(f"a {type(spec).__name__} spec cannot be kept in a checkpoint: {spec}")
 
 
