@@ -39,7 +39,7 @@ def test_refuses_next_step_and_shows_the_fix() -> None:
     with pytest.raises(ValueError, match="SAME_STEP"):
         GymnasiumCollector(vector_env(mode=AutoresetMode.NEXT_STEP), frames_per_batch=4)
     with pytest.raises(ValueError, match="NEXT_STEP"):
-        make_vector_env("CartPole-v1", 2, vectorization="vector_entry_point")
+        make_vector_env(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"), 2)
 
 
 def test_refuses_what_does_not_fit() -> None:

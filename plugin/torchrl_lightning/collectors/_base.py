@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
 
-from torchrl_lightning.collectors._policy import Policy, check_policy
+from torchrl_lightning.collectors._policy import Policy, check_policy, load_weights
 from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
@@ -62,21 +64,14 @@ class CollectorBase:
             if isinstance(self._env_source, VectorEnv):
                 self._specs = environment_specs(self._env_source)
             else:
-                inside = self._env_args["vectorization"].replace("async", "sync")
-                probe = make_vector_env(self._env_source, 1, **{**self._env_args, "vectorization": inside})
-                try:
-                    specs = environment_specs(probe)
-                finally:
-                    probe.close()
-                self._specs = EnvironmentSpecs(specs.observation, specs.action, self.num_envs)
+                with closing(
+                    make_vector_env(self._env_source, 1, **{**self._env_args, "vectorization": "sync"})
+                ) as env:
+                    self._specs = replace(environment_specs(env), num_envs=self.num_envs)
         return self._specs
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole run.
-
-        Raises:
-            RuntimeError: The collector never stops.
-        """
+        """Return the number of batches of a whole run; a RuntimeError if the collector never stops."""
         if self.total_frames < 0:
             raise RuntimeError("A collector with total_frames=-1 never stops, so it has no length.")
         return -(self.total_frames // -self.frames_per_batch)
@@ -85,11 +80,36 @@ class CollectorBase:
         yield from self.iterator()
 
     def iterator(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` are collected."""
+        """Yield batches until ``total_frames`` are collected; an error or Ctrl-C shuts the collector down."""
+        yield from self._until_spent(self.rollout)
+
+    def _until_spent(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            try:
+                batch = collect()
+            except BaseException:
+                self.shutdown(raise_on_error=False)
+                raise
+            yield batch
+
+    def rollout(self) -> TensorDict:
+        """Return the next batch, even beyond ``total_frames``."""
         raise NotImplementedError
 
     def reset(self) -> None:
         """Begin the next batch with a reset of every environment."""
+        raise NotImplementedError
+
+    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
+        """Copy weights into the policy; without an argument do nothing, because the policy itself acts.
+
+        Args:
+            policy_or_weights: A module, a state dict, or a TensorDict of parameters.
+        """
+        load_weights(self.policy, policy_or_weights)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close what is open; may be called any number of times."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:

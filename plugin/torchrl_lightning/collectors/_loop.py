@@ -59,7 +59,7 @@ class RolloutLoop:
         self._next_states = {key: join((), next_key(key)) for key in self.states}
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
-    def reset(self, seeds: Sequence[int] | None) -> None:
+    def reset(self, seeds: list[int] | None) -> None:
         """Begin a new episode in every environment."""
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
@@ -278,39 +278,35 @@ class RolloutMemory:
     def batch(self) -> TensorDict:
         """Return the rollout as ``[N, T]``, over this memory."""
         if None not in self._ready:
-            tree = self._tree(lambda value: value.transpose(0, 1))
-            self._ready[None] = _tensordict(tree, torch.Size([self.num_envs, self.steps]), (None, "time"))
+            entries = {path: value.transpose(0, 1) for path, value in self._all_entries().items()}
+            self._ready[None] = _tensordict(entries, torch.Size([self.num_envs, self.steps]), (None, "time"))
         return self._ready[None]
 
     def rows(self, leave_out: Collection[str] = ()) -> TensorDict:
         """Return the rollout as a ring takes it, ``[T, N]`` or one step ``[N]``, without these first names."""
         wanted = tuple(leave_out)
         if wanted not in self._ready:
-            one = self.steps == 1
-            tree = self._tree((lambda value: value[0]) if one else (lambda value: value), wanted)
-            shape = torch.Size([self.num_envs] if one else [self.steps, self.num_envs])
-            self._ready[wanted] = _tensordict(tree, shape, None if one else ("time", None))
+            entries = {path: value for path, value in self._all_entries().items() if path[0] not in wanted}
+            if self.steps == 1:
+                one = {path: value[0] for path, value in entries.items()}
+                self._ready[wanted] = _tensordict(one, torch.Size([self.num_envs]), None)
+            else:
+                shape = torch.Size([self.steps, self.num_envs])
+                self._ready[wanted] = _tensordict(entries, shape, ("time", None))
         return self._ready[wanted]
 
-    def _tree(self, view: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
-        entries = dict(self._entries)
-        for key, value in self._written.items():
-            path = path_of(key)
-            if path[0] != "next" or path not in entries:  # the environment decides what follows a step
-                entries[path] = value
-        tree: dict[str, Any] = {}
-        for path, value in entries.items():
-            if path[0] in leave_out:
-                continue
-            branch = tree
-            for name in path[:-1]:
-                branch = branch.setdefault(name, {})
-            branch[path[-1]] = view(value)
-        return tree
+    def _all_entries(self) -> dict[Path, Tensor]:
+        written = {path_of(key): value for key, value in self._written.items()}
+        # The environment decides what follows a step.
+        return {**self._entries, **{p: v for p, v in written.items() if p[0] != "next" or p not in self._entries}}
 
 
-def _tensordict(tree: dict[str, Any], shape: torch.Size, names: tuple[str | None, ...] | None) -> TensorDict:
-    filled = {
-        key: _tensordict(entry, shape, names) if isinstance(entry, dict) else entry for key, entry in tree.items()
-    }
-    return new_tensordict(filled, shape, names)
+def _tensordict(entries: dict[Path, Tensor], shape: torch.Size, names: tuple[str | None, ...] | None) -> TensorDict:
+    level: dict[str, Any] = {}
+    for (name, *rest), value in entries.items():
+        if rest:
+            level.setdefault(name, {})[tuple(rest)] = value
+        else:
+            level[name] = value
+    nested = {name: _tensordict(part, shape, names) if isinstance(part, dict) else part for name, part in level.items()}
+    return new_tensordict(nested, shape, names)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS
 
-_ALIGNMENT = 16
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
 
 
@@ -34,23 +33,15 @@ class SharedWeights:
     """
 
     def __init__(self, module: object, version: int) -> None:
-        self._layout: list[tuple[str, torch.Size, torch.dtype, int, int]] = []
-        size = 0
-        for name, value in _tensors(module).items():
-            length = value.numel() * value.element_size()
-            self._layout.append((name, value.shape, value.dtype, size, length))
-            size += -(length // -_ALIGNMENT) * _ALIGNMENT
-        self._bytes = torch.zeros(max(size, 1), dtype=torch.uint8).share_memory_()
-        self._version = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._weights = TensorDict(_tensors(module)).to("cpu").consolidate(share_memory=True)
+        self._version = torch.tensor(version).share_memory_()
         self._lock: Any = multiprocessing.get_context("spawn").Lock()
-        self.publish(module, version)
 
     def publish(self, module: object, version: int) -> None:
         """Copy a module's weights into shared memory as a new version."""
-        source = _tensors(module)
         with self._locked():
-            for name, view in self._views():
-                view.copy_(source[name])
+            for name, value in _tensors(module).items():
+                self._weights[name].copy_(value)
             self._version.fill_(version)
 
     def fetch(self, module: object, known: int) -> int:
@@ -58,16 +49,9 @@ class SharedWeights:
         with self._locked():
             version = int(self._version.item())
             if version != known:
-                target = _tensors(module)
-                for name, view in self._views():
-                    target[name].copy_(view)
+                for name, value in _tensors(module).items():
+                    value.copy_(self._weights[name])
         return version
-
-    def _views(self) -> list[tuple[str, Tensor]]:
-        return [
-            (name, self._bytes[start : start + length].view(dtype).view(shape))
-            for name, shape, dtype, start, length in self._layout
-        ]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

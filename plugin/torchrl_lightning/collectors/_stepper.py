@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -36,11 +36,9 @@ class VectorStepper:
         self.action_dtype = np.dtype(space.dtype)
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
 
-    def reset(self, seeds: Sequence[int] | None) -> list[Array]:
+    def reset(self, seeds: list[int] | None) -> list[Array]:
         """Start an episode in every environment."""
-        seed: Any = None if seeds is None else list(seeds)
-        observation, _ = self.env.reset(seed=seed)
-        return self.leaves(observation)
+        return self.leaves(self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
 
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info."""
@@ -72,7 +70,7 @@ class VectorStepper:
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
-        return [reduce(_entry, path, observation) for path in self._paths]
+        return [reduce(lambda tree, name: tree[name], path, observation) for path in self._paths]
 
     def close(self) -> None:
         """Close the environment; terminate its processes if they hang in a step."""
@@ -97,10 +95,6 @@ class VectorStepper:
             if not np.array_equal(before[~done], after[~done], equal_nan=before.dtype.kind == "f"):
                 raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
         return fresh, [(i, [leaf[i] for leaf in final]) for i in np.flatnonzero(done).tolist()]
-
-
-def _entry(observation: Any, name: str) -> Any:
-    return observation[name]
 
 
 _NO_PARTIAL_RESET = (

@@ -111,8 +111,7 @@ class AsynchronousCollector(CollectorBase):
 
     def iterator(self) -> Iterator[TensorDict]:
         """Yield batches until ``total_frames`` are collected; an error or Ctrl-C ends all workers."""
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            yield self.rollout()
+        yield from super().iterator()
         self._stop()
 
     def rollout(self) -> TensorDict:

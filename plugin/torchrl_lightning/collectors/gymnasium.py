@@ -16,7 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device, recurrent_states
+from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array, ReplaySource, ResumableVectorEnv
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
@@ -54,13 +54,12 @@ class GymnasiumCollector(CollectorBase):
         device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
             and batches stay on the CPU.
         storing_device: Device of the batches; ``None`` means ``device``.
-        return_same_td: Yield the same memory each time instead of new memory.
+        return_same_td: Yield the same memory each time instead of new memory; on another device it is new.
         clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
         replay: Replays recorded steps in some environments, which rest meanwhile
             (:class:`~torchrl_lightning.collectors.ReplaySource`).
-        vectorization: As in :func:`make_vector_env`.
-        env_kwargs: As in :func:`make_vector_env`.
-        wrappers: As in :func:`make_vector_env`.
+
+    ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
 
     Raises:
         ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``,
@@ -105,10 +104,10 @@ class GymnasiumCollector(CollectorBase):
                 f"replay= leaves some environments unstepped, which {env} (vectorization={vectorization!r}) cannot do; "
                 "build it by make_vector_env, from an id or a factory and with vectorization='sync'."
             )
+        env_args: dict[str, Any] = {"vectorization": vectorization, "env_kwargs": env_kwargs, "wrappers": wrappers}
         if isinstance(env, VectorEnv):
-            make_vector_env(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers)  # only checks
-        num_envs = env.num_envs if isinstance(env, VectorEnv) else 1 if num_envs is None else num_envs
-        env_args = {"vectorization": vectorization, "env_kwargs": env_kwargs, "wrappers": wrappers}
+            num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks
+        num_envs = 1 if num_envs is None else num_envs
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
         self.exploration_type = exploration_type
@@ -126,7 +125,6 @@ class GymnasiumCollector(CollectorBase):
         self._parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
         self._memory: RolloutMemory | None = None  # that is written again and again
         self._ids: Array = np.arange(self.num_envs)  # of the trajectories that are running
-        self._same_td: TensorDict | None = None
 
     # -- environment -------------------------------------------------------------------------------------------------
     @property
@@ -138,11 +136,9 @@ class GymnasiumCollector(CollectorBase):
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         if self._loop is None:
-            source = self._env_source
-            env = source if isinstance(source, VectorEnv) else make_vector_env(source, self.num_envs, **self._env_args)
-            stepper = VectorStepper(env)
+            stepper = VectorStepper(make_vector_env(self._env_source, self.num_envs, **self._env_args))
             try:
-                specs = self._specs = environment_specs(env)
+                specs = self._specs = environment_specs(stepper.env)
                 states = recurrent_states(self.policy, self.num_envs)
                 self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions, self._replay)
             except BaseException:
@@ -151,13 +147,10 @@ class GymnasiumCollector(CollectorBase):
         return self._loop
 
     # -- iteration ---------------------------------------------------------------------------------------------------
-    def iterator(self) -> Iterator[TensorDict]:
-        """Yield batches until ``total_frames`` are collected; an error shuts the collector down."""
-        yield from self._until_spent(self.rollout)
-
     def rollout(self) -> TensorDict:
         """Collect one batch, even beyond ``total_frames``."""
-        return self._yielded(self._filled(fresh=not self.return_same_td).batch())
+        batch = self._filled(fresh=not self.return_same_td).batch()
+        return batch if self.storing_device is None else batch.to(self.storing_device)
 
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
         """Yield what iteration yields in the layout of a ring, for a reader that copies it at once.
@@ -170,24 +163,13 @@ class GymnasiumCollector(CollectorBase):
             >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
             [(2,), (2,)]
         """
-        kind = type(self)
-        overridden = any(
-            getattr(kind, name) is not getattr(GymnasiumCollector, name) for name in ("__iter__", "iterator", "rollout")
-        )
+        inherited = ("__iter__", "iterator", "rollout")
+        overridden = any(getattr(type(self), name) is not getattr(GymnasiumCollector, name) for name in inherited)
         if overridden or self.storing_device not in (None, torch.device("cpu")):
             for batch in self:
                 yield batch.exclude(*leave_out).transpose(0, 1)
             return
         yield from self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
-
-    def _until_spent(self, collect: Callable[[], TensorDict]) -> Iterator[TensorDict]:
-        while self.total_frames < 0 or self.frames < self.total_frames:
-            try:
-                batch = collect()
-            except BaseException:
-                self.shutdown(raise_on_error=False)
-                raise
-            yield batch
 
     def _filled(self, fresh: bool) -> RolloutMemory:
         loop = self._built()
@@ -225,16 +207,6 @@ class GymnasiumCollector(CollectorBase):
             memory.trajectories[t + 1 :, env] = self._ids[env] = self._trajectories
             self._trajectories += 1
 
-    def _yielded(self, batch: TensorDict) -> TensorDict:
-        if self.storing_device is None:
-            return batch
-        batch = batch.to(self.storing_device)
-        if not self.return_same_td:
-            return batch
-        if self._same_td is None or set(self._same_td.keys(True, True)) != set(batch.keys(True, True)):
-            self._same_td = batch
-        return self._same_td.update_(batch)
-
     @property
     def _policy_seed(self) -> int:
         if self._spawned[0] != self.seed:
@@ -256,14 +228,6 @@ class GymnasiumCollector(CollectorBase):
         self._batches, self._needs_reset = 0, True
         return self._reset_seeds()[-1]
 
-    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
-        """Copy weights into the policy; without an argument do nothing, because the policy itself acts.
-
-        Args:
-            policy_or_weights: A module, a state dict, or a TensorDict of parameters.
-        """
-        load_weights(self.policy, policy_or_weights)
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment; may be called any number of times.
 
@@ -275,7 +239,7 @@ class GymnasiumCollector(CollectorBase):
         if self.closed:
             return
         self.closed = True
-        loop, self._loop, self._memory, self._same_td = self._loop, None, None, None
+        loop, self._loop, self._memory = self._loop, None, None
         try:
             if close_env and loop is not None:
                 loop.stepper.close()

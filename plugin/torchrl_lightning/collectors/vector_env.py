@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from torchrl_lightning.collectors.replayed import ResumableVectorEnv
 from torchrl_lightning.ranges import integer, one_of
-
-VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 _FIX = (
     "Build it with gymnasium.vector.SyncVectorEnv([make] * n, "
@@ -39,8 +36,7 @@ def make_vector_env(
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
         vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
-            (by ``spawn``: a script needs ``if __name__ == "__main__":``), ``"vector_entry_point"``
-            takes the vector implementation that the id registers.
+            (by ``spawn``: a script needs ``if __name__ == "__main__":``).
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -59,6 +55,7 @@ def make_vector_env(
         (2, 'SAME_STEP')
         >>> env.close()
     """
+    check_env_source(env, vectorization)
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
             raise ValueError(
@@ -70,15 +67,9 @@ def make_vector_env(
                 f"num_envs={num_envs}, but the ready vector environment has {env.num_envs} environments; "
                 f"pass num_envs={env.num_envs} or leave it out."
             )
-        autoreset_mode(env)
         return env
-    check_env_source(env, vectorization)
-    num_envs = 1 if num_envs is None else num_envs
-    integer(num_envs, "num_envs")
-    kwargs = dict(env_kwargs or {})
-    if vectorization == "vector_entry_point":
-        return _from_entry_point(env, num_envs, kwargs, wrappers)
-    factories = [_SingleEnv(env, kwargs, tuple(wrappers))] * num_envs
+    num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
+    factories = [_SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))] * num_envs
     # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
@@ -90,10 +81,14 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
 
     A TypeError if it is neither an id, a factory nor a vector environment.
     """
-    one_of(vectorization, "vectorization", VECTORIZATIONS)
+    one_of(vectorization, "vectorization", ("sync", "async"))
     if isinstance(env, str):
+        # As gymnasium.make does: ``module:Name-v0`` imports the module that registers the name.
+        module, _, name = env.rpartition(":")
         try:
-            registered_spec(env)
+            if module:
+                importlib.import_module(module)
+            gymnasium.spec(name)
         except ImportError as error:
             raise ValueError(
                 f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
@@ -115,14 +110,6 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
         raise TypeError(
             f"env must be an id, a factory of one environment or a gymnasium VectorEnv, got {type(env).__name__}."
         )
-
-
-def registered_spec(env: str) -> EnvSpec:
-    """Look an id up as :func:`gymnasium.make` does: ``module:Name-v0`` imports the module that registers it."""
-    module, _, name = env.rpartition(":")
-    if module:
-        importlib.import_module(module)
-    return gymnasium.spec(name)
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
@@ -168,21 +155,3 @@ class _SingleEnv:
         for wrapper in self.wrappers:
             env = wrapper(env)
         return env
-
-
-def _from_entry_point(
-    env: Any, num_envs: int, kwargs: dict[str, Any], wrappers: Sequence[Any]
-) -> VectorEnv[Any, Any, Any]:
-    if not isinstance(env, str):
-        raise TypeError("vectorization='vector_entry_point' needs a registered id, got a factory.")
-    if wrappers:
-        raise ValueError("wrappers wrap single environments; vectorization='vector_entry_point' has none.")
-    if registered_spec(env).vector_entry_point is None:
-        raise ValueError(f"{env} registers no vector implementation; use vectorization='sync' or 'async'.")
-    vector_env = gymnasium.make_vec(env, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-    try:
-        autoreset_mode(vector_env)
-    except ValueError:
-        vector_env.close()
-        raise
-    return vector_env
