@@ -62,9 +62,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         if data is None or not self._enabled:
             return
         total = data.total_frames if data.total_frames > 0 else None
-        self._interval = self.refresh_every
-        if not sys.stderr.isatty():
-            self._interval = max(self.refresh_every, SECONDS_BETWEEN_LINES)
+        self._interval = max(self.refresh_every, 0.0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES)
         self._refreshed = time.monotonic()
         self._warm = False
         self._bar = Tqdm(
@@ -93,8 +91,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar at its last figures, which an evaluation at the end of training may have changed."""
-        if self._bar is not None:
-            self._refresh(trainer)
+        self._refresh(trainer)
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

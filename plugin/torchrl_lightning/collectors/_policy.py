@@ -60,9 +60,7 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
 
     Returns the values at the start of an episode, ``[num_envs, *state]`` each; a ValueError if they are not constant.
     """
-    if not isinstance(policy, nn.Module):
-        return {}
-    primers = get_primers_from_module(policy, warn=False)
+    primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None
     if primers is None:
         return {}
     states: dict[NestedKey, Tensor] = {}

@@ -22,6 +22,7 @@ from torchrl_lightning.collectors import (
     spawn_seed,
 )
 from torchrl_lightning.collectors.origins import RowOrigins
+from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
@@ -144,8 +145,7 @@ class ExperienceDataModule(L.LightningDataModule):
                 f"precision={trainer.precision!r} makes Lightning rebuild each TensorDict without its batch size and "
                 "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
             )
-        if self.seed is None:
-            self.seed = int(torch.randint(2**31, ()).item())
+        self.seed = check_seed(self.seed)
         if stage == "fit":
             self._own_collector_options()  # refuses what does not fit before anything is built
             self._environment()
@@ -328,12 +328,9 @@ class ExperienceDataModule(L.LightningDataModule):
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
     def _own_collector_options(self) -> dict[str, Any]:
-        """Return the arguments for the user's collector."""
-        if self._make_collector is None:
-            return {}
-        return collector_options(
-            self._make_collector, self._spawn_seed("collector"), self.reset_at_each_batch, self.world_size
-        )
+        """Return the arguments for the user's collector, if there is one."""
+        make, seed = self._make_collector, self._spawn_seed("collector")
+        return collector_options(make, seed, self.reset_at_each_batch, self.world_size) if make is not None else {}
 
     def _wrap_env(self, env: VectorEnv) -> Any:
         """Let the buffer wrap the environment that is collected from."""
@@ -428,17 +425,13 @@ class ExperienceDataModule(L.LightningDataModule):
             deterministic: take the mode of the policy's distribution instead of a sample.
 
         Returns:
-            ``episode_return``, ``episode_length``, ``terminated`` and ``truncated``, each ``[episodes]``.
+            What :func:`~torchrl_lightning.play_episodes` returns.
         """
         self._num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
         seed = self._spawn_seed("evaluation", self._num_evaluations)
-        env = make_vector_env(self.eval_env, min(self.eval_num_envs, episodes))
-        try:
-            return play_episodes(env, policy, episodes, seed=seed, deterministic=deterministic)
-        finally:
-            if env is not self.eval_env:
-                env.close()
+        num_envs = min(self.eval_num_envs, episodes)
+        return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:
         yield self.evaluate(self._module().policy)

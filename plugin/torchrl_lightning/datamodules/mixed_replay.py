@@ -17,7 +17,7 @@ from torchrl_lightning.state import check_state, sequence
 SOURCE = "source"
 
 
-class ReplaySource(Protocol):
+class BatchSource(Protocol):
     """What replayed batches are drawn from: a buffer, or several."""
 
     def draw(self, batch_size: int) -> TensorDictBase:
@@ -72,18 +72,13 @@ class MixedReplay:
         self.ratios[0] = 1 - sum(self.ratios[1:], Fraction(0))
         self._owed = [Fraction(0)] * len(self.buffers)
 
-    def _shares(self, batch_size: int) -> list[int]:
-        """Return how many rows of the next batch each buffer gives; what is owed is settled by whoever draws."""
+    def _shares(self, batch_size: int) -> tuple[list[int], list[Fraction]]:
+        """Return how many rows of the next batch each buffer gives, and what is owed to it then."""
+        due = [owed + ratio * batch_size for owed, ratio in zip(self._owed, self.ratios, strict=True)]
         shares = [int(ratio * batch_size) for ratio in self.ratios]
-        due = [self._due(number, batch_size, share) for number, share in enumerate(shares)]
         for _ in range(batch_size - sum(shares)):
-            most = max(range(len(due)), key=due.__getitem__)
-            shares[most] += 1
-            due[most] -= 1
-        return shares
-
-    def _due(self, number: int, batch_size: int, share: int) -> Fraction:
-        return self._owed[number] + self.ratios[number] * batch_size - share
+            shares[max(range(len(due)), key=lambda number: due[number] - shares[number])] += 1
+        return shares, [each - share for each, share in zip(due, shares, strict=True)]
 
     def draw(self, batch_size: int) -> TensorDictBase:
         """Draw a batch ``[batch_size, *]``.
@@ -92,7 +87,7 @@ class MixedReplay:
             RuntimeError: a buffer is empty.
             ValueError: the buffers' batches have different entries.
         """
-        shares, parts = self._shares(batch_size), []
+        (shares, owed), parts = self._shares(batch_size), []
         for number, (buffer, share) in enumerate(zip(self.buffers, shares, strict=True)):
             if not len(buffer):
                 raise RuntimeError(f"buffer {number} of {len(self.buffers)} is empty; fill it before the first batch.")
@@ -106,7 +101,7 @@ class MixedReplay:
                 f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all of them, and "
                 "give them samplers of one kind."
             )
-        self._owed = [self._due(number, batch_size, share) for number, share in enumerate(shares)]
+        self._owed = owed
         batch: TensorDictBase = torch.cat(parts)
         return batch
 

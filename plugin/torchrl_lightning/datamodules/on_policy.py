@@ -32,7 +32,6 @@ class OnPolicyDataModule(ExperienceDataModule):
     the weights that the last update left: no batch is ever older than its policy.
 
     Args:
-        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
             :class:`~torchrl_lightning.GAEBuffer` (the default).
         num_epochs: passes over each rollout.
@@ -103,9 +102,7 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
-        buffer = self.buffer
-        if buffer is None:
-            buffer = self._make_buffer(size=self.rollout_length)
+        buffer = self._make_buffer(size=self.rollout_length) if self.buffer is None else self.buffer
         return {**super().fingerprint(), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
     def _rank_state(self) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -20,20 +21,17 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.mixed_replay import ReplaySource
+from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.ranks import of_first_rank
-from torchrl_lightning.datamodules.snapshots import BufferSnapshots, new_run
+from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import integer, not_negative, positive
+from torchrl_lightning.ranges import integer, not_negative, one_of, positive
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-CHECKPOINTS = ("inside", "beside", "none")
 # Entries that repeat the previous step or serve bookkeeping alone are not stored.
 LEFT_OUT = ("collector", "done", "terminated", "truncated")
 
@@ -55,7 +53,6 @@ class ReplayDataModule(ExperienceDataModule):
     priorities that the loss wrote into the batch are taken back.
 
     Args:
-        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
@@ -97,7 +94,7 @@ class ReplayDataModule(ExperienceDataModule):
         env: Any,
         *,
         buffer: ReplayBufferFactory,
-        source: Callable[[ExperienceBuffer], ReplaySource] | None = None,
+        source: Callable[[ExperienceBuffer], BatchSource] | None = None,
         batch_size: int = 256,
         updates_per_epoch: int = 1000,
         updates_per_step: int = 1,
@@ -119,27 +116,26 @@ class ReplayDataModule(ExperienceDataModule):
         frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
         super().__init__(**passed_on(ExperienceDataModule, locals()))
         not_negative(warmup_frames, "warmup_frames")
-        if checkpoint_buffer not in CHECKPOINTS:
-            raise ValueError(f"checkpoint_buffer is {checkpoint_buffer!r}; expected one of {', '.join(CHECKPOINTS)}.")
         self.batch_size = integer(batch_size, "batch_size")
         self.updates_per_epoch = integer(updates_per_epoch, "updates_per_epoch")
         self.updates_per_step = integer(updates_per_step, "updates_per_step")
         self.frames_per_update = positive(frames_per_update, "frames_per_update")
         self.warmup_frames = warmup_frames
         self.write_back = None if write_back is None else list(write_back)
-        self.checkpoint_buffer = checkpoint_buffer
+        self.checkpoint_buffer = one_of(checkpoint_buffer, "checkpoint_buffer", ("inside", "beside", "none"))
         self.buffer_dir = buffer_dir
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
         self._make_buffer = buffer
         self._make_source = source
-        self._source: ReplaySource | None = None
+        self._source: BatchSource | None = None
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
         self._refilled = 0
         self._in_step = 0  # updates that an unfinished step has made
         self._rows: TensorDictBase | None = None  # that were written last
-        self._rows_ends: list[Tensor] = []  # their rewards and done flags, [N, T, 1]
+        self._rollout: TensorDictBase | None = None  # the same memory as [N, T]
+        self._rows_ends: list[Tensor] = []  # its rewards and done flags
         self._prepared: PreparedRows | None = None
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
@@ -269,10 +265,7 @@ class ReplayDataModule(ExperienceDataModule):
         if self.reset_at_each_batch:
             _cut_off(rollout)
         rollout = rollout.exclude(*self._left_out(buffer))
-        if ids is None:
-            buffer.extend(rollout)
-        else:
-            buffer.extend(rollout, env_ids=ids)
+        buffer.extend(rollout, env_ids=ids)
         return True
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
@@ -294,16 +287,13 @@ class ReplayDataModule(ExperienceDataModule):
         returning = rows is self._rows  # the same memory, again and again
         if not returning:
             self._rows, self._prepared = rows, None
-            following = rows.get("next")
-            self._rows_ends = [
-                leaf.unsqueeze(1) if rows.ndim == 1 else leaf.transpose(0, 1)
-                for leaf in (following.get("reward"), following.get("done"))
-            ]
+            self._rollout = rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)
+            self._rows_ends = [rollout["next", "reward"], rollout["next", "done"]]
         self._count(rows)
         self._snapshot = None
         self._episodes.add(*self._rows_ends, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
-            _cut_off(rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1))
+            _cut_off(self._rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:
             self._prepared.write()
         else:
@@ -353,11 +343,11 @@ class ReplayDataModule(ExperienceDataModule):
         needed = key[0] if isinstance(key, tuple) else key
         return [name for name in LEFT_OUT if name != needed]
 
-    def _require_source(self) -> ReplaySource:
+    def _require_source(self) -> BatchSource:
         if self._source is None:
             buffer = self._require_buffer()
             self._source = buffer if self._make_source is None else self._make_source(buffer)
-            wanted = [name for name in vars(ReplaySource) if not name.startswith("_")]
+            wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
             if lacking := [name for name in wanted if not hasattr(self._source, name)]:
                 raise TypeError(f"source= gave a {type(self._source).__name__}, which has no {', '.join(lacking)}.")
         return self._source
@@ -443,11 +433,11 @@ class ReplayDataModule(ExperienceDataModule):
         if self._snapshots is None:
             trainer = self.trainer
             root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
-            self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(new_run()))
+            self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(secrets.token_hex(4)))
         return self._snapshots
 
 
-def _outside_autocast(draw: Callable[[], T]) -> T:
+def _outside_autocast(draw: Callable[[], TensorDictBase | None]) -> TensorDictBase | None:
     """Act with the weights as they are now, where a step with mixed precision goes on around this call."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:

@@ -14,11 +14,6 @@ KEPT = 2
 _RUN, _NAME = re.compile(r"[0-9a-f]{8}"), re.compile(r"after_\d+_[0-9a-f]{8}")
 
 
-def new_run() -> str:
-    """Draw the name of a run's folder."""
-    return secrets.token_hex(4)
-
-
 class BufferSnapshots:
     """A folder of buffer states, one subfolder for each, of which a run keeps the newest two.
 
@@ -30,13 +25,11 @@ class BufferSnapshots:
     Args:
         root: where all runs' folders lie; made when the first state is written.
         rank: which process this is.
-        run: name of the run's folder, eight hexadecimal digits; drawn if None.
+        run: name of the run's folder, eight hexadecimal digits.
     """
 
-    def __init__(self, root: Path, rank: int = 0, run: str | None = None) -> None:
-        self.root = Path(root).absolute()
-        self.rank = rank
-        self.run = new_run() if run is None else run
+    def __init__(self, root: Path, rank: int, run: str) -> None:
+        self.root, self.rank, self.run = root.absolute(), rank, run
         self._written: list[str] = []
 
     @property
