@@ -244,7 +244,7 @@ def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
         ({"warmup_frames": -1}, "warmup_frames must be .* at least 0, got -1"),
         ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ({"updates_per_epoch": 0}, "updates_per_epoch must be a positive integer, got 0"),
-        ({"checkpoint_buffer": "somewhere"}, "checkpoint_buffer must be one of 'inside', 'beside', 'none', got 'somewhere'"),
+        ({"checkpoint_buffer": "somewhere"}, "must be one of 'inside', 'beside', 'none', got 'somewhere'"),
         ({"frames_per_batch": 3}, "frames_per_batch=3 is no multiple of num_envs=2; take 4"),
     ],
 )
