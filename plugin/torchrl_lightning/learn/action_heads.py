@@ -200,6 +200,14 @@ def build_head(
     return head
 
 
+def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """Return the bounds of floating-point actions, ``[A]`` each, infinite where there are none."""
+    low = getattr(spec.space, "low", torch.full(spec.shape, -math.inf)).to(torch.float32)
+    high = getattr(spec.space, "high", torch.full(spec.shape, math.inf)).to(torch.float32)
+    huge = torch.finfo(torch.float32).max  # TorchRL writes "no bound" so
+    return torch.where(low <= -huge, -math.inf, low), torch.where(high >= huge, math.inf, high)
+
+
 def _choices(spec: TensorSpec) -> list[int]:
     if isinstance(spec, MultiCategoricalSpec):
         return [int(n) for n in spec.nvec.reshape(-1)]
@@ -209,10 +217,7 @@ def _choices(spec: TensorSpec) -> list[int]:
 
 
 def _gaussian_head(spec: TensorSpec, features: int, distribution: str, initial_std: float) -> ActionHead:
-    low = getattr(spec.space, "low", torch.full(spec.shape, -math.inf)).to(torch.float32).clone()
-    high = getattr(spec.space, "high", torch.full(spec.shape, math.inf)).to(torch.float32).clone()
-    huge = torch.finfo(torch.float32).max  # TorchRL writes "no bound" so
-    low[low <= -huge], high[high >= huge] = -math.inf, math.inf
+    low, high = bounds_of(spec)
     bounded = low.isfinite() & high.isfinite()
     center = torch.where(bounded, (high + low) / 2, 0.0)
     half_range = torch.where(bounded, (high - low) / 2, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,7 @@ class LeanAdam(Adam):
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3, eps: float = 1e-8) -> None:
         super().__init__(params, lr=lr, eps=eps, fused=True)
 
-    @overload
-    def step(self, closure: None = ...) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make a step; return what ``closure`` returns, which computes the gradients."""
         loss = None
         if closure is not None:

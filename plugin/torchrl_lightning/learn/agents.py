@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
@@ -208,6 +208,12 @@ class AgentModule(ReportingModule):
                 else:
                     scaler.step(bare[number])
         return norms
+
+    def minimise(self, terms: Mapping[str, Tensor], *, inner: bool = False) -> None:
+        """Update on the sum of the entries ``loss_...`` (or ``loss``); report all entries and the gradient norms."""
+        losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
+        norms = self.update(sum(losses[1:], start=losses[0]), inner=inner)
+        self.accumulate({**terms, **norms})
 
     @property
     def _backward_is_plain(self) -> bool:

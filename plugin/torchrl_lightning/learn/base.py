@@ -250,9 +250,7 @@ class ActorCriticModule(AgentModule):
         if self.should_stop(terms):
             self._stopped = True
             return
-        losses = [value for name, value in terms.items() if name.startswith("loss_")]
-        norms = self.update(sum(losses[1:], start=losses[0]))
-        self.accumulate(terms | norms)
+        self.minimise(terms)
         key = self.critic.out_keys[0]
         value, target = batch.get(key, None), batch.get(target_key(key), None)
         if value is not None and target is not None:

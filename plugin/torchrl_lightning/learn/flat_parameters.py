@@ -83,18 +83,19 @@ class _Segment:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.flat = nn.Parameter(lay_flat(parameters))
-        self._lie = addresses(parameters)
+        self.flat = nn.Parameter(torch.empty(0))
+        self._lay()
+
+    def _lay(self) -> None:
+        self.flat.data = lay_flat(self.parameters)
+        self._lie = addresses(self.parameters)
         self._gradient = torch.zeros_like(self.flat)
-        self._gradients = _views(self._gradient, parameters)
+        self._gradients = _views(self._gradient, self.parameters)
 
     def gather(self) -> None:
         """Copy the parameters' gradients into the flat one, and follow parameters that have been moved."""
         if addresses(self.parameters) != self._lie:
-            self.flat.data = lay_flat(self.parameters)
-            self._lie = addresses(self.parameters)
-            self._gradient = torch.zeros_like(self.flat)
-            self._gradients = _views(self._gradient, self.parameters)
+            self._lay()
         gradients = [parameter.grad for parameter in self.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
@@ -147,7 +148,7 @@ class OptimizedParameters:
                 group["params"] = [*(segment.flat for segment in segments), *rest]
                 self._segments += segments
         # What the optimizer steps.
-        self._stepped: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def clear(self) -> None:
         """Drop all gradients, before a backward pass."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_lightning.ranges import one_of
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
@@ -31,13 +33,6 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
     return layer
 
 
-def activation_class(name: str) -> type[nn.Module]:
-    """Return the activation of that name, or raise a ValueError that lists the known ones."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
-
-
 class MLP(nn.Sequential):
     """``nn.Sequential`` that computes plain linear layers, tanh and relu without calling a module for each.
 
@@ -52,10 +47,8 @@ class MLP(nn.Sequential):
                 input = layer(input)
             elif type(layer) is nn.Linear:
                 input = F.linear(input, layer.weight, layer.bias)
-            elif type(layer) in _FUNCTIONS:
-                input = _FUNCTIONS[type(layer)](input)
             else:
-                input = layer(input)
+                input = _FUNCTIONS.get(type(layer), layer)(input)
         return input
 
 
@@ -63,7 +56,7 @@ def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh")
     """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity."""
     if any(width < 1 for width in hidden_sizes):
         raise ValueError(f"hidden_sizes is {list(hidden_sizes)}; every layer must have at least 1 unit.")
-    act, layers = activation_class(activation), []
+    act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
     for width in hidden_sizes:
         layers += [orthogonal(nn.Linear(in_features, int(width))), act()]
         in_features = int(width)

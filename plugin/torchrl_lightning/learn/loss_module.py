@@ -142,13 +142,11 @@ class LossModuleAgent(AgentModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step; the loss may write into it."""
         for number, part in enumerate(updates_of(batch)):
-            terms: dict[str, Tensor] = dict(self.require_built(self.loss)(part).items())
-            losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
-            norms = self.update(sum(losses[1:], start=losses[0]), inner=number > 0)
+            terms = self.require_built(self.loss)(part)
+            scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
+            self.minimise(scalars, inner=number > 0)
             if self.updater is not None:
                 self.updater.step()
-            scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
-            self.accumulate(scalars | norms)
 
 
 def _network(loss: LossModule, *names: str) -> Any:

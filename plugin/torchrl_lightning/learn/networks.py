@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Categorical
 
-from torchrl_lightning.learn.layers import activation_class, mlp, orthogonal
+from torchrl_lightning.learn.layers import ACTIVATIONS, mlp, orthogonal
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
+from torchrl_lightning.ranges import one_of
 
 
 class FlatEntries:
@@ -76,7 +77,8 @@ class CNNEncoder(nn.Module):
             shape = [1, *shape]
         elif self.channels_last:
             shape = [shape[-1], *shape[:-1]]
-        act, layers, channels, size = activation_class(network.activation), [], shape[0], shape[1:]
+        act = ACTIVATIONS[one_of(network.activation, "activation", ACTIVATIONS)]
+        layers, channels, size = [], shape[0], shape[1:]
         for out, kernel, stride in zip(network.channels, network.kernels, network.strides, strict=True):
             size = [(edge - kernel) // stride + 1 for edge in size]
             if min(size) < 1:

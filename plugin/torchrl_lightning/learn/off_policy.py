@@ -187,12 +187,10 @@ class OffPolicyModule(AgentModule):
             terms, errors = self.compute(transitions)
             refresh = self.memory is not None and self.refresh_states
             states = refreshed_states(transitions, self.require_built(self.memory)) if refresh else None
-            losses = [value for name, value in terms.items() if name.startswith("loss_")]
-            norms = self.update(sum(losses[1:], start=losses[0]), inner=number > 0)
+            self.minimise(terms, inner=number > 0)
             self.updates += 1
             if self.updates % self.target_interval == 0:
                 self.require_built(self.targets).follow(self.tau)
-            self.accumulate({**terms, **norms})
             part.set("td_error", errors)
             if states is not None:
                 self._rewrite(part, states)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl.data import Bounded, TensorSpec
 from torchrl.modules import TanhNormal
 
-from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters
+from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.layers import orthogonal
 from torchrl_lightning.learn.networks import MLPNetwork, Network
@@ -27,11 +27,9 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: The actions are not one vector of floating-point numbers within finite bounds.
     """
-    fits = isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1
-    if fits:
-        low, high = spec.space.low.to(torch.float32), spec.space.high.to(torch.float32)
-        huge = torch.finfo(torch.float32).max
-        if bool((low > -huge).all() & (high < huge).all()):
+    if isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
+        low, high = bounds_of(spec)
+        if bool((low.isfinite() & high.isfinite()).all()):
             return (high + low) / 2, (high - low) / 2
     raise TypeError(
         f"SAC and TD3 need one vector of floating-point actions within finite bounds, got {spec}; use DQN for discrete "
