@@ -28,12 +28,12 @@ class Loader:
 
 
 class FakeData(L.LightningDataModule):
-    """Acts on random observations and makes advantages up; `frames` more frames an epoch."""
+    """Acts on random observations and makes advantages up; 100 more frames an epoch."""
 
-    def __init__(self, total_frames: int = 400, batches: int = 3, batch_size: int = 16, frames: int = 100) -> None:
+    def __init__(self, total_frames: int = 400, batches: int = 3) -> None:
         super().__init__()
-        self.specs, self.frames, self.total_frames = SPECS, 0, total_frames
-        self.batches, self.batch_size, self.frames_per_epoch = batches, batch_size, frames
+        self.specs: Any = SPECS
+        self.batches, self.total_frames, self.frames = batches, total_frames, 0
 
     def train_dataloader(self) -> Loader:
         return Loader(self.batches, self.epoch)
@@ -47,8 +47,8 @@ class FakeData(L.LightningDataModule):
     def epoch(self) -> Iterator[TensorDict]:
         module, generator = self.trainer.lightning_module, torch.Generator().manual_seed(self.frames)
         torch.manual_seed(self.frames)
-        self.frames += self.frames_per_epoch
-        shape = (self.batches, self.batch_size)
+        self.frames += 100
+        shape = (self.batches, 16)
         observation = torch.randn(*shape, 2, 4, generator=generator)
         rollout = TensorDict(
             {"observation": observation[..., 0, :], "next": {"observation": observation[..., 1, :]}}, shape

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 
-from learn.fakes import Loader
+from learn.fakes import FakeData
+from torchrl_lightning.learn import DQNModule, SACModule, TD3Module
 
 OBSERVATION = Composite(observation=Unbounded(4))
 DISCRETE = SimpleNamespace(observation=OBSERVATION, action=Categorical(3), num_envs=2)
@@ -19,6 +19,7 @@ ONE_HOT = SimpleNamespace(observation=OBSERVATION, action=OneHot(3), num_envs=2)
 BOX = SimpleNamespace(
     observation=OBSERVATION, action=Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])), num_envs=2
 )
+AGENTS: dict[str, Any] = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
 
 
 def transitions(specs: Any, *shape: int, generator: torch.Generator | None = None) -> TensorDict:
@@ -75,31 +76,22 @@ def shake_targets(module: Any) -> None:
                 parameter += 0.1 * torch.randn_like(parameter)
 
 
-class FakeReplay(L.LightningDataModule):
+class FakeReplay(FakeData):
     """Random batches, the same for the same number of frames; keeps what the module wrote into them."""
 
     def __init__(
         self, specs: Any, make: Callable[[torch.Generator], TensorDict], batches: int = 3, total_frames: int = 400
     ) -> None:
-        super().__init__()
-        self.specs, self.make, self.batches, self.total_frames, self.frames = specs, make, batches, total_frames, 0
+        super().__init__(total_frames, batches)
+        self.specs, self.make = specs, make
         self.served: list[TensorDict] = []
         self.exploration: list[float] = []
-
-    def train_dataloader(self) -> Loader:
-        return Loader(self.batches, self.epoch)
-
-    def val_dataloader(self) -> Loader:
-        episodes = TensorDict(
-            {"episode_return": torch.tensor([1.0, 3.0]), "episode_length": torch.tensor([10, 20])}, batch_size=[2]
-        )
-        return Loader(1, lambda: iter([episodes]))
 
     def epoch(self) -> Iterator[TensorDict]:
         generator = torch.Generator().manual_seed(self.frames)
         torch.manual_seed(self.frames)
         for _ in range(self.batches):
-            self.exploration.append(float(self.trainer.lightning_module.policy.amount))
+            self.exploration.append(float(getattr(self.trainer.lightning_module.policy, "amount", 0.0)))
             self.frames += 10
             yield self.make(generator)
 
@@ -107,9 +99,3 @@ class FakeReplay(L.LightningDataModule):
         if self.trainer.training:
             self.served.append(batch)
         return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"frames": self.frames}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.frames = state["frames"]

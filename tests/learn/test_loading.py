@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gymnasium
-import lightning as L
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -10,6 +9,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import dqn, fit, replay_data
+from learn.fakes import trainer
 from torchrl_lightning import OnPolicyDataModule, load_policy, play_episodes
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
@@ -26,18 +26,9 @@ def train(path, module, *, config=None, env="CartPole-v1"):
     """One rollout's training, and its checkpoint."""
     data = OnPolicyDataModule(env, num_envs=2, frames_per_batch=16, num_mini_batch=1, num_epochs=1, seed=0)
     callbacks = [] if config is None else [KeptConfig(OmegaConf.create({"data": {"env": env}, "model": config}))]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        callbacks=callbacks,
-    )
-    trainer.fit(module, datamodule=data)
-    trainer.save_checkpoint(path)
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
+    run.fit(module, datamodule=data)
+    run.save_checkpoint(path)
     return module, data
 
 

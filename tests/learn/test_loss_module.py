@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
@@ -64,19 +62,8 @@ def dqn(specs: Any) -> DQNLoss:
     return DQNLoss(QValueActor(network, spec=specs.action), action_space=specs.action, delay_value=True)
 
 
-class Data(FakeReplay):
-    """The same batches for the same number of frames."""
-
-    def epoch(self) -> Iterator[TensorDict]:
-        generator = torch.Generator().manual_seed(self.frames)
-        torch.manual_seed(self.frames)
-        for _ in range(self.batches):
-            self.frames += 10
-            yield self.make(generator)
-
-
-def data(specs: Any = BOX) -> Data:
-    return Data(specs, lambda generator: transitions(specs, 16, generator=generator))
+def data(specs: Any = BOX) -> FakeReplay:
+    return FakeReplay(specs, lambda generator: transitions(specs, 16, generator=generator))
 
 
 def agent(loss: Any, **kwargs: Any) -> LossModuleAgent:

@@ -10,18 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from learn.replay_fakes import BOX, DISCRETE, sequences, shake_targets
-from torchrl_lightning.learn import DQNModule, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
+from learn.replay_fakes import AGENTS, sequences, shake_targets
+from torchrl_lightning.learn import OffPolicyModule, RecurrentNetwork
 from torchrl_lightning.learn.memory import remember, successor_layout
 from torchrl_lightning.learn.transitions import Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
-CASES = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
-
 
 def make(case: str, cell: str, layers: int, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
     torch.manual_seed(0)
-    cls, specs = CASES[case]
+    cls, specs = AGENTS[case]
     module = cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs)
     shake_targets(module)
     return module, specs
@@ -94,7 +92,7 @@ def test_layout_equals_its_twin(data: st.DataObject) -> None:
         assert source[row, : len(expected)].tolist() == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", AGENTS)
 def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> None:
     """Which equal TorchRL's; weights and mask count steps."""
     module, specs = make(case, "gru", 1)

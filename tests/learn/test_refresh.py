@@ -10,17 +10,16 @@ import torch
 from tensordict import TensorDict
 
 from learn.fakes import trainer
-from learn.replay_fakes import BOX, DISCRETE, FakeReplay, sequences
-from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork, SACModule, TD3Module
+from learn.replay_fakes import AGENTS, FakeReplay, sequences
+from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
-CASES = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
 STILL = partial(torch.optim.SGD, lr=0.0)
 
 
 def make(case: str, cell: str = "gru", layers: int = 1, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
     torch.manual_seed(0)
-    cls, specs = CASES[case]
+    cls, specs = AGENTS[case]
     return cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs), specs
 
 
@@ -85,7 +84,7 @@ def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", AGENTS)
 def test_learning_is_the_same_bit_for_bit(case: str, cell: str) -> None:
     results = []
     for refresh in (False, True):

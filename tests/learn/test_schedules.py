@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 
+from learn.fakes import trainer
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning.learn import MLPNetwork, PPOModule
 
@@ -38,32 +39,12 @@ class SaveAt(L.Callback):
 
 
 def data(**kwargs):
-    return OnPolicyDataModule(
-        "CartPole-v1",
-        num_envs=2,
-        frames_per_batch=ROLLOUT,
-        num_mini_batch=2,
-        num_epochs=UPDATES // 2,
-        eval_episodes=1,
-        seed=0,
-        **kwargs,
-    )
+    sizes = {"num_envs": 2, "frames_per_batch": ROLLOUT, "num_mini_batch": 2, "num_epochs": UPDATES // 2}
+    return OnPolicyDataModule("CartPole-v1", eval_episodes=1, seed=0, **sizes, **kwargs)
 
 
 def fit(module, source, ckpt_path=None, **kwargs):
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": -1,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-    }
-    trainer = L.Trainer(**{**settings, **kwargs})
-    trainer.fit(module, datamodule=source, ckpt_path=ckpt_path)
-    return trainer
+    trainer(**{"max_epochs": -1, "limit_val_batches": 1, **kwargs}).fit(module, datamodule=source, ckpt_path=ckpt_path)
 
 
 def falling(epochs):
