@@ -33,6 +33,7 @@ class AdvantageTransform(Transform):
     """
 
     episodic = True
+    lmbda = 1.0
     critic: TensorDictModuleBase | None
 
     def __init__(

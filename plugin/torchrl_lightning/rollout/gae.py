@@ -84,10 +84,5 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         """Return GAE of the extrinsic stream."""
         return GeneralizedAdvantages(self.gamma, self.gae_lambda, **self._estimator_options())
 
-    @property
-    def intrinsic_lmbda(self) -> float:
-        """λ of the intrinsic stream, the same as that of the extrinsic one."""
-        return self.gae_lambda
-
     def _returns(self, rewards: Tensor, values: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
         return gae(rewards, values[:-1], values[1:], terminated, done, gamma, self.gae_lambda)[1]

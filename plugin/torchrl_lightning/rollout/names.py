@@ -32,7 +32,7 @@ DOCUMENTED: dict[str, NestedKey] = {
 WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
 REFINEMENTS: dict[str, NestedKey] = {"Truncated": ("next", "truncated"), "EpisodeStart": "is_init"}
 FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
-COLUMNS = {"Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
+COLUMNS = {*FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
 KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS)})
 
 
@@ -70,36 +70,33 @@ def from_documented(
     batch = torch.as_tensor(sample["Reward"]).shape[:batch_dims]
     out = TensorDict({}, batch)
 
-    def column(value: Any) -> Tensor:
+    def read(name: str, value: Any) -> Tensor:
         tensor = torch.as_tensor(value)
-        return tensor.unsqueeze(-1) if tensor.ndim == batch_dims else tensor
+        if name in COLUMNS and tensor.ndim == batch_dims:
+            return tensor.unsqueeze(-1)
+        if name == "LogProbability" and tensor.ndim > batch_dims and tensor.shape[-1] == 1:
+            return tensor.squeeze(-1)
+        return tensor
 
     for name, value in sample.items():
         if name in FLAGS or value is None:
             continue
-        key = key_of(name, keys)
+        path = path_of(key_of(name, keys))
         if isinstance(value, Mapping | TensorDictBase):
-            nested = name not in ("Observation", "NextObservation")
+            above = path[:-1] if name in ("Observation", "NextObservation") else path
             for part, leaf in value.items():
-                leaf = column(leaf) if name in COLUMNS else torch.as_tensor(leaf)
-                prefix = path_of(key)
-                out.set((*prefix, part) if nested else (*prefix[:-1], part), leaf)
-        elif name in COLUMNS:
-            out.set(key, column(value))
-        elif name == "LogProbability":
-            tensor = torch.as_tensor(value)
-            out.set(key, tensor.squeeze(-1) if tensor.ndim > batch_dims and tensor.shape[-1] == 1 else tensor)
+                out.set((*above, part), read(name, leaf))
         else:
-            out.set(key, torch.as_tensor(value))
-    terminated = column(sample.get("NextDone", sample["Done"])).bool()
+            out.set(path, read(name, value))
+    terminated = read("Done", sample.get("NextDone", sample["Done"])).bool()
     truncated = sample.get("NextTruncated", sample.get("Truncated"))
-    cut = torch.zeros_like(terminated) if truncated is None else column(truncated).bool()
+    cut = torch.zeros_like(terminated) if truncated is None else read("Truncated", truncated).bool()
     out.set(("next", "terminated"), terminated)
     out.set(("next", "truncated"), cut)
     out.set(("next", "done"), terminated | cut)
     start = sample["Done"] if "NextDone" in sample else sample.get("EpisodeStart")
     if start is not None:
-        out.set("is_init", column(start).bool())
+        out.set("is_init", read("EpisodeStart", start).bool())
     return out
 
 
@@ -119,14 +116,13 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
     taken = {path_of(key)[0] for key in (*keys.values(), *REFINEMENTS.values())}
     rest = taken - {"observation"} | {"collector", "done", "terminated", "truncated"}
     observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
+    parts = [] if observed == ["observation"] else observed
     out: dict[str, Any] = {}
     for name, key in names.items():
-        parts = observed if observed and observed != ["observation"] else []
-        source = following if name == "NextObservation" else data
-        if name in ("Observation", "NextObservation") and parts:
-            out[name] = {part: source.get(part) for part in parts}
-            continue
         value = data.get(key, None)
-        if value is not None:
+        if parts and name in ("Observation", "NextObservation"):
+            source = data if name == "Observation" else following
+            out[name] = {part: source.get(part) for part in parts}
+        elif value is not None:
             out[name] = value.to_dict() if isinstance(value, TensorDictBase) else value
     return out

@@ -83,17 +83,9 @@ class RolloutStorage(StorageBase):
         if self.data is None or not self.num_steps:
             raise RuntimeError("The rollout storage is empty: write a rollout first (insert_data_slice or extend).")
         if self._rollout is None:
-            self._rollout = self._view()
+            self._rollout = self.data[: self.num_steps]
+            self._rollout.names = ["time", None]
         return self._rollout
-
-    def _view(self) -> TensorDict:
-        assert self.data is not None
-        rollout = self.data[: self.num_steps]
-        rollout.names = ["time", None]
-        return rollout
-
-    def _init(self, data: TensorDictBase) -> None:
-        self.allocate(data)
 
     def allocate(self, row: TensorDictBase) -> None:
         """Reserve memory for ``size`` rows like ``row`` (batch size ``[N]``).
@@ -191,22 +183,23 @@ class RolloutStorage(StorageBase):
         integer(size, "size")
         if size < self.num_steps:
             raise ValueError(f"{self.num_steps} steps are stored and do not fit into size={size}; call empty() first.")
-        if self.data is not None:
-            self._check_room(describe(self.data, 1), size)
-        old, num_steps, extra = self.data, self.num_steps, self.added() if self.num_steps else {}
+        if self.data is None:
+            self.size, self.max_size = size, size * (self.num_envs or 1)
+            return
+        self._check_room(describe(self.data, 1), size)
+        old, steps, added = self.data, self.num_steps, self.added()
         self.size = size
-        self.max_size = size * (self.num_envs or 1)
-        if old is not None:
-            self.allocate(old[0])
-            if num_steps:
-                self.set(slice(0, num_steps), old[:num_steps])
-                for key, value in extra.items():
-                    self.rollout.set(key, value)
+        self.allocate(old[0])
+        if steps:
+            self.set(slice(0, steps), old[:steps])
+        for key, value in added.items():
+            self.rollout.set(key, value)
 
     def added(self) -> dict[NestedKey, Tensor]:
         """Return entries of :attr:`rollout` that were added since the last write: new keys, and replaced values."""
-        assert self.data is not None
         stored = self.data
+        if stored is None or not self.num_steps:
+            return {}
         return {
             key: value
             for key, value in keyed_leaves(self.rollout)
@@ -215,15 +208,13 @@ class RolloutStorage(StorageBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
-        filled = None if self.data is None else self.data[: self.num_steps].clone().to_dict()
-        added = {} if not self.num_steps else TensorDict(self.added(), self.rollout.shape).clone().to_dict()
         return {
             "schema_version": STATE_VERSION,
             "size": self.size,
             "num_envs": self.num_envs,
             "num_steps": self.num_steps,
-            "data": filled,
-            "added": added,
+            "data": None if self.data is None else self.data[: self.num_steps].clone().to_dict(),
+            "added": TensorDict(self.added(), self.shape or []).clone().to_dict(),
             "tail": None if self.tail is None else self.tail.clone().to_dict(),
         }
 
@@ -233,24 +224,21 @@ class RolloutStorage(StorageBase):
         Raises:
             ValueError: another version, size, number of environments, or other keys, shapes or dtypes.
         """
-        filled, added, tail = self._read_state(state_dict)
-        steps, envs = state_dict["num_steps"], state_dict["num_envs"]
-        if filled is not None and self.data is None:
-            row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), tree_of(filled))
+        self.check_state(state_dict)
+        steps, envs, data, tail = (state_dict[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        if data is not None and self.data is None:
+            row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
             self.allocate(to_tensordict(row, torch.Size([envs])))
-        if filled is not None and steps:
-            self.set(slice(0, steps), filled)
-            for key, value in keyed_leaves(added):
+        if steps:
+            self.set(slice(0, steps), to_tensordict(data, torch.Size([steps, envs])))
+            for key, value in keyed_leaves(state_dict["added"]):
                 self.rollout.set(key, value.to(self.device, copy=True))
         else:
             self.clear()
-        self.tail = None if tail is None else tail.to(self.device).clone()
+        self.tail = None if tail is None else to_tensordict(tail, torch.Size([envs])).to(self.device).clone()
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        self._read_state(state_dict)
-
-    def _read_state(self, state_dict: Mapping[str, Any]) -> tuple[TensorDict | None, TensorDict, TensorDict | None]:
         schema = {
             "size": same(self.size, "storage"),
             "num_envs": optional(whole(1)) if self.num_envs is None else optional(same(self.num_envs, "storage")),
@@ -267,18 +255,16 @@ class RolloutStorage(StorageBase):
         for tree, size in ((data, batch), (state_dict["added"] or None, batch), (tail, batch[1:])):
             if tree is not None:
                 check_tree(tree, size, "rollout storage")
-        filled = None if data is None else TensorDict(data, batch)
-        rest = None if tail is None else TensorDict(tail, batch[1:])
-        if filled is not None:
-            found = describe(filled, 2)
-            if self.schema and found != self.schema:
-                raise ValueError(f"The state holds other data: {schema_difference(self.schema, found)}.")
-            if self.data is None:
-                self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in found.items()}, self.size)
-            for key, kind in ({} if rest is None else describe(rest, 1)).items():
-                if found.get(key, kind) != kind:
-                    raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
-        return filled, TensorDict(state_dict["added"], batch if envs is not None else []), rest
+        if data is None:
+            return
+        found = describe(data, 2)
+        if self.schema and found != self.schema:
+            raise ValueError(f"The state holds other data: {schema_difference(self.schema, found)}.")
+        if self.data is None:
+            self._check_room({k: (torch.Size([envs, *f]), dtype) for k, (f, dtype) in found.items()}, self.size)
+        for key, kind in describe(tail or {}, 1).items():
+            if found.get(key, kind) != kind:
+                raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
 
 
 def flatten_tree(rollout: TensorDictBase) -> Tree:

@@ -347,11 +347,6 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         """Values, by their configured names."""
         return [self.value_key, self.intrinsic.value_key]
 
-    @property
-    def intrinsic_lmbda(self) -> float:
-        """λ of the intrinsic stream."""
-        return 1.0
-
     def before_gradients(self) -> None:
         """Write values, advantages and targets of every stream and critic over the filled steps.
 
@@ -385,7 +380,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         if self.has_intrinsic:
             self.normalize_int_rewards()
             stream = self.intrinsic
-            stream.lmbda, stream.standardize_advantages = self.intrinsic_lmbda, self.standardize_advantages
+            stream.lmbda, stream.standardize_advantages = estimator.lmbda, self.standardize_advantages
             stream.compute(rollout)
 
     @property

@@ -118,11 +118,6 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         return {**super().documented_keys, "LogProbability": self.log_prob_key, "Action": self.action_key}
 
     @property
-    def intrinsic_lmbda(self) -> float:
-        """λ of the intrinsic stream, the same as that of the extrinsic one."""
-        return self.lmbda
-
-    @property
     def required_keys(self) -> list[NestedKey]:
         """Entries that the policy must write."""
         return [self.action_key, self.log_prob_key]
