@@ -212,6 +212,21 @@ def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
         torch.maximum(left, right, out=out)
 
 
+def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
+    """Read integers of any shape as int64; an empty list is allowed.
+
+    Raises:
+        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
+    """
+    try:
+        found = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be integers, got {value!r}.") from error
+    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {found.dtype}.")
+    return found.to(torch.int64)
+
+
 def last_of_each(index: Tensor) -> Tensor:
     """Return the places of the last occurrence of each distinct index."""
     unique, inverse = torch.unique(index, return_inverse=True)

@@ -18,7 +18,15 @@ from torch import Tensor
 from torchrl_lightning import segment_kernels
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.scan import runs_on_numba
-from torchrl_lightning.segment_kernels import OPERATIONS, allocate, assign_torch, descend_torch, jitted, reduce_pairs
+from torchrl_lightning.segment_kernels import (
+    OPERATIONS,
+    allocate,
+    assign_torch,
+    descend_torch,
+    integers,
+    jitted,
+    reduce_pairs,
+)
 from torchrl_lightning.state import check_state, same, tensor
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
@@ -173,10 +181,7 @@ class SegmentTree:
             ValueError: the numbers of indices and values differ, or a value is NaN, or (sum) negative or infinite.
         """
         where = self._index(index).reshape(-1)
-        if isinstance(values, Tensor):
-            new = values.detach().to(device=self.device, dtype=self.dtype).reshape(-1)
-        else:
-            new = torch.as_tensor(values, dtype=self.dtype, device=self.device).reshape(-1)
+        new = torch.as_tensor(values, dtype=self.dtype, device=self.device).detach().reshape(-1)
         if new.numel() != 1 and new.numel() != where.numel():
             raise ValueError(
                 f"{self.name}: got {where.numel()} indices and {new.numel()} values; "
@@ -292,15 +297,7 @@ class SegmentTree:
     def _index(self, index: Index) -> Tensor:
         if isinstance(index, slice):
             index = list(range(*index.indices(self.capacity)))
-        try:
-            where = torch.as_tensor(index, device=self.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{self.name}: indices must be integers, got {index!r}.") from error
-        if where.numel() == 0:
-            return where.to(torch.int64)
-        if where.dtype.is_floating_point or where.dtype.is_complex or where.dtype is torch.bool:
-            raise TypeError(f"{self.name}: indices must be integers, got {where.dtype}.")
-        return where.to(torch.int64).contiguous()
+        return integers(index, f"{self.name}: indices", self.device).contiguous()
 
     def _out_of_range(self, index: int) -> IndexError:
         return IndexError(f"{self.name}: index {index} is out of range; the tree has {self.capacity} leaves.")

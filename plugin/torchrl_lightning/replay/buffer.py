@@ -31,13 +31,13 @@ from torchrl_lightning.replay.checks import (
 )
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.rings import Rings, integers
+from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.segment_kernels import last_of_each
+from torchrl_lightning.segment_kernels import integers, last_of_each
 from torchrl_lightning.state import check_state, generator, mapping, same, sequence, wrong
 
 
@@ -239,11 +239,6 @@ class ExperienceBuffer(BufferBase):
             data = self.transform.inv(data)
             if data is None:
                 return torch.zeros(0, dtype=torch.int64)
-        return self._write(data, env_ids, time_dim, update_priority)
-
-    def _write(
-        self, data: TensorDictBase, env_ids: Tensor | None, time_dim: int | None, update_priority: bool | None
-    ) -> Tensor:
         storage, sampler, writer = self.parts
         data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None

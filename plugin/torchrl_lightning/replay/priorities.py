@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay import priority_kernels
+from torchrl_lightning.replay.rings import uniform
 from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.state import Check, check_state, number, same, tensor
@@ -128,10 +129,7 @@ class Priorities:
             self.extent = max(self.extent, last + 1)
         else:
             self._mark_torch(index, priority)
-        if self.lowest is not None or self.highest is not None:
-            self._follow(
-                index[index >= 0], torch.full((1,), priority, dtype=self.priorities.dtype, device=index.device)
-            )
+        self._follow(index)
 
     def _mark_torch(self, index: Tensor, priority: float) -> None:
         bad = ((index < -1) | (index >= self.capacity)).nonzero()
@@ -178,10 +176,7 @@ class Priorities:
                 raise self._error(index, priority, place)
             self.tree.count(change)
             self.largest = max(self.largest, largest)
-        if self.lowest is not None or self.highest is not None:
-            cells = index[index >= 0]
-            values = self.priorities[cells]
-            self._follow(cells[values >= 0], values[values >= 0])
+        self._follow(index)
 
     def check(self, priority: Tensor) -> None:
         """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
@@ -221,15 +216,10 @@ class Priorities:
             Cells ``[count]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero
             stands for the smallest of the batch) and generations (int32).
         """
-        device = self.priorities.device
-        if not self._compiled or generator.device.type != "cpu":
+        if not self._compiled:
             mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
-            if not self._compiled:
-                return self._draw_torch(mass.to(device), stratified, beta, base)
-            shares = mass.cpu().numpy()
-        else:
-            shares = np.empty(count, self._arrays()[1].dtype)
-            torch.from_numpy(shares).uniform_(generator=generator)
+            return self._draw_torch(mass.to(self.priorities.device), stratified, beta, base)
+        shares = uniform(count, generator, self._arrays()[1].dtype)
         # numpy's empty arrays cost a quarter of torch's.
         cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
         if not jitted(priority_kernels.draw)(*self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
@@ -310,10 +300,12 @@ class Priorities:
                 "cells that hold nothing, or other leaves than (priority + eps) ** alpha."
             )
 
-    def _follow(self, index: Tensor, priority: Tensor) -> None:
+    def _follow(self, index: Tensor) -> None:
         for tree in (self.lowest, self.highest):
             if tree is not None:
-                tree.assign(index, priority)
+                cells = index[index >= 0]
+                cells = cells[self.priorities[cells] >= 0]
+                tree.assign(cells, self.priorities[cells])
 
     def _all_zero(self) -> RuntimeError:
         return RuntimeError(

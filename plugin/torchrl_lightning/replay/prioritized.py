@@ -15,7 +15,8 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.ranges import integer, not_negative, one_of
 from torchrl_lightning.replay.priorities import Priorities
-from torchrl_lightning.replay.rings import integers, stored_cells
+from torchrl_lightning.replay.rings import stored_cells
+from torchrl_lightning.segment_kernels import integers
 from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1
@@ -155,11 +156,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         return max(self.initial_priority, self.table.maximum)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draw cells.
-
-        Args:
-            storage: what the cells are in.
-            batch_size: how many.
+        """Draw cells, as :meth:`UniformSampler.sample` does.
 
         Returns:
             Cells ``[B]`` (coordinates for a storage of several dimensions), and ``priority_weight`` (float32) and
@@ -211,18 +208,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """
         if storage is not None:
             self._adopt(storage)
-        if (
-            isinstance(index, Tensor)
-            and isinstance(priority, Tensor)
-            and index.ndim == 1
-            and index.shape == priority.shape
-            and index.dtype == torch.int64
-            and priority.dtype in FLOATS
-            and index.device == priority.device == self.device
-        ):
-            cells, value = index, priority.detach()
-        else:
-            cells, value = self._flat(index, priority, storage)
+        cells, value = self._flat(index, priority, storage)
         if generation is not None:
             if generation.dtype != torch.int32 or generation.ndim != 1 or generation.device != cells.device:
                 generation = generation.to(device=self.device, dtype=torch.int32).reshape(-1)
@@ -234,8 +220,14 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
 
     def _flat(self, index: Any, priority: float | Tensor, storage: Storage | None) -> tuple[Tensor, Tensor]:
         cells = self._cells(index, storage)
-        value = torch.as_tensor(priority, device=self.device).detach()
-        count = cells.numel()
+        if (
+            isinstance(priority, Tensor)
+            and priority.shape == cells.shape
+            and priority.dtype in FLOATS
+            and priority.device == cells.device
+        ):
+            return cells, priority.detach()
+        value, count = torch.as_tensor(priority, device=self.device).detach(), cells.numel()
         if value.numel() == 1:
             value = value.reshape(1).expand(count)
         elif value.numel() != count:
@@ -274,14 +266,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             index = range(*index.indices(self.max_size))
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, index.step)
-        if (
-            not isinstance(index, Tensor)
-            or index.ndim != 1
-            or index.dtype != torch.int64
-            or index.device != self.device
-        ):
-            index = self._cells(index, storage)
-        self.table.mark(index, self.default_priority)
+        self.table.mark(self._cells(index, storage), self.default_priority)
 
     def add(self, index: Any) -> None:
         """Do nothing: :meth:`mark_update` was called before."""
@@ -290,6 +275,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """Do nothing: :meth:`mark_update` was called before."""
 
     def _cells(self, index: Any, storage: Storage | None) -> Tensor:
+        if isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64 and index.device == self.device:
+            return index
         if isinstance(index, tuple):
             index = torch.stack(index, -1)
         cells = integers(index, "Cells").to(self.device)
@@ -298,7 +285,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             for axis, size in enumerate(storage.shape[1:], start=1):
                 flat = flat * size + cells[..., axis]
             cells = flat
-        return cells.reshape(-1).contiguous()
+        return cells.reshape(-1)
 
     def _adopt(self, storage: Storage) -> None:
         # A storage that was filled before this sampler came to it never told it what was written.

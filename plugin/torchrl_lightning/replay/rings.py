@@ -16,21 +16,6 @@ from torchrl_lightning.replay.sharing import SharedArrays
 Ints = NDArray[np.int64]
 
 
-def integers(value: Any, name: str) -> Tensor:
-    """Read integers of any shape as int64; an empty list is allowed.
-
-    Raises:
-        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
-    """
-    try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be integers, got {value!r}.") from error
-    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
-        raise TypeError(f"{name} must be integers, got {found.dtype}.")
-    return found.to(torch.int64)
-
-
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
     """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device; on the CPU in half the time."""
     try:
@@ -38,6 +23,17 @@ def integers_below(high: int, count: int, generator: torch.Generator | None) -> 
     except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
         device = None if generator is None else generator.device
         return torch.randint(high, (count,), generator=generator, device=device)
+
+
+def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> NDArray[Any]:
+    """Draw what ``torch.rand(count)`` draws on the generator's device; on the CPU in half the time."""
+    shares: NDArray[Any] = np.empty(count, dtype)
+    tensor = torch.from_numpy(shares)
+    try:
+        tensor.uniform_(generator=generator)
+    except RuntimeError:  # as above
+        tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
+    return shares
 
 
 class Rings(SharedArrays):

@@ -26,11 +26,7 @@ def write_steps(
     positions: Any,
     floor: Any,
     counters: Any,
-    column: Any,
-    done_column: Any,
-    begin: Any,
-    running: Any,
-    headless_end: Any,
+    episodes: Any,
     done: Any,
     init: Any,
 ) -> None:
@@ -47,14 +43,11 @@ def write_steps(
         positions: of the next steps, ``[num_envs]``; moved.
         floor: nothing is stored below, ``[num_envs]``; moved.
         counters: rows written, first.
-        column: of the episode index, as what follows; see there.
-        done_column: ``[length * num_envs]``.
-        begin: ``[num_envs]``.
-        running: ``[num_envs]``.
-        headless_end: ``[num_envs]``.
+        episodes: arrays of the episode index; empty if there is none.
         done: whether a step ends its episode, ``[steps, M]``; empty if there is no index.
         init: whether a step begins one even if the one before did not end, ``[steps, M]``; may be empty.
     """
+    column, done_column, begin, running, headless_end = episodes
     count, num_envs = len(ids), len(positions)
     for i in range(count):
         env = ids[i]

@@ -17,6 +17,7 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import Path, Tree, leaves_of, nested_keys, path_of, tree_of
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay import windows
+from torchrl_lightning.replay.rings import uniform
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.windows import EPISODE_ENDS, WindowRule
 from torchrl_lightning.replay.writer import RingWriter, writer_of
@@ -119,7 +120,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         missing, found, drawn = len(cells), 0, 0
         size = missing if self._rule.is_sure else 2 * missing
         while missing and drawn < MAX_DRAWS:
-            found = draw(self._uniform(size), True, *rule, cells, mask, found)
+            found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
             if found < 0:
                 raise self._too_long(rule)
             missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
@@ -128,7 +129,7 @@ class SequenceSampler(SamplerHooks, Sampler):
                 self._list, self._listed = jitted(windows.all_starts)(*rule), writer.write_count
             if not len(self._list):
                 raise self._too_long(rule)
-            choice = (self._uniform(missing) * len(self._list)).astype(np.int64)
+            choice = (uniform(missing, self.generator) * len(self._list)).astype(np.int64)
             draw(self._list[choice], False, *rule, cells, mask, found)
 
     def _writer(self, storage: Storage, count: int) -> RingWriter:
@@ -157,13 +158,6 @@ class SequenceSampler(SamplerHooks, Sampler):
             f"(batch_length={self.batch_length}, burn_in={self.burn_in}). Collect more, take shorter windows"
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
         )
-
-    def _uniform(self, count: int) -> NDArray[np.float64]:
-        rng, shares = self.generator, np.empty(count)
-        if rng.device.type == "cpu":  # into numpy's memory: half the time of torch.rand
-            torch.from_numpy(shares).uniform_(generator=rng)
-            return shares
-        return torch.rand(count, dtype=torch.float64, generator=rng, device=rng.device).cpu().numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator."""
@@ -202,8 +196,6 @@ def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], acros
         return {}
     cells = index if across else index[:, :1]
     tree = storage.tree if isinstance(storage, RingStorage) else tree_of(storage.get(cells).reshape(-1))
-    if not any(_below(tree, key) is not None for key in keys):
-        return {}
     if isinstance(storage, RingStorage):
         cells = cells.to(storage.device)
     else:  # what was read, is read; number it

@@ -13,7 +13,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
-from torchrl_lightning.entries import Path as Leaf
 from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
@@ -28,12 +27,14 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.files import Rows, write_state
 from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.memory import check_room, map_cells, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import Ints, Rings, integers, integers_below, rings_in
+from torchrl_lightning.replay.rings import Ints, Rings, integers_below, rings_in, uneven_rings
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
+from torchrl_lightning.segment_kernels import integers
 
 
 class RingStorage(StorageBase):
@@ -67,11 +68,12 @@ class RingStorage(StorageBase):
         device: torch.device | str = "cpu",
         scratch_dir: str | Path | None = None,
     ) -> None:
-        if not _is_whole(max_size) or max_size < 1:
-            raise ValueError(f"max_size must be a positive integer, got {max_size!r}.")
+        if isinstance(max_size, float) and max_size % 1 == 0:  # 1e6
+            max_size = int(max_size)
+        max_size = integer(max_size, "max_size")
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
-        super().__init__(int(max_size), device=device)
+        super().__init__(max_size, device=device)
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
@@ -92,8 +94,7 @@ class RingStorage(StorageBase):
     @property
     def is_prefix(self) -> bool:
         """Whether the filled cells are exactly the first ``len(storage)`` ones."""
-        writer = self.writer
-        return writer is None or writer.is_even
+        return uneven_rings(self) is None
 
     # ------------------------------------------------------------------ sharing
 
@@ -262,7 +263,7 @@ class RingStorage(StorageBase):
             return self.cells.gather(index, names, skip)
         return self.n_step.gather(self.cells, getattr(self.writer, "index", None), index, names, skip)
 
-    def leaves(self, key: NestedKey) -> list[tuple[Leaf, Tensor]]:
+    def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
         """Return the stored leaf of a key, or all below it: paths, and all cells, ``[max_size, ...]``; not to be read.
 
         Raises:
@@ -320,18 +321,16 @@ class RingStorage(StorageBase):
         """Refuse cells that hold nothing; the error names the first."""
         if not index.numel():
             return
-        length = len(self)
-        if self.is_prefix:
+        length, rings = len(self), uneven_rings(self)
+        if rings is None:
             low, high = torch.aminmax(index)
             wrong = index[(index < 0) | (index >= length)] if int(low) < 0 or int(high) >= length else None
         else:
-            writer = self.writer
-            assert writer is not None
-            wrong = index[~writer.is_filled(index).to(index.device)]
+            wrong = index[~rings.is_filled(index).to(index.device)]
         if wrong is not None and wrong.numel():
             raise IndexError(
                 f"Cell {int(wrong[0])} holds nothing; {length} of {self.max_size} cells are filled"
-                + ("." if self.is_prefix else " and the rings are uneven: sample with UniformSampler.")
+                + ("." if rings is None else " and the rings are uneven: sample with UniformSampler.")
             )
 
     def __len__(self) -> int:
@@ -352,10 +351,10 @@ class RingStorage(StorageBase):
 
     def check_even(self, reader: str) -> None:
         """Refuse a reader that takes the first ``len(storage)`` cells for the filled ones, where they are not."""
-        writer = self.writer
-        if writer is not None and not writer.is_even:
+        rings = uneven_rings(self)
+        if rings is not None:
             raise RuntimeError(
-                f"{reader} cannot read unevenly filled rings ({writer.filled.tolist()} steps of {writer.num_envs} "
+                f"{reader} cannot read unevenly filled rings ({rings.filled.tolist()} steps of {rings.num_envs} "
                 "environments); use UniformSampler, PrioritizedSampler or SequenceSampler of torchrl_lightning."
             )
 
@@ -367,8 +366,8 @@ class RingStorage(StorageBase):
         Args:
             copy: return copies; otherwise views, and :class:`Rows` where the filled part is not contiguous.
         """
-        writer = self.writer
-        cells = None if writer is None or writer.is_even else writer.filled_cells()
+        rings = uneven_rings(self)
+        cells = None if rings is None else rings.filled_cells()
 
         def part(leaf: Tensor) -> Any:
             if cells is None:
@@ -428,10 +427,3 @@ class RingStorage(StorageBase):
             self._process = this_process()
         if tree:
             self.adopt(tree)
-
-
-def _is_whole(number: Any) -> bool:
-    try:
-        return not isinstance(number, bool) and int(number) == number
-    except (TypeError, ValueError, OverflowError):
-        return False

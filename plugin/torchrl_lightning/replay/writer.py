@@ -17,11 +17,11 @@ from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_k
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.rings import Ints, Rings, integers, lay_rings, rings_in
+from torchrl_lightning.replay.rings import Ints, Rings, lay_rings, rings_in
 from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.segment_kernels import jitted
+from torchrl_lightning.segment_kernels import integers, jitted
 
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
@@ -242,7 +242,7 @@ class RingWriter(WriterBase, Rings):
         cells = np.empty(steps * len(env), np.int64)
         jitted(write_steps)(
             *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
-            *(NO_INDEX if self.index is None else self.index.arrays), done, init,
+            NO_INDEX if self.index is None else self.index.arrays, done, init,
         )  # fmt: skip
         if self._even and together:
             self._set_length(min(int(self._positions[0]), self.length) * self.num_envs)
