@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchrl_lightning.ranges import optional
 from torchrl_lightning.state import (
     LARGEST,
     Check,
@@ -17,7 +18,6 @@ from torchrl_lightning.state import (
     generator,
     mapping,
     number,
-    optional,
     same,
     sequence,
     tensor,

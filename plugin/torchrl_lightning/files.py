@@ -115,15 +115,12 @@ class Rows:
     leaf: Tensor
     cells: Tensor
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the leaf."""
-        return self.leaf.dtype
+    def __len__(self) -> int:
+        return len(self.cells)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the gathered rows."""
-        return torch.Size((len(self.cells), *self.leaf.shape[1:]))
+    def __getitem__(self, part: slice) -> Tensor:
+        """Gather some of the rows."""
+        return self.leaf.index_select(0, self.cells[part].to(self.leaf.device))
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -186,34 +183,23 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
 
 
 def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, Any]:
-    if value.dtype not in DTYPES.values():
-        raise TypeError(f"{path} has dtype {value.dtype}, which cannot be stored in a file.")
+    rows = value.unsqueeze(0) if isinstance(value, Tensor) and not value.ndim else value
+    first = rows[:1]
+    if first.dtype not in DTYPES.values():
+        raise TypeError(f"{path} has dtype {first.dtype}, which cannot be stored in a file.")
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     offset, checksum = file.tell(), 0
-    for chunk in _chunks(value):
-        data: Any = chunk.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    step = max(1, _CHUNK // max(1, first.nbytes))
+    for start in range(0, len(rows), step):
+        data: Any = rows[start : start + step].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         file.write(data)
         checksum = zlib.crc32(data, checksum)
     return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "shape": [len(rows), *first.shape[1:]] if rows is value else [],
         "offset": offset,
         "crc32": checksum,
     }
-
-
-def _chunks(value: Tensor | Rows) -> Iterator[Tensor]:
-    if not math.prod(value.shape):
-        return
-    if isinstance(value, Tensor) and not value.ndim:
-        yield value
-        return
-    rows = max(1, _CHUNK // (math.prod(value.shape[1:]) * value.dtype.itemsize))
-    for start in range(0, value.shape[0], rows):
-        if isinstance(value, Rows):
-            yield value.leaf.index_select(0, value.cells[start : start + rows].to(value.leaf.device))
-        else:
-            yield value[start : start + rows]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -241,10 +227,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         file = folder / content["file"]
         if not file.is_file() or file.stat().st_size != content.get("size"):
             raise ValueError(f"{file.name} is missing or truncated")
-        size = file.stat().st_size
-        data = np.memmap(file, np.uint8, "c") if size else np.empty(0, np.uint8)
-        reader = _Reader(data)
-        state = reader.decode(content.get("state"))
+        data = np.memmap(file, np.uint8, "c") if content["size"] else np.empty(0, np.uint8)
+        state = _Reader(data).decode(content.get("state"))
         if not isinstance(state, dict):
             raise ValueError("the state is not a dict")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # a manifest may hold anything

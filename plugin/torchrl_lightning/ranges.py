@@ -69,7 +69,7 @@ def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
 
 
 def optional(check: Check) -> Check:
-    """Return a check that lets ``None`` pass."""
+    """Return a check that lets ``None`` pass; also of an entry of a saved state."""
 
     def checked(value: Any, name: str) -> Any:
         return None if value is None else check(value, name)

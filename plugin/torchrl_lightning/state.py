@@ -108,16 +108,6 @@ def sequence(value: Any, name: str) -> None:
         raise wrong(value, name, "a list")
 
 
-def optional(check: Check) -> Check:
-    """Expect None, or what another check expects."""
-
-    def checked(value: Any, name: str) -> None:
-        if value is not None:
-            check(value, name)
-
-    return checked
-
-
 def same(here: Any, owner: str, argument: str | None = None) -> Check:
     """Expect the value that a part, the owner, was built with as ``argument`` (named as the entry by default)."""
 

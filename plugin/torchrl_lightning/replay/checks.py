@@ -13,13 +13,13 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict, tree_of
+from torchrl_lightning.ranges import optional
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.state import (
     LARGEST,
     check_state,
     described,
     mapping,
-    optional,
     same,
     sequence,
     tensor,

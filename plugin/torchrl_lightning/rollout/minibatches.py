@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
-from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.state import check_state, flag, generator, optional, same, tensor, whole
+from torchrl_lightning.ranges import integer, one_of, optional
+from torchrl_lightning.state import check_state, flag, generator, same, tensor, whole
 
 UNITS = ("steps", "environments")
 

@@ -23,10 +23,10 @@ from torchrl_lightning.entries import (
     to_tensordict,
     tree_of,
 )
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.replay.memory import check_room
-from torchrl_lightning.state import check_state, mapping, optional, same, whole
+from torchrl_lightning.state import check_state, mapping, same, whole
 
 STATE_VERSION = 1
 
