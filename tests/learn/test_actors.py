@@ -15,7 +15,7 @@ from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_actor, build_critic
-from torchrl_lightning.learn.layers import mlp
+from torchrl_lightning.learn.networks import mlp
 
 BOX = Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0]))
 ACTIONS = {

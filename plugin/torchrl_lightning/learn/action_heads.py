@@ -19,7 +19,7 @@ from torchrl_lightning.learn.distributions import (
     clipped_normal_log_prob,
     normal_entropy,
 )
-from torchrl_lightning.learn.layers import orthogonal
+from torchrl_lightning.learn.networks import orthogonal
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
 Parameters = tuple[Tensor, ...]
@@ -59,13 +59,9 @@ class ActionHead(nn.Module):
 
     def sample(self, parameters: Parameters, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return actions and log-probabilities, with the random numbers that TorchRL's generic path would draw."""
-        dist = self.distribution(parameters)
-        if not deterministic:
-            action = dist.rsample() if dist.has_rsample else dist.sample()
-        elif hasattr(dist, "deterministic_sample"):
-            action = dist.deterministic_sample
-        else:
-            action = dist.mode
+        dist: Any = self.distribution(parameters)
+        draw = dist.rsample if dist.has_rsample else dist.sample
+        action = dist.deterministic_sample if deterministic else draw()
         return action, dist.log_prob(action)
 
     def evaluate(self, parameters: Parameters, action: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.learn.action_heads import ActionHead, build_head
-from torchrl_lightning.learn.layers import mlp, orthogonal
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
 from torchrl_lightning.learn.trunks import FEATURES
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}

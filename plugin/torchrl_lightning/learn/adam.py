@@ -16,21 +16,7 @@ class LeanAdam(Adam):
 
     Around the kernel, torch labels each step for its profiler, runs hooks, checks CUDA's graphs and groups parameters
     by device: 60 to 100 us, where a small network that lies flat needs 10. Steps that need any of it (those with hooks
-    or under a gradient scaler, and the first of a parameter) are torch's own.
-
-    Args:
-        params: As of ``torch.optim.Adam``, as the next two.
-        lr: Learning rate.
-        eps: What keeps the denominator from 0.
-
-    Example:
-        >>> parameter = nn.Parameter(torch.ones(2))
-        >>> optimizer = LeanAdam([parameter], lr=0.1)
-        >>> for _ in range(2):
-        ...     parameter.grad = torch.ones(2)
-        ...     optimizer.step()
-        >>> parameter.data
-        tensor([0.8000, 0.8000])
+    or under a gradient scaler, and the first of a parameter) are torch's own. Arguments as there.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3, eps: float = 1e-8) -> None:

@@ -197,7 +197,7 @@ class AgentModule(ReportingModule):
         optimizers = self._optimizers()
         bare = [optimizer.optimizer for optimizer in optimizers]
         plugin = self.trainer.precision_plugin
-        with nullcontext() if _scaler_of(plugin) is None else _unscaled(plugin, bare) as scaler:
+        with nullcontext() if getattr(plugin, "scaler", None) is None else _unscaled(plugin, bare) as scaler:
             for number, (name, group) in enumerate(self._groups.items()):
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
@@ -218,8 +218,8 @@ class AgentModule(ReportingModule):
     @property
     def _backward_is_plain(self) -> bool:
         """Whether a backward pass is nothing but one: no ranks to wait for, no scaled loss."""
-        trainer = self.trainer
-        return type(trainer.strategy) is SingleDeviceStrategy and _scaler_of(trainer.precision_plugin) is None
+        strategy: Any = self.trainer.strategy
+        return type(strategy) is SingleDeviceStrategy and getattr(strategy.precision_plugin, "scaler", None) is None
 
     def report(self) -> dict[str, float]:
         """Return the learning rate."""
@@ -243,11 +243,6 @@ def _unscaled(plugin: Any, optimizers: list[torch.optim.Optimizer]) -> Iterator[
         plugin.scaler = scaler
     if moving:
         scaler.update()
-
-
-def _scaler_of(plugin: Any) -> torch.amp.GradScaler | None:
-    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
-    return scaler
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -113,9 +113,7 @@ class ClippedNormal(D.Distribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw actions ``[*S, *B, A]`` inside the box."""
         with torch.no_grad():
-            noise = torch.empty(
-                (*sample_shape, *self.loc.shape), dtype=self.loc.dtype, device=self.loc.device
-            ).normal_()
+            noise = torch.randn(*sample_shape, *self.loc.shape, dtype=self.loc.dtype, device=self.loc.device)
             return torch.addcmul(self.loc, noise, self.scale).clamp(self.low, self.high)
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -118,16 +118,6 @@ class OptimizedParameters:
     state dict. Between ``clear`` and ``gather`` a gradient is each parameter's own, so that whatever computes, reduces
     or drops gradients works as usual. Within a part, a parameter without a gradient counts as one whose gradient is
     zero; a part without any is not stepped.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        >>> optimized = OptimizedParameters(optimizer, [list(layer.parameters())])
-        >>> optimized.clear()
-        >>> layer(torch.ones(1, 2)).sum().backward()
-        >>> optimized.gather()
-        >>> optimized.clip(1.0)
-        tensor(1.7321)
     """
 
     def __init__(

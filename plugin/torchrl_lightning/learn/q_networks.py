@@ -14,7 +14,7 @@ from torchrl.modules import QValueActor, ValueOperator
 
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
-from torchrl_lightning.learn.squashed import action_range
+from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.learn.transitions import Entries
 from torchrl_lightning.learn.trunks import FEATURES
 
@@ -103,7 +103,7 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
         ['observation', 'action']
     """
     keys, _ = observation_entries(specs)
-    module = ActionValue(specs, network or MLPNetwork([256, 256], "relu"))
+    module = ActionValue(specs, network or DEFAULT_NETWORK)
     return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
 
 

@@ -15,15 +15,7 @@ from torchrl_lightning.learn.schedules import progress_of
 
 
 class MetricSums:
-    """Running means of scalar tensors, and the variance that a value prediction explains; a key costs 1 us.
-
-    Example:
-        >>> sums = MetricSums()
-        >>> sums.add({"loss": torch.tensor(1.0)})
-        >>> sums.add({"loss": torch.tensor(3.0)})
-        >>> sums.flush()
-        {'loss': 2.0}
-    """
+    """Running means of scalar tensors, and the variance that a value prediction explains; a key costs 1 us."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor | float]] = {}

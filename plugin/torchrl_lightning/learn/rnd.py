@@ -13,8 +13,7 @@ from torchrl.data import Categorical
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
-from torchrl_lightning.learn.layers import orthogonal
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
 
 
 class RandomNetworkDistillation(nn.Module):

@@ -13,10 +13,10 @@ from torchrl.modules import TanhNormal
 
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
-from torchrl_lightning.learn.layers import orthogonal
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
 from torchrl_lightning.learn.trunks import FEATURES
 
+DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 LOG_STD_RANGE = (-20.0, 2.0)
 _CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
@@ -126,9 +126,6 @@ class DeterministicActor(TensorDictSequential):
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
         super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))
         self.__dict__["trunk"], self.__dict__["head"] = trunk, head
-
-
-DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 
 
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:
