@@ -28,17 +28,9 @@ class Scored(L.LightningModule):
 @pytest.mark.parametrize(
     ("scores", "kept"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
 )
-def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
+def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path, make_trainer):
     checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", enable_version_counter=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[checkpoint],
-    )
+    trainer = make_trainer(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=1)
     trainer.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
     stored = torch.load(checkpoint.best_model_path, weights_only=True)
     assert stored["state_dict"]["weight"] == kept

@@ -4,10 +4,9 @@ import re
 import sys
 
 import pytest
-import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch.utils.data import DataLoader
 
 from torchrl_lightning import ExperienceLog, FramesProgressBar, LastCheckpoint
 
@@ -27,20 +26,20 @@ class Rows(DummyLogger):
 
 
 @pytest.mark.parametrize("callback", [FramesProgressBar(), ExperienceLog()])
-def test_a_datamodule_without_frames_is_left_alone(callback, regression, numbers, make_trainer, capsys):
+def test_a_datamodule_without_frames_is_left_alone(callback, make_trainer, capsys):
     rows = Rows()
-    trainer = make_trainer(max_epochs=2, callbacks=[callback], logger=rows, enable_progress_bar=True)
-    trainer.fit(regression, datamodule=numbers)
-    assert trainer.global_step == 4
+    trainer = make_trainer(callbacks=[callback], logger=rows, enable_progress_bar=True, limit_train_batches=2)
+    trainer.fit(BoringModel(), datamodule=BoringDataModule())
+    assert trainer.global_step == 6
     assert rows.rows == []
     assert "frames/s" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("callback", [FramesProgressBar(), ExperienceLog()])
-def test_no_datamodule_at_all_is_fine(callback, regression, make_trainer):
-    trainer = make_trainer(max_epochs=1, callbacks=[callback], enable_progress_bar=True)
-    trainer.fit(regression, train_dataloaders=DataLoader(torch.ones(3, 2), batch_size=3))
-    assert trainer.global_step == 1
+def test_no_datamodule_at_all_is_fine(callback, make_trainer):
+    trainer = make_trainer(max_epochs=1, callbacks=[callback], enable_progress_bar=True, limit_train_batches=2)
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 2
 
 
 def test_rows_are_logged_over_frames(make_data, make_trainer, make_module):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from datamodules.replay_parts import trainer
 from torchrl_lightning import OnPolicyDataModule
 
 
@@ -71,21 +74,7 @@ def make_data():
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    def make(**kwargs):
-        settings = {
-            "accelerator": "cpu",
-            "max_epochs": 3,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_model_summary": False,
-            "enable_progress_bar": False,
-            "default_root_dir": tmp_path,
-        }
-        return L.Trainer(**{**settings, **kwargs})
-
-    return make
+    return partial(trainer, tmp_path)
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-import lightning as L
 import torch
 import torch.distributed as dist
 
-from conftest import TinyActorCritic
+from datamodules.conftest import TinyActorCritic
+from datamodules.replay_parts import trainer
 from torchrl_lightning import LastCheckpoint, OnPolicyDataModule
 
 FOLDER = Path(sys.argv[1])
@@ -52,21 +52,18 @@ def fit(name, epochs, ckpt_path=None):
         seed=0,
         reset_at_each_batch=True,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    run = trainer(
+        FOLDER,
         devices=2,
         strategy="ddp_fork",
         max_epochs=epochs,
         callbacks=[LastCheckpoint(FOLDER, name)],
-        logger=False,
+        enable_checkpointing=True,
         # The end is no multiple of it, so that all ranks have to evaluate and save it together.
         limit_val_batches=1,
         check_val_every_n_epoch=5,
-        num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(Reporting(name), datamodule=data, ckpt_path=ckpt_path)
+    run.fit(Reporting(name), datamodule=data, ckpt_path=ckpt_path)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import lightning as L
 import torch
 
+from configs.processes import environment
 from torchrl_lightning import RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork
 from torchrl_lightning.replay import (
@@ -71,7 +77,7 @@ def replay_data(buffer="uniform", **kwargs):
 def trainer(folder, **kwargs):
     settings = {
         "accelerator": "cpu",
-        "max_epochs": 2,
+        "max_epochs": 3,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
         "logger": False,
@@ -85,10 +91,30 @@ def trainer(folder, **kwargs):
 
 def fit(folder, data, module=None, ckpt_path=None, **kwargs):
     module = dqn() if module is None else module
-    run = trainer(folder, **kwargs)
+    run = trainer(folder, **{"max_epochs": 2, **kwargs})
     run.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, run
 
 
 def parameters(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def stored(data):
+    rows = data.buffer.storage.get(torch.arange(len(data.buffer)))
+    return torch.cat([leaf.reshape(-1).double() for _, leaf in sorted(rows.flatten_keys().items())])
+
+
+def run_ranks(script, folder):
+    """Run a script of this folder in a process of its own; it writes into another one, and ends well."""
+    here, env = Path(__file__).parent, environment()
+    env["PYTHONPATH"] = f"{here.parent}:{env['PYTHONPATH']}"
+    command = [sys.executable, str(here / script), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def reports(folder, name):
+    """Return what each of two ranks wrote down."""
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]

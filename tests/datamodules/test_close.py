@@ -38,7 +38,7 @@ import lightning as L
 import torch
 sys.path.insert(0, {tests!r})
 from torchrl_lightning import AsynchronousCollector, OnPolicyDataModule
-from conftest import TinyActorCritic
+from datamodules.conftest import TinyActorCritic
 
 class Module(TinyActorCritic):
     fails = False
@@ -85,7 +85,7 @@ def members(session):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_no_worker_outlives_a_failed_or_interrupted_run(tmp_path):
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent)))
+    script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1])))
     environment = {**os.environ, "PYTHONPATH": str(PLUGIN), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, str(script)],

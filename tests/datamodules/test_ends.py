@@ -20,10 +20,10 @@ class Limit(L.Callback):
 
 
 @pytest.mark.parametrize(
-    "shortened", [{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 1}]
+    "shortened", [{}, {"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 1}]
 )
 def test_total_frames_end_on_policy_training_of_shortened_epochs(shortened, make_data, make_trainer, make_module):
-    data = make_data(total_frames=128)
+    data = make_data(total_frames=100)
     trainer = make_trainer(max_epochs=-1, callbacks=[Limit()], **shortened)
     trainer.fit(make_module(), datamodule=data)
     assert data.frames == 128

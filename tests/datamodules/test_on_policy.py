@@ -74,12 +74,6 @@ def test_printing_touches_no_loader(make_data, make_trainer, make_module):
     assert data.frames == frames
 
 
-def test_training_stops_at_total_frames(make_data, make_trainer, make_module):
-    data = make_data(total_frames=100)
-    make_trainer(max_epochs=-1).fit(make_module(), datamodule=data)
-    assert data.frames == 128
-
-
 def test_a_second_fit_goes_on_with_the_same_buffer_and_count(make_data, make_trainer, make_module):
     data, module = make_data(), make_module()
     make_trainer(max_epochs=1).fit(module, datamodule=data)

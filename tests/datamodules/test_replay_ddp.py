@@ -1,33 +1,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from configs.processes import environment
+from datamodules.replay_parts import reports, run_ranks
 from torchrl_lightning.collectors import spawn_seed
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Folder of what all the runs of replay_ddp_run.py wrote down."""
-    folder = tmp_path_factory.mktemp("replay_ddp")
-    env = environment()
-    env["PYTHONPATH"] = f"{HERE.parent}:{env['PYTHONPATH']}"
-    command = [sys.executable, str(HERE / "replay_ddp_run.py"), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-def reports(folder, name):
-    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks("replay_ddp_run.py", tmp_path_factory.mktemp("replay_ddp"))
 
 
 @pytest.mark.parametrize(("name", "updates", "frames"), [("memory_whole", 40, 2 * 72), ("delayed_whole", 28, 2 * 64)])

@@ -5,14 +5,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from datamodules.replay_parts import parameters
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 # A resumed run writes beside the checkpoint that it came from.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-
-
-def parameters(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 @pytest.mark.parametrize("buffer", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
@@ -129,18 +126,6 @@ def test_a_run_by_steps_goes_on_without_a_rollout_too_many(steps, tmp_path, make
     data, trainer = make_data(), make_trainer(max_epochs=-1, max_steps=12)
     trainer.fit(make_module(), datamodule=data, ckpt_path=tmp_path / "at.ckpt")
     assert (data.frames, trainer.global_step) == (3 * 64, 12)
-
-
-def test_without_resets_a_resumed_run_goes_on_from_its_counters(tmp_path, make_data, make_trainer, make_module):
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    make_trainer(max_epochs=2, enable_checkpointing=True, callbacks=[checkpoint]).fit(
-        make_module(), datamodule=make_data()
-    )
-    data = make_data()
-    make_trainer(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint]).fit(
-        make_module(), datamodule=data, ckpt_path=checkpoint.last_model_path
-    )
-    assert data.frames == 3 * 64
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from datamodules.replay_parts import dqn, experience, fit, parameters, replay_data, trainer
+from datamodules.replay_parts import dqn, experience, fit, parameters, replay_data, stored, trainer
 from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
 from torchrl_lightning.learn import DQNModule, RecurrentNetwork
 from torchrl_lightning.replay import SequenceSampler
@@ -38,11 +38,6 @@ def learner(buffer, **kwargs):
         module.network, module.refresh_states = RecurrentNetwork("gru", 8), True
         return module
     return dqn(Noting, **kwargs)
-
-
-def stored(data):
-    rows = data.buffer.storage.get(torch.arange(len(data.buffer)))
-    return torch.cat([leaf.reshape(-1).double() for _, leaf in sorted(rows.flatten_keys().items())])
 
 
 def same(one, other):
@@ -86,7 +81,7 @@ class Counting(L.Callback):
 
 
 def test_lightnings_hooks_and_counter_run_once_for_a_step(tmp_path):
-    run, counting = trainer(tmp_path), Counting()
+    run, counting = trainer(tmp_path, max_epochs=2), Counting()
     run.callbacks.append(counting)
     data = replay_data("uniform", updates_per_step=4, **ROLLING)
     run.fit(dqn(), datamodule=data)

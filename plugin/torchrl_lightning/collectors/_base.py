@@ -37,9 +37,8 @@ class CollectorBase:
         env_args: dict[str, Any],
     ) -> None:
         check_policy(policy)
-        integer(num_envs, "num_envs")
-        integer(frames_per_batch, "frames_per_batch")
-        if frames_per_batch % num_envs:
+        self.steps, left = divmod(integer(frames_per_batch, "frames_per_batch"), integer(num_envs, "num_envs"))
+        if left:
             nearest = max(1, round(frames_per_batch / num_envs)) * num_envs
             raise ValueError(
                 f"frames_per_batch={frames_per_batch} is not a multiple of num_envs={num_envs}; "
@@ -50,7 +49,6 @@ class CollectorBase:
         self._env_source, self._env_args = source, env_args
         self.policy, self.num_envs = policy, num_envs
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self.steps = frames_per_batch // num_envs
         self.seed = check_seed(seed)
         self.closed = False
         self.frames = 0
@@ -64,9 +62,8 @@ class CollectorBase:
             if isinstance(self._env_source, VectorEnv):
                 self._specs = environment_specs(self._env_source)
             else:
-                with closing(
-                    make_vector_env(self._env_source, 1, **{**self._env_args, "vectorization": "sync"})
-                ) as env:
+                args = {**self._env_args, "vectorization": "sync"}
+                with closing(make_vector_env(self._env_source, 1, **args)) as env:
                     self._specs = replace(environment_specs(env), num_envs=self.num_envs)
         return self._specs
 
@@ -109,7 +106,7 @@ class CollectorBase:
         load_weights(self.policy, policy_or_weights)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close what is open; may be called any number of times."""
+        """Close what is open; may be called any number of times. The arguments are those of TorchRL's collectors."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:
@@ -124,12 +121,11 @@ class CollectorBase:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
         schema = {name: same(getattr(self, name), "collector") for name in self._sizes}
-        counters = {name.lstrip("_"): name for name in self._counters}
-        for name, attribute in counters.items():
-            schema[name] = flag if isinstance(getattr(self, attribute), bool) else whole()
+        for name in self._counters:
+            schema[name.lstrip("_")] = flag if isinstance(getattr(self, name), bool) else whole()
         check_state(state_dict, schema, "collector", _STATE_VERSION)
-        for name, attribute in counters.items():
-            setattr(self, attribute, state_dict[name])
+        for name in self._counters:
+            setattr(self, name, state_dict[name.lstrip("_")])
         self.reset()
 
     def __repr__(self) -> str:

@@ -41,7 +41,6 @@ class AsynchronousCollector(CollectorBase):
         num_workers: The number of processes.
         num_envs: The number of environments in each process.
         frames_per_batch: Steps per batch over the environments of one worker; a multiple of ``num_envs``.
-        total_frames: Iteration stops when this many frames are yielded; -1 means never.
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
@@ -185,7 +184,7 @@ class AsynchronousCollector(CollectorBase):
         return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all workers; may be called any number of times. The arguments of TorchRL's collectors have no effect."""
+        """End all workers; may be called any number of times. The arguments have no effect."""
         self.closed = True
         self._stop()
 

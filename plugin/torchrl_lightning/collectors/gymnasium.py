@@ -229,22 +229,15 @@ class GymnasiumCollector(CollectorBase):
         return self._reset_seeds()[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment; may be called any number of times.
-
-        Args:
-            timeout: Not used; accepted because TorchRL's collectors take it.
-            close_env: Whether to close the environment.
-            raise_on_error: Whether an error of the environment's ``close`` is raised.
-        """
+        """Close the environment; may be called any number of times. ``timeout`` has no effect."""
         if self.closed:
             return
         self.closed = True
         loop, self._loop, self._memory = self._loop, None, None
+        env = loop.stepper if loop is not None else self._env_source
         try:
-            if close_env and loop is not None:
-                loop.stepper.close()
-            elif close_env and isinstance(self._env_source, VectorEnv):
-                self._env_source.close()
+            if close_env and isinstance(env, VectorStepper | VectorEnv):
+                env.close()
         except Exception:
             if raise_on_error:
                 raise

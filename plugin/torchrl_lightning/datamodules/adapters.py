@@ -27,9 +27,6 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         return self._make_iterator()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(length={self._length})"
-
     def state_dict(self) -> dict[str, int]:
         """Return nothing, as the DataModule knows where the stream is; Lightning resumes within an epoch unwarned."""
         return {}

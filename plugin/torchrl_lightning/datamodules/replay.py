@@ -391,12 +391,10 @@ class ReplayDataModule(ExperienceDataModule):
         return state
 
     def save_buffer(self) -> bool:
-        """Write the buffer, where it is kept beside the checkpoint, so that :meth:`state_dict` refers to it.
+        """Write the buffer, where it is kept beside the checkpoint, and return whether it is.
 
-        Lightning's trainer does so for each checkpoint. A buffer that has not changed is not written twice.
-
-        Returns:
-            Whether it is kept there.
+        Lightning's trainer does so for each checkpoint, whose :meth:`state_dict` then refers to it. A buffer that has
+        not changed is not written twice.
         """
         if self.buffer is None or self._kept != "beside":
             return False
