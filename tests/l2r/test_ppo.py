@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.helpers import golden, make_critic, make_rollout
+from estimators.golden import load
+from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning.l2r.ppo import PPOBuffer
 
 CASES = ("c0", "c1", "c2")
@@ -52,7 +53,7 @@ def store_case(buffer: PPOBuffer, data: dict[str, Any], case: str, flags: bool =
 @pytest.mark.parametrize("flags", [True, False])
 @pytest.mark.parametrize("spare", [0, 3])
 def test_golden_paths(case: str, flags: bool, spare: int) -> None:
-    data = golden("l2r_ppo_finish_path")
+    data = load("l2r_ppo_finish_path")
     steps = len(data[f"{case}_reward"])
     buffer = build(steps + spare, steps, gamma=float(data[f"{case}_gamma"]), lam=float(data[f"{case}_lam"]))
     store_case(buffer, data, case, flags)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def golden(name: str) -> dict[str, Any]:
-    with np.load(DATA / f"{name}.npz") as file:
-        return {key: torch.as_tensor(file[key]) for key in file.files}
 
 
 def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> TensorDict:
@@ -49,20 +40,32 @@ def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> 
 
 
 class Recorder(nn.Module):
-    """``V = scale * observation``; remembers what it saw."""
+    """``V = scale * observation``, one for each scale; remembers what it saw."""
 
-    def __init__(self, scale: float = 0.1) -> None:
+    def __init__(self, *scales: float) -> None:
         super().__init__()
-        self.scale = scale
+        self.scales = scales
         self.seen: list[Tensor] = []
 
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation: Tensor) -> tuple[Tensor, ...]:
         self.seen.append(observation)
-        return self.scale * observation
+        return tuple(scale * observation for scale in self.scales)
 
 
-def make_critic(out: Any = "state_value", scale: float = 0.1) -> TensorDictModule:
-    return TensorDictModule(Recorder(scale), in_keys=["observation"], out_keys=[out])
+def make_critic(out: Any = "state_value", scale: float = 0.1, **others: float) -> TensorDictModule:
+    """A critic that writes ``out``, and further entries with scales of their own."""
+    return TensorDictModule(Recorder(scale, *others.values()), in_keys=["observation"], out_keys=[out, *others])
+
+
+def both_values() -> TensorDictModule:
+    return make_critic(intrinsic_state_value=0.3)
+
+
+def estimated(buffer: Any, data: Any = None) -> Any:
+    """Write a rollout and estimate it; return the buffer."""
+    buffer.insert_data_slice(make_rollout() if data is None else data)
+    buffer.before_gradients()
+    return buffer
 
 
 def linear_actor(weight: float = 0.3) -> ProbabilisticActor:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
-from rollout.helpers import linear_actor, make_critic, make_rollout
+from rollout.helpers import Recorder, estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 STEP: dict[str, Any] = {
@@ -20,13 +21,6 @@ STEP: dict[str, Any] = {
     "LogProbability": torch.zeros(2),
     "Done": torch.zeros(2, 1),
 }
-
-
-def estimated(**kwargs: Any) -> GAEBuffer:
-    buffer = GAEBuffer(5, critic=make_critic(), **kwargs)
-    buffer.insert_data_slice(make_rollout())
-    buffer.before_gradients()
-    return buffer
 
 
 def test_storage_tensors_come_in_the_documented_order() -> None:
@@ -53,7 +47,7 @@ def test_a_new_episode_needs_its_own_observation() -> None:
 
 
 def test_a_refused_transition_leaves_a_consumed_rollout() -> None:
-    buffer = estimated()
+    buffer = estimated(GAEBuffer(5, critic=make_critic()))
     buffer.after_gradients(None, {})
     with pytest.raises(ValueError, match="environments"):
         buffer.insert_transition(STEP)
@@ -62,10 +56,8 @@ def test_a_refused_transition_leaves_a_consumed_rollout() -> None:
 
 @pytest.mark.parametrize("documented", [False, True])
 def test_values_that_a_buffer_computed_are_no_data_for_another(documented: bool) -> None:
-    data = estimated().get_all_buffer_data(documented_names=documented)
-    buffer = GAEBuffer(5, critic=make_critic(scale=0.7))
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    data = estimated(GAEBuffer(5, critic=make_critic())).get_all_buffer_data(documented_names=documented)
+    buffer = estimated(GAEBuffer(5, critic=make_critic(scale=0.7)), data)
     assert torch.equal(buffer.rollout["state_value"], 0.7 * buffer.rollout["observation"])
     buffer.insert_data_slice(make_rollout(seed=1) if not documented else without_values(data))
     assert buffer.step == 5
@@ -78,13 +70,9 @@ def without_values(data: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("documented", [False, True])
 def test_values_that_came_with_the_data_stay_data(documented: bool) -> None:
     rollout = make_rollout(state_value=torch.full((5, 3, 1), 2.0))
-    first = GAEBuffer(5, critic=make_critic())
-    first.insert_data_slice(rollout)
-    first.before_gradients()
+    first = estimated(GAEBuffer(5, critic=make_critic()), rollout)
     data = first.get_all_buffer_data(documented_names=documented)
-    second = GAEBuffer(5, critic=make_critic())
-    second.insert_data_slice(data)
-    second.before_gradients()
+    second = estimated(GAEBuffer(5, critic=make_critic()), data)
     assert (second.rollout["state_value"] == 2.0).all()
     assert torch.equal(second.rollout["advantage"], first.rollout["advantage"])
 
@@ -101,14 +89,12 @@ def test_results_are_no_part_of_a_transition() -> None:
 
 
 def test_documented_names_come_out_and_go_in_again() -> None:
-    buffer = estimated()
+    buffer = estimated(GAEBuffer(5, critic=make_critic()))
     data = buffer.get_all_buffer_data(documented_names=True)
     assert set(data) >= {"Observation", "Action", "Reward", "Value", "LogProbability", "Done", "Advantage"}
     assert set(data) <= {*GAEBuffer.storage_tensors, "NextObservation", "NextValue", "Truncated", "EpisodeStart"}
     assert data["Reward"].shape == (5, 3, 1)
-    other = GAEBuffer(5, critic=make_critic())
-    other.insert_data_slice(data)
-    other.before_gradients()
+    other = estimated(GAEBuffer(5, critic=make_critic()), data)
     for key in ("observation", "advantage", "value_target", "is_init", ("next", "done"), ("next", "truncated")):
         assert torch.equal(other.rollout[key], buffer.rollout[key])
     data["Observation"].fill_(-1.0)
@@ -117,9 +103,7 @@ def test_documented_names_come_out_and_go_in_again() -> None:
 
 def test_documented_names_of_renamed_nested_and_several_entries() -> None:
     keys = [("v", "a"), ("v", "b")]
-    critic = make_critic(keys[0])
-    critic.module.forward = lambda observation: (observation, 2 * observation)  # type: ignore[method-assign]
-    critic.out_keys = keys
+    critic = TensorDictModule(Recorder(1.0, 2.0), in_keys=["observation"], out_keys=keys)
     buffer = GAEBuffer(5, critic=critic, value_key="v", advantage_key="adv")
     data = make_rollout(pixels=torch.zeros(5, 3, 2))
     data["next", "pixels"] = torch.zeros(3, 5, 2)
@@ -132,14 +116,12 @@ def test_documented_names_of_renamed_nested_and_several_entries() -> None:
     assert set(out["Value"]) == set(out["Advantage"]) == {"a", "b"}
     assert set(out["RecurrentHiddenStates"]) == {"h", "c"}
     assert torch.equal(out["Value"]["b"], 2 * out["Value"]["a"])
-    again = GAEBuffer(5, critic=critic, value_key="v", advantage_key="adv")
-    again.insert_data_slice(out)
-    again.before_gradients()
+    again = estimated(GAEBuffer(5, critic=critic, value_key="v", advantage_key="adv"), out)
     assert torch.equal(again.rollout["adv", "b"], buffer.rollout["adv", "b"])
 
 
 def test_mini_batches_with_documented_names() -> None:
-    buffer = estimated()
+    buffer = estimated(GAEBuffer(5, critic=make_critic()))
     batches = list(buffer.generate_batches(3, shuffle=False, documented_names=True))
     assert len(batches) == 3
     assert all(isinstance(batch, dict) for batch in batches)
@@ -151,9 +133,9 @@ def test_mini_batches_with_documented_names() -> None:
 
 
 def test_thresholds_of_one_call_do_not_stay() -> None:
-    buffer = VTraceBuffer(5, actor=linear_actor(), critic=make_critic(), clip_rho_thres=0.5, clip_c_thres=0.4)
-    buffer.insert_data_slice(make_rollout())
-    buffer.before_gradients()
+    buffer = estimated(
+        VTraceBuffer(5, actor=linear_actor(), critic=make_critic(), clip_rho_thres=0.5, clip_c_thres=0.4)
+    )
     configured = buffer.rollout["value_target"].clone()
     buffer.compute_vtrace(2.0, 2.0)
     assert not torch.equal(buffer.rollout["value_target"], configured)
@@ -179,6 +161,7 @@ BAD: dict[str, Any] = {
     "frame_stack": 0,
     "batch_keys": [3],
     "size": 0,
+    "num_envs": 0,
 }
 
 
@@ -194,7 +177,7 @@ def test_a_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
 
 
 def test_changed_keys_are_read_as_the_constructor_reads_them() -> None:
-    buffer = estimated()
+    buffer = estimated(GAEBuffer(5, critic=make_critic()))
     buffer.update_storage_parameter("batch_keys", ["observation", ["next", "reward"]])
     assert set(next(buffer.generate_batches(1)).keys(True, True)) == {"observation", ("next", "reward")}
 

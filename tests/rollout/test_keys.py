@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.helpers import linear_actor, make_critic, make_rollout
+from rollout.helpers import estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,
@@ -35,9 +35,7 @@ def test_keys_from_yaml_work(cls: type[VanillaOnPolicyBuffer]) -> None:
     assert buffer.writer.recurrent_keys == buffer.recurrent_keys == ("h", ("s", "c"))
     buffer.insert_data_slice(make_rollout())
     buffer.before_gradients()
-    plain = cls(5, critic=make_critic(), actor=linear_actor())
-    plain.insert_data_slice(make_rollout())
-    plain.before_gradients()
+    plain = estimated(cls(5, critic=make_critic(), actor=linear_actor()))
     for mine, theirs in {("a", "v"): "state_value", ("a", "adv"): "advantage", "target": "value_target"}.items():
         assert torch.equal(buffer.rollout[mine], plain.rollout[theirs])
     batch = next(buffer.generate_batches(3))

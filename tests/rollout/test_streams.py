@@ -9,7 +9,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
-from rollout.helpers import brute_gae, golden, linear_actor, make_critic, make_rollout
+from estimators.golden import load
+from rollout.helpers import both_values, brute_gae, estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
@@ -20,15 +21,6 @@ def with_intrinsic(**kwargs) -> TensorDict:
     return data
 
 
-class Both(nn.Module):
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return 0.1 * observation, 0.3 * observation
-
-
-def both_values() -> TensorDictModule:
-    return TensorDictModule(Both(), in_keys=["observation"], out_keys=["state_value", "intrinsic_state_value"])
-
-
 @pytest.mark.parametrize("separate", [True, False])
 def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     data = with_intrinsic(seed=2)
@@ -37,9 +29,9 @@ def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
         if separate
         else {"critic": both_values()}
     )
-    buffer = GAEBuffer(5, gamma_intrinsic=0.8, normalize_intrinsic=False, standardize_advantages=False, **critics)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(
+        GAEBuffer(5, gamma_intrinsic=0.8, normalize_intrinsic=False, standardize_advantages=False, **critics), data
+    )
     major = data.transpose(0, 1)
     value = 0.3 * major["observation"]
     next_value = torch.cat((value[1:], 0.3 * major["next", "observation"][-1:]))
@@ -47,9 +39,7 @@ def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
     expected = brute_gae(major["next", "intrinsic_reward"], value, next_value, never, never, 0.8, 0.95)
     torch.testing.assert_close(buffer.rollout["intrinsic_advantage"], expected)
     torch.testing.assert_close(buffer.rollout["intrinsic_value_target"], expected + value)
-    plain = GAEBuffer(5, standardize_advantages=False, critic=make_critic())
-    plain.insert_data_slice(make_rollout(seed=2))
-    plain.before_gradients()
+    plain = estimated(GAEBuffer(5, standardize_advantages=False, critic=make_critic()), make_rollout(seed=2))
     torch.testing.assert_close(buffer.rollout["advantage"], plain.rollout["advantage"])
 
 
@@ -71,7 +61,7 @@ def test_the_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) -> None:
-    case = golden("intrinsic_reward_normalisation")
+    case = load("intrinsic_reward_normalisation")
     expected = case["normalised_forward" if direction == "forward" else "normalised_backward_ref"]
     gamma = float(case["gamma_int"])
     buffer = VanillaOnPolicyBuffer(16, gamma_intrinsic=gamma, intrinsic_direction=direction, critic=both_values())
@@ -127,9 +117,7 @@ def test_intrinsic_transform_alone() -> None:
 def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> None:
     data = make_rollout()
     actor = linear_actor()
-    buffer = VTraceBuffer(5, actor=actor, critic=make_critic(), standardize_advantages=False)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(VTraceBuffer(5, actor=actor, critic=make_critic(), standardize_advantages=False), data)
     logits = actor.module[0].module(data.transpose(0, 1)["observation"])
     expected = torch.distributions.Categorical(logits=logits).log_prob(data.transpose(0, 1)["action"])
     torch.testing.assert_close(buffer.rollout["current_action_log_prob"], expected)
@@ -191,9 +179,7 @@ def test_vtrace_needs_actor_critic_and_behaviour() -> None:
 
 
 def test_vtrace_with_intrinsic_rewards() -> None:
-    buffer = VTraceBuffer(5, actor=linear_actor(), critic=both_values())
-    buffer.insert_data_slice(with_intrinsic())
-    buffer.before_gradients()
+    buffer = estimated(VTraceBuffer(5, actor=linear_actor(), critic=both_values()), with_intrinsic())
     assert buffer.rollout["intrinsic_advantage"].isfinite().all()
 
 
@@ -251,9 +237,7 @@ def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 6, envs
 def test_recurrent_mini_batches_reproduce_what_the_policy_did(cell: str) -> None:
     critic, actor = recurrent_parts(cell)
     data = recurrent_rollout(cell, actor)
-    buffer = GAEBuffer(6, critic=critic)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(GAEBuffer(6, critic=critic), data)
     assert buffer.is_recurrent
     seen = 0
     for batch in buffer.generate_batches(2):
@@ -277,9 +261,7 @@ def test_recurrent_mini_batches_reproduce_what_the_policy_did(cell: str) -> None
 def test_recurrent_successors_start_from_the_state_after_the_step(cell: str) -> None:
     critic, actor = recurrent_parts(cell)
     data = recurrent_rollout(cell, actor)
-    buffer = GAEBuffer(6, critic=critic)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(GAEBuffer(6, critic=critic), data)
     following = data["next"][:, -1].select("observation", "recurrent_state").clone()
     following["is_init"] = torch.zeros(4, 1, dtype=torch.bool)
     with torch.no_grad():
@@ -291,13 +273,9 @@ def test_recurrent_successors_start_from_the_state_after_the_step(cell: str) -> 
 def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(cell: str) -> None:
     critic, actor = recurrent_parts(cell)
     data = recurrent_rollout(cell, actor)
-    buffer = VTraceBuffer(6, critic=critic, actor=actor)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(VTraceBuffer(6, critic=critic, actor=actor), data)
     assert buffer.metrics()["mean_abs_rho_minus_1"] < 1e-5
-    plain = GAEBuffer(6, critic=critic)
-    plain.insert_data_slice(data)
-    plain.before_gradients()
+    plain = estimated(GAEBuffer(6, critic=critic), data)
     torch.testing.assert_close(buffer.rollout["state_value"], plain.rollout["state_value"])
 
 
@@ -308,9 +286,7 @@ def test_recurrent_vtrace_takes_all_values_from_one_unroll(cell: str) -> None:
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.mul_(1.5)
-    buffer = VTraceBuffer(9, critic=critic, actor=actor)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    buffer = estimated(VTraceBuffer(9, critic=critic, actor=actor), data)
     assert data["next", "truncated"][:, :-1].any()
     state, value, following = data["recurrent_state"][:, 0], [], []
     for t in range(9):

@@ -234,11 +234,9 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         self.writer.write(rollout, copy=copy)
 
     def _without_results(self, data: TensorDictBase) -> TensorDictBase:
-        """Drop what an estimate wrote: its results, and the values that it computed.
-
-        Computed values come together with the successors' values and the results; given ones come alone. Once data is
-        stored, values are dropped if the stored data has none.
-        """
+        """Drop what an estimate wrote: its results, and the values that it computed."""
+        # Computed values come together with the successors' values and the results; given ones come alone. Once data
+        # is stored, values are dropped if the stored data has none.
         schema = self.storage.schema
         drop = [key for key in self.result_keys if data.get(key, None) is not None]
         computed = self._values_in(data)
@@ -500,28 +498,6 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         self.generator.set_state(state_dict["generator"].cpu())
         self._consumed = bool(state_dict["consumed"])
         self.intrinsic.set_extra_state(state_dict["intrinsic"])
-
-    # ---- hooks ------------------------------------------------------------------------------------------------------
-
-    def wrap_env(self, env: Any) -> Any:
-        """Return the environment to collect from; a hook for DataModules."""
-        return env
-
-    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the policy to collect with; a hook for DataModules."""
-        return policy
-
-    def before_epoch(self) -> None:
-        """Prepare another pass over the same rollout; a hook for DataModules."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics to log; a hook for DataModules."""
-        return {}
-
-    @property
-    def required_keys(self) -> list[NestedKey]:
-        """Entries that the policy must write."""
-        return ["action"]
 
 
 def _first(*candidates: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -187,6 +188,26 @@ class DocumentedVerbs:
             info: returned unchanged.
         """
         return info
+
+    @property
+    def required_keys(self) -> list[NestedKey]:
+        """Entries that the policy must write."""
+        return ["action"]
+
+    def wrap_env(self, env: Any) -> Any:
+        """Return the environment to collect from; a hook for DataModules."""
+        return env
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Return the policy to collect with; a hook for DataModules."""
+        return policy
+
+    def before_epoch(self) -> None:
+        """Prepare another pass over the same data; a hook for DataModules."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics to log; a hook for DataModules."""
+        return {}
 
     def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
         """Return the channels of one frame, and set ``num_channels_obs``.
