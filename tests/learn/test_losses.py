@@ -39,7 +39,7 @@ def setting(
     specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=ACTIONS[action], num_envs=1)
     module = cls(network, distribution="tanh_normal" if action == "tanh" else "auto", **kwargs).build(specs)
     batch = TensorDict({"observation": torch.randn(*shape, 4)}, shape)
-    if module.policy.is_recurrent:
+    if module.policy.trunk.recurrent:
         batch["recurrent_state"] = torch.randn(*shape, 1, 8)
         batch["is_init"] = torch.rand(*shape, 1) < 0.1
     with torch.no_grad():

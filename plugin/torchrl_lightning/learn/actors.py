@@ -51,11 +51,6 @@ class Actor(ProbabilisticActor):
         self.__dict__["trunk"], self.__dict__["head"] = trunk, head
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the actor reads a recurrent state."""
-        return bool(self.trunk.recurrent)
-
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return what ``forward`` writes, and write nothing; collectors call it on each step."""
         kind = interaction_type() or InteractionType.RANDOM
@@ -126,11 +121,7 @@ def linear_head(network: Network, features: int, size: int) -> nn.Module:
 
 
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
-    """Return the observation's keys and leaf specs, in sorted order, without bookkeeping entries.
-
-    Raises:
-        ValueError: There is no entry.
-    """
+    """Return the observation's sorted keys and leaf specs without bookkeeping entries; a ValueError if none is left."""
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
     skip = {"is_init", "recurrent_state", "step_count"}
     keys = sorted((key for key in leaves if path_of(key)[0] not in skip), key=str)

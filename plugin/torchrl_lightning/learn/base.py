@@ -54,9 +54,6 @@ class ActorCriticModule(AgentModule):
         schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
             of progress.
         compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.83 of the time for PPO.
-
-    Raises:
-        ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
     """
 
     adam_eps: ClassVar[float] = 1e-5
@@ -186,10 +183,7 @@ class ActorCriticModule(AgentModule):
     def evaluate(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return log-probabilities and entropies of the stored actions ``[*B]``, and each head's values ``[*B, 1]``.
 
-        A shared trunk runs once.
-
-        Raises:
-            ValueError: The batch has a mask, which a mean over every step would ignore.
+        A shared trunk runs once. A mask, which a mean over every step would ignore, is refused by a ValueError.
         """
         for key in AUTO_LOSS_MASK_KEYS:
             if batch.get(key, None) is not None:
@@ -199,7 +193,7 @@ class ActorCriticModule(AgentModule):
                     "buffer) where it means nothing"
                 )
         actor, critic = self.policy, self.critic
-        with set_recurrent_mode(batch.ndim > 1) if actor.is_recurrent else nullcontext():
+        with set_recurrent_mode(batch.ndim > 1) if actor.trunk.recurrent else nullcontext():
             features = actor.trunk.read(batch)
             values = critic.values_of(features) if critic.is_shared else critic.values(batch)
         return *actor.head.evaluate(actor.head.read(features), batch.get("action")), values

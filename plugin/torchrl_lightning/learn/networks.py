@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -161,7 +161,6 @@ class CNNEncoder(nn.Module):
         return self.layers(features)
 
 
-@runtime_checkable
 class Network(Protocol):
     """What ``build_actor`` and ``build_critic`` need: encoder, trunk, sharing, and layers of the heads."""
 

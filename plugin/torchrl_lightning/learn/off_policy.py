@@ -124,10 +124,9 @@ class OffPolicyModule(AgentModule):
         return self.targets is not None
 
     def build(self, specs: Any) -> Self:
-        """Build networks and target networks for an environment's specs, once; return the module.
+        """Build networks and targets for an environment's specs, once; return the module.
 
-        Raises:
-            TypeError: The algorithm does not support such actions.
+        Actions that the algorithm does not support are a TypeError.
         """
         if self.targets is None:
             keys, entries = observation_entries(specs)
@@ -238,11 +237,7 @@ class OffPolicyModule(AgentModule):
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them; refuse the checkpoint of another environment before its weights are read.
-
-        Raises:
-            KeyError: The checkpoint is not one of an off-policy module.
-        """
+        """Restore them; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module."""
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by an off-policy module")

@@ -22,11 +22,7 @@ _CONSTANT = 0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)
 
 
 def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Return middle and half of a bounded action range, ``[A]`` each.
-
-    Raises:
-        TypeError: The actions are not one vector of floating-point numbers within finite bounds.
-    """
+    """Return middle and half of the range of one vector of actions, ``[A]`` each; a TypeError if it has no bounds."""
     if isinstance(spec, Bounded) and spec.dtype.is_floating_point and len(spec.shape) == 1:
         low, high = bounds_of(spec)
         if bool((low.isfinite() & high.isfinite()).all()):
