@@ -114,41 +114,7 @@ class Priorities:
 
     def mark(self, index: Tensor, priority: float) -> None:
         """Record that cells were written: ``[n]`` int64 on this device, -1 for a row that no cell took."""
-        if not index.numel():
-            return
-        if self._compiled:
-            place, fresh, change, last = jitted(priority_kernels.mark)(
-                *self._arrays(), _packed(index), priority, self.eps, self.alpha, self._limit
-            )
-            if place == len(index):
-                raise ValueError(f"The priority {priority} of new data is too large for alpha={self.alpha}.")
-            if place >= 0:
-                raise self._unknown(int(index[place]))
-            self.count += fresh
-            self.tree.count(change)
-            self.extent = max(self.extent, last + 1)
-        else:
-            self._mark_torch(index, priority)
-        self._follow(index)
-
-    def _mark_torch(self, index: Tensor, priority: float) -> None:
-        bad = ((index < -1) | (index >= self.capacity)).nonzero()
-        if len(bad):
-            raise self._unknown(int(index[int(bad[0])]))
-        cells = index[last_of_each(index)]
-        cells = cells[cells >= 0]
-        if cells.numel():
-            self.tree.assign(cells, self.power(torch.full_like(cells[:1], priority, dtype=self.priorities.dtype)))
-            self.count += int((self.priorities[cells] < 0).sum())
-            self.priorities[cells] = priority
-            self.generations[cells] += 1
-            self.extent = max(self.extent, int(cells.max()) + 1)
-
-    def _unknown(self, cell: int) -> IndexError:
-        return IndexError(
-            f"Cell {cell} was written, but there are priorities for {self.capacity} cells; "
-            "give the sampler the max_size of the storage as max_capacity."
-        )
+        self._write(index, float(priority))
 
     def update(self, index: Tensor, priority: Tensor, generation: Tensor | None = None) -> None:
         """Change priorities; what is not stored (or no longer what it was when drawn) is left alone.
@@ -158,25 +124,62 @@ class Priorities:
             priority: ``[n]``, float32 or float64.
             generation: ``[n]``, the generations of the cells when they were drawn; None updates whatever they hold now.
         """
+        self._write(index, priority, generation)
+
+    def _write(self, index: Tensor, priority: Tensor | float, drawn: Tensor | None = None) -> None:
+        """Set priorities; a number is that of new data."""
         if not index.numel():
             return
-        if not self._compiled:
-            self._update_torch(index, priority.to(self.priorities.dtype), generation)
-        else:
-            place, change, largest = jitted(priority_kernels.update)(
+        if self._compiled:
+            new = isinstance(priority, float)
+            place, fresh, change, largest, last = jitted(priority_kernels.write)(
                 *self._arrays(),
                 _packed(index),
-                _packed(priority),
-                priority_kernels.NOTHING if generation is None else _packed(generation),
+                np.array([priority]) if isinstance(priority, float) else _packed(priority),
+                priority_kernels.NOTHING if drawn is None else _packed(drawn),
+                new,
                 self.eps,
                 self.alpha,
                 self._limit,
             )
-            if place >= 0:
-                raise self._error(index, priority, place)
             self.tree.count(change)
-            self.largest = max(self.largest, largest)
-        self._follow(index)
+        else:
+            place, fresh, largest, last = self._write_torch(index, priority, drawn)
+        if place >= 0:
+            raise self._error(index, priority, place)
+        self.count += fresh
+        self.largest = max(self.largest, largest)
+        self.extent = max(self.extent, last + 1)
+        for tree in (self.lowest, self.highest):
+            if tree is not None:
+                cells = index[index >= 0]
+                cells = cells[self.priorities[cells] >= 0]
+                tree.assign(cells, self.priorities[cells])
+
+    def _write_torch(
+        self, index: Tensor, priority: Tensor | float, drawn: Tensor | None
+    ) -> tuple[int, int, float, int]:
+        new = isinstance(priority, float)
+        values = torch.as_tensor(priority, dtype=self.priorities.dtype, device=index.device).expand(len(index))
+        leaves = self.power(values)
+        bad = ((index < -1) | (index >= self.capacity) | ~self._sound(values, leaves)).nonzero()
+        if len(bad):
+            return int(bad[0]), 0, 0.0, -1
+        valid, safe = index >= 0, index.clamp(min=0)
+        if not new:
+            valid &= self.priorities[safe] >= 0
+        if drawn is not None:
+            valid &= self.generations[safe] == drawn
+        cells, values, leaves = index[valid], values[valid], leaves[valid]
+        if not cells.numel():
+            return -1, 0, 0.0, -1
+        rows = last_of_each(cells)
+        unique = cells[rows]
+        fresh, last = (int((self.priorities[unique] < 0).sum()), int(unique.max())) if new else (0, -1)
+        self.tree.assign(unique, leaves[rows])
+        self.priorities[unique] = values[rows]
+        self.generations[unique] += int(new)
+        return -1, fresh, 0.0 if new else float(values.max()), last
 
     def check(self, priority: Tensor) -> None:
         """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
@@ -190,22 +193,6 @@ class Priorities:
 
     def _sound(self, priority: Tensor, leaves: Tensor) -> Tensor:
         return (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
-
-    def _update_torch(self, index: Tensor, priority: Tensor, generation: Tensor | None) -> None:
-        leaves = self.power(priority)
-        bad = (index < -1) | (index >= self.capacity) | ~self._sound(priority, leaves)
-        if bad.any():
-            raise self._error(index, priority, int(bad.nonzero()[0]))
-        safe = index.clamp(min=0)
-        valid = (index >= 0) & (self.priorities[safe] >= 0)
-        if generation is not None:
-            valid &= self.generations[safe] == generation
-        cells, priority, leaves = index[valid], priority[valid], leaves[valid]
-        if cells.numel():
-            last = last_of_each(cells)
-            self.priorities[cells[last]] = priority[last]
-            self.largest = max(self.largest, float(priority.max()))
-            self.tree.assign(cells[last], leaves[last])
 
     def draw(
         self, count: int, generator: torch.Generator, stratified: bool, beta: float = 0.0, base: float = 0.0
@@ -300,25 +287,25 @@ class Priorities:
                 "cells that hold nothing, or other leaves than (priority + eps) ** alpha."
             )
 
-    def _follow(self, index: Tensor) -> None:
-        for tree in (self.lowest, self.highest):
-            if tree is not None:
-                cells = index[index >= 0]
-                cells = cells[self.priorities[cells] >= 0]
-                tree.assign(cells, self.priorities[cells])
-
     def _all_zero(self) -> RuntimeError:
         return RuntimeError(
             f"All {self.count} stored priorities are zero, so that nothing can be drawn; "
             "give a positive priority, or eps > 0."
         )
 
-    def _error(self, index: Tensor, priority: Tensor, place: int) -> Exception:
+    def _error(self, index: Tensor, priority: Tensor | float, place: int) -> Exception:
         cell = int(index[place])
         if not -1 <= cell < self.capacity:
-            return IndexError(f"index {cell} is out of range; there are priorities for {self.capacity} cells.")
-        value = float(priority[place])
-        return ValueError(f"A priority must be finite and not negative, got {value} for cell {cell}.")
+            if isinstance(priority, Tensor):
+                return IndexError(f"index {cell} is out of range; there are priorities for {self.capacity} cells.")
+            return IndexError(
+                f"Cell {cell} was written, but there are priorities for {self.capacity} cells; "
+                "give the sampler the max_size of the storage as max_capacity."
+            )
+        if isinstance(priority, Tensor):
+            value = float(priority[place])
+            return ValueError(f"A priority must be finite and not negative, got {value} for cell {cell}.")
+        return ValueError(f"The priority {priority} of new data is too large for alpha={self.alpha}.")
 
 
 def _packed(value: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled kernels over priorities: one call for a whole draw, one for a whole update."""
+"""Compiled kernels over priorities: one call for a whole draw, one for a whole write."""
 
 from __future__ import annotations
 
@@ -11,33 +11,60 @@ from torchrl_lightning import segment_kernels
 NOTHING = np.empty(0, np.int32)
 
 
-def mark(
-    nodes: Any, priorities: Any, generations: Any, index: Any, priority: float, eps: float, alpha: float, limit: float
-) -> tuple[int, int, int, int]:
-    """Record that cells were written, all of one priority (numba), after checking everything; -1 stands for no cell.
+def write(
+    nodes: Any,
+    priorities: Any,
+    generations: Any,
+    index: Any,
+    priority: Any,
+    drawn: Any,
+    new: bool,
+    eps: float,
+    alpha: float,
+    limit: float,
+) -> tuple[int, int, int, float, int]:
+    """Set priorities and the sum tree over their powers (numba), after checking everything.
+
+    Args:
+        nodes: of the sum tree.
+        priorities: of all cells.
+        generations: of all cells.
+        index: cells; -1 stands for none.
+        priority: one for each of them; one for all if they are new.
+        drawn: generations that the cells must still have; may be empty.
+        new: whether the cells were just written; otherwise those that hold nothing are left alone.
+        eps: added to a priority.
+        alpha: exponent of that.
+        limit: of the powers.
 
     Returns:
-        Place of the first bad index, their number if the priority is bad, or -1; how many of the cells held nothing
-        before; by how much the number of leaves that are not zero has changed; the last cell.
+        Place of the first bad index or priority, or -1; how many of the cells held nothing before; by how much the
+        number of leaves that are not zero has changed; the largest priority, unless the cells are new; the last cell.
     """
-    count, width = len(index), len(nodes) // 2
+    count, width, stride = len(index), len(nodes) // 2, 0 if new else 1
+    leaves = np.empty(len(priority), nodes.dtype)
+    for i in range(len(priority)):
+        leaf = priority[i] + eps
+        if alpha != 1.0:
+            leaf = leaf**alpha
+        leaves[i] = leaf if 0.0 <= priority[i] < np.inf and leaf <= limit else -1.0
     for i in range(count):
-        if index[i] < -1 or index[i] >= len(priorities):
-            return i, 0, 0, -1
-    leaf = priority + eps
-    if alpha != 1.0:
-        leaf = leaf**alpha
-    if not leaf <= limit:
-        return count, 0, 0, -1
+        if index[i] < -1 or index[i] >= len(priorities) or leaves[i * stride] < 0.0:
+            return i, 0, 0, 0.0, -1
     pending = np.empty(count, np.int64)
-    size, above, fresh, change, last = 0, -1, 0, 0, -1
+    size, above, fresh, change, largest, last = 0, -1, 0, 0, 0.0, -1
     for i in range(count):
         cell = index[i]
-        if cell < 0:
+        if cell < 0 or (len(drawn) and drawn[i] != generations[cell]):
             continue
-        fresh += int(priorities[cell] < 0)
-        priorities[cell] = priority
-        generations[cell] += 1
+        if new:
+            fresh += int(priorities[cell] < 0)
+            generations[cell] += 1
+        elif priorities[cell] < 0:
+            continue
+        else:
+            largest = max(largest, priority[i])
+        priorities[cell], leaf = priority[i * stride], leaves[i * stride]
         change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
         nodes[width + cell] = leaf
         last = max(last, cell)
@@ -45,52 +72,7 @@ def mark(
         size += int(parent != above)
         pending[size - 1] = above = parent
     segment_kernels.climb(nodes, width, segment_kernels.SUM, pending, size)
-    return -1, fresh, change, last
-
-
-def update(
-    nodes: Any,
-    priorities: Any,
-    generations: Any,
-    index: Any,
-    priority: Any,
-    given: Any,
-    eps: float,
-    alpha: float,
-    limit: float,
-) -> tuple[int, int, float]:
-    """Set priorities and the sum tree over their powers (numba), after checking everything.
-
-    Returns:
-        Place of the first bad index or priority, or -1; by how much the number of leaves that are not zero has
-        changed; the largest new priority.
-    """
-    count, width = len(index), len(nodes) // 2
-    leaves = np.empty(count, nodes.dtype)
-    for i in range(count):
-        value = priority[i]
-        leaf = value + eps
-        if alpha != 1.0:
-            leaf = leaf**alpha
-        leaves[i] = leaf
-        sound = 0.0 <= value < np.inf and leaf <= limit
-        if index[i] < -1 or index[i] >= len(priorities) or not sound:
-            return i, 0, 0.0
-    pending = np.empty(count, np.int64)
-    size, last, change, largest = 0, -1, 0, 0.0
-    for i in range(count):
-        cell = index[i]
-        if cell < 0 or priorities[cell] < 0 or (len(given) and given[i] != generations[cell]):
-            continue
-        priorities[cell] = priority[i]
-        largest = max(largest, priority[i])
-        change += int(leaves[i] != 0.0) - int(nodes[width + cell] != 0.0)
-        nodes[width + cell] = leaves[i]
-        parent = (width + cell) >> segment_kernels.LEVELS
-        size += int(parent != last)
-        pending[size - 1] = last = parent
-    segment_kernels.climb(nodes, width, segment_kernels.SUM, pending, size)
-    return -1, change, largest
+    return -1, fresh, change, largest, last
 
 
 def draw(
