@@ -17,14 +17,7 @@ PRIMITIVES = (bool, int, float, str)
 
 
 def config_fields(component: type, left_out: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
-    """Return name, type and default of a constructor's arguments but those left out; a ValueError if it has not those.
-
-    Example:
-        >>> class Filter:
-        ...     def __init__(self, width: int, gain: float | None = None, taps: tuple[int, ...] = (1, 2)): ...
-        >>> config_fields(Filter, ["gain"])
-        [('width', <class 'int'>, '???'), ('taps', list[int], [1, 2])]
-    """
+    """Return name, type and default of a constructor's arguments but those left out, which it must have."""
     parameters = inspect.signature(component).parameters
     unknown = sorted(set(left_out) - set(parameters))
     if unknown:

@@ -126,12 +126,8 @@ class Rows:
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, all of it or nothing.
 
-    A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
+    An error leaves an old state intact. A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
     reached the disk.
-
-    Raises:
-        TypeError: an entry is neither tensor nor scalar.
-        OSError: the disk is full or not writable; the old state stays intact.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,12 +199,7 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote; tensors are mapped from the file, not loaded into memory.
-
-    Raises:
-        FileNotFoundError: there is no state in the folder.
-        ValueError: the state is truncated, corrupted, foreign or of another version.
-    """
+    """Read what :func:`write_state` wrote, if it is there and whole; tensors are mapped from the file, not loaded."""
     folder = folder.absolute()
     manifest = folder / MANIFEST
     if not manifest.is_file():

@@ -27,18 +27,7 @@ def passed_on(base: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Select from a constructor's arguments, its ``locals()``, those that the constructor of ``base`` takes.
 
     A subclass writes every argument out once, in its signature, for readers, ``help`` and configs, and names only its
-    own ones again.
-
-    Example:
-        >>> class Point:
-        ...     def __init__(self, x, y=0):
-        ...         self.x, self.y = x, y
-        >>> class Named(Point):
-        ...     def __init__(self, name, x, y=0):
-        ...         super().__init__(**passed_on(Point, locals()))
-        ...         self.name = name
-        >>> Named("a", 1, y=2).__dict__
-        {'x': 1, 'y': 2, 'name': 'a'}
+    own ones again: ``super().__init__(**passed_on(Base, locals()))``.
     """
     return {name: given[name] for name in _argument_names(base) if name in given}
 

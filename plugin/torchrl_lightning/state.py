@@ -25,11 +25,6 @@ def check_state(state: Any, schema: Mapping[str, Check], owner: str, version: in
     """Refuse a state of ``owner`` that lacks an entry of the schema, or in which one is wrong; others are ignored.
 
     With a version, ``schema_version`` must be that. The ValueError names the entry, what came and what was expected.
-
-    Example:
-        >>> check_state({"size": -1}, {"size": whole()}, "toy")
-        Traceback (most recent call last):
-        ValueError: The toy state is foreign: 'size' is -1, expected an integer of at least 0.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"The {owner} state is foreign: it is {described(state)}, expected a dict.")

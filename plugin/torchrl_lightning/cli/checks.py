@@ -83,12 +83,7 @@ def _fitting_experiments(chosen: Mapping[str, str]) -> str:
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Refuse a config that cannot be run.
-
-    Raises:
-        UsageError: For groups that are no configs or name no class, missing or ill-typed values, a run without an end,
-            no checkpoint at ``ckpt_path``, or an ``eval_checkpoint`` that is neither best nor last.
-    """
+    """Refuse a config that cannot be run, by a :class:`UsageError`."""
     for group in ("data", "model", "trainer"):
         node = cfg.get(group)
         if not isinstance(node, DictConfig):
@@ -173,13 +168,7 @@ def check_checkpoint(
 ) -> None:
     """Refuse a checkpoint of another environment, capacity, network or number of ranks.
 
-    Args:
-        path: The path of the checkpoint, for the message.
-        stored: Its content.
-        data: The DataModule of this run.
-        model: The LightningModule of this run; only a copy of it is built.
-        world_size: The number of ranks on which the run continues; ``None`` accepts any.
-        config: The config of this run, to name the settings of the model that differ.
+    Only a copy of the model is built. No ``world_size`` accepts any; ``config`` tells which of its settings differ.
     """
     import torch
 

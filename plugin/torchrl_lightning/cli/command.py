@@ -13,12 +13,7 @@ from torchrl_lightning._conf import CONF_DIR
 
 
 def run_command(name: str, task: Callable[[Any], float]) -> None:
-    """Print the help of a command, or let Hydra compose its config and run the task, once or for each run of a sweep.
-
-    Args:
-        name: The command, which is also the name of its config.
-        task: Takes the composed config; its return value goes to the sweeper.
-    """
+    """Print the help of a command, or let Hydra compose the config of its name and run the task, once or in a sweep."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.help import help_text
 

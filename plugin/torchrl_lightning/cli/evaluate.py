@@ -20,12 +20,7 @@ def main() -> None:
 
 
 def evaluate(cfg: DictConfig) -> float:
-    """Rebuild the run of a checkpoint, play its policy and report its returns.
-
-    Raises:
-        UsageError: Without a checkpoint, for one that does not fit the config of its run, or if a video is asked for
-            without the extra ``video``.
-    """
+    """Rebuild the run of a checkpoint, play its policy and report its returns."""
     import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -71,11 +66,7 @@ def evaluate(cfg: DictConfig) -> float:
 
 
 def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
-    """Read the config of the run, set to play on the CPU: from its folder, or from a checkpoint that lies elsewhere.
-
-    Raises:
-        UsageError: There is none, or the checkpoint's own one names classes of other packages.
-    """
+    """Read the config of the run, set to play on the CPU: from its folder, or from a checkpoint that lies elsewhere."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError

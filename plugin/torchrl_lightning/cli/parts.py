@@ -19,11 +19,7 @@ MISTAKES = (ValueError, TypeError, KeyError, ImportError)
 
 
 def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Instantiate the node ``key`` of a config, with further arguments.
-
-    Raises:
-        UsageError: Naming the setting that the constructor refuses.
-    """
+    """Instantiate the node ``key`` of a config, with further arguments; a UsageError names a refused setting."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
     from lightning.fabric.utilities.exceptions import MisconfigurationException

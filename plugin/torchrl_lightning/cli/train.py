@@ -19,11 +19,7 @@ def main() -> None:
 
 
 def train(cfg: DictConfig) -> float:
-    """Check what was composed, train, evaluate and report, in this order.
-
-    Raises:
-        UsageError: If the config cannot be run, a part cannot be built, or the checkpoint comes from other settings.
-    """
+    """Check what was composed, train, evaluate and report, in this order."""
     from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config
 
     check_command(cfg)

@@ -22,17 +22,7 @@ PROVIDER = "torchrl-lightning"
 
 
 def config_of(name: str, base: type[Any]) -> type[Any]:
-    """Make the config of a public class: a dataclass with a field for each argument of its constructor.
-
-    Args:
-        name: the name of the class.
-        base: TorchRL's config of such components.
-
-    Example:
-        >>> config = config_of("MinibatchSampler", SamplerConfig)
-        >>> config.__name__, config(shuffle=False)._target_
-        ('MinibatchSamplerConfig', 'torchrl_lightning.MinibatchSampler')
-    """
+    """Make the config of a public class, of TorchRL's kind ``base``: a field for each argument of its constructor."""
     settings: list[tuple[str, Any, Any]] = [
         ("_target_", str, f"{torchrl_lightning.__name__}.{name}"),
         ("_convert_", str, "all"),
@@ -41,16 +31,13 @@ def config_of(name: str, base: type[Any]) -> type[Any]:
     ]
     return dataclasses.make_dataclass(
         f"{name}Config",
-        [(key, kind, _field(default)) for key, kind, default in settings],
+        [
+            (key, kind, dataclasses.field(default_factory=default.copy) if isinstance(default, list) else default)
+            for key, kind, default in settings
+        ],
         bases=(base,),
         namespace={"__doc__": f"Config of :class:`torchrl_lightning.{name}`.", "__module__": __name__},
     )
-
-
-def _field(default: Any) -> Any:
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy)
-    return dataclasses.field(default=default)
 
 
 def _group(base: type[Any], **components: str) -> dict[str, type[Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 WRAPPER = {"name", "config"}
@@ -43,9 +44,6 @@ class Configurable:
     def instantiate_from_config(cls, config_file_location: str | Path) -> Self:
         """Build an instance from a YAML file.
 
-        Args:
-            config_file_location: the file.
-
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: the file is no YAML mapping, or a field is missing, unknown or of another type.
@@ -54,16 +52,13 @@ class Configurable:
         try:
             config = OmegaConf.load(io.StringIO(text))
         except (yaml.YAMLError, OSError, OmegaConfBaseException) as error:
-            names = list(cls.schema.__dataclass_fields__)  # type: ignore[attr-defined]
+            names = [field.name for field in fields(cls.schema)]
             raise ValueError(f"{config_file_location} is no YAML mapping of {names}: {error}") from error
         return cls._build(config, str(config_file_location))
 
     @classmethod
     def instantiate_from_config_dict(cls, config: Mapping[str, Any] | DictConfig) -> Self:
         """Build an instance from a dict.
-
-        Args:
-            config: the parameters, bare or in l2r-lab's wrapper.
 
         Raises:
             ValueError: it is no mapping, or a field is missing, unknown or of another type.
@@ -72,43 +67,27 @@ class Configurable:
 
     @classmethod
     def _build(cls, config: Any, source: str) -> Self:
-        config = cls._unwrapped(config, source)
+        known = ", ".join(
+            f"{field.name}: {field.type if isinstance(field.type, str) else field.type.__name__}"
+            + ("" if field.default == MISSING else f" = {field.default!r}")
+            for field in fields(cls.schema)
+        )
+        if not isinstance(config, Mapping | DictConfig):
+            raise ValueError(f"{source} is a {type(config).__name__}; expected a mapping with {known}.")
+        if odd := [key for key in config if not isinstance(key, str)]:
+            raise ValueError(f"{source}: field {odd[0]!r} is unknown. The fields are {known}.")
+        if set(config) == WRAPPER:
+            if config["name"] != cls.__name__:
+                raise ValueError(f"{source}: field 'name' is {config['name']!r}, expected {cls.__name__!r}.")
+            return cls._build(config["config"], f"{source}, field 'config'")
         try:
             merged = OmegaConf.merge(OmegaConf.structured(cls.schema), config)
             missing = sorted(OmegaConf.missing_keys(merged))
-            resolved = {} if missing else OmegaConf.to_container(merged, resolve=True)
+            resolved: Any = {} if missing else OmegaConf.to_container(merged, resolve=True)
         except OmegaConfBaseException as error:
-            field = error.full_key or error.key
-            raise ValueError(
-                f"{source}: field {str(field)!r} of {cls.__name__} is wrong: {str(error).splitlines()[0]}. "
-                f"The fields are {cls._described()}."
-            ) from error
+            what = f"{str(error.full_key or error.key)!r} of {cls.__name__} is wrong: {str(error).splitlines()[0]}"
+            raise ValueError(f"{source}: field {what}. The fields are {known}.") from error
         if missing:
-            raise ValueError(
-                f"{source}: field {', '.join(map(repr, missing))} of {cls.__name__} is missing. "
-                f"The fields are {cls._described()}."
-            )
-        assert isinstance(resolved, Mapping)
-        return cls(**{str(key): value for key, value in resolved.items()})
-
-    @classmethod
-    def _described(cls) -> str:
-        fields = cls.schema.__dataclass_fields__  # type: ignore[attr-defined]
-        described = []
-        for name, field in fields.items():
-            kind = field.type if isinstance(field.type, str) else field.type.__name__
-            described.append(f"{name}: {kind}" + ("" if field.default == "???" else f" = {field.default!r}"))
-        return ", ".join(described)
-
-    @classmethod
-    def _unwrapped(cls, config: Any, source: str) -> Any:
-        if not isinstance(config, Mapping | DictConfig):
-            raise ValueError(f"{source} is a {type(config).__name__}; expected a mapping with {cls._described()}.")
-        odd = [key for key in config if not isinstance(key, str)]
-        if odd:
-            raise ValueError(f"{source}: field {odd[0]!r} is unknown. The fields are {cls._described()}.")
-        if set(config) != WRAPPER:
-            return config
-        if config["name"] != cls.__name__:
-            raise ValueError(f"{source}: field 'name' is {config['name']!r}, expected {cls.__name__!r}.")
-        return cls._unwrapped(config["config"], f"{source}, field 'config'")
+            what = f"{', '.join(map(repr, missing))} of {cls.__name__} is missing"
+            raise ValueError(f"{source}: field {what}. The fields are {known}.")
+        return cls(**resolved)
