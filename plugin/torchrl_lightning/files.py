@@ -126,8 +126,8 @@ class Rows:
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write nested dicts, lists, tensors (or :class:`Rows`) and scalars to a folder, all of it or nothing.
 
-    An error leaves an old state intact. A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
-    reached the disk.
+    A new folder appears complete. In an existing one, the manifest is replaced last, after everything that it names has
+    reached the disk, so that an error leaves the old state intact.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -7,18 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from configs.processes import environment
-from torchrl_lightning import OnPolicyDataModule, PrioritizedSampler, ReplayDataModule, SequenceSampler
+from torchrl_lightning import OnPolicyDataModule, PrioritizedSampler, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
 HERE = Path(__file__).resolve().parent
@@ -30,9 +27,7 @@ COMPOSE = """
 import sys
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-import torchrl.trainers.algorithms.configs
-if "ours" in sys.argv[2:]:
-    import torchrl_lightning.configs
+import torchrl_lightning.configs
 with initialize_config_dir(sys.argv[1], version_base="1.3"):
     print(OmegaConf.to_yaml(compose("config")))
 """
@@ -112,35 +107,14 @@ def test_only_schemas_are_stored_in_a_foreign_app(compose_in):
     assert set(ConfigStore.instance().repo) <= {"hydra", "_dummy_empty_config_.yaml", "torchrl_lightning"}
 
 
-@pytest.fixture(scope="module")
-def torchrl_app() -> str:
-    command = [sys.executable, "-c", COMPOSE, str(TORCHRL_APP), "ours"]
+def test_data_composes_beside_torchrls_groups():
+    command = [sys.executable, "-c", COMPOSE, str(TORCHRL_APP)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_data_composes_beside_torchrls_groups(torchrl_app):
-    cfg = OmegaConf.create(torchrl_app)
+    cfg = OmegaConf.create(done.stdout)
     assert cfg.data._target_ == "torchrl_lightning.OnPolicyDataModule"
     assert cfg.data.buffer._target_ == "torchrl_lightning.GAEBuffer"
     assert cfg.buffer_storage._target_ == "torchrl.data.replay_buffers.LazyTensorStorage"
     assert cfg.buffer_sampler._target_ == "torchrl_lightning.MinibatchSampler"
     assert cfg.logger.log_dir == "own_logs"
     assert cfg.logger._target_ == "torchrl.record.loggers.csv.CSVLogger"
-
-
-def test_our_samplers_serve_torchrls_buffers(torchrl_app):
-    cfg = OmegaConf.create(torchrl_app)
-    number = torch.arange(10)
-    done = {"done": (number == 5).unsqueeze(-1)}
-    for node, kind in ((cfg.prioritized_buffer, PrioritizedSampler), (cfg.sequence_buffer, SequenceSampler)):
-        buffer = instantiate(node)
-        assert (type(buffer), type(buffer.storage)) == (TensorDictReplayBuffer, LazyTensorStorage)
-        assert isinstance(buffer.sampler, kind)
-        buffer.extend(TensorDict({"number": number, "next": done}, [10]))
-        batch = buffer.sample()
-        assert batch["number"].tolist() == batch["index"].tolist()
-    windows = batch["number"].reshape(4, 3)
-    assert torch.equal(windows, windows[:, :1] + torch.arange(3))
-    assert not (windows[:, :-1] == 5).any()

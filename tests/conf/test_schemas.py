@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
 from conf.schema_source import FOLDER, MODULES, module_source
-from configs.processes import environment
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning._schemas import SCHEMAS, register_schemas
@@ -58,16 +55,3 @@ def test_storing_twice_changes_nothing():
     register_schemas()
     after = ConfigStore.instance().load("torchrl_lightning/schema/buffer/gae.yaml")
     assert (before.node, before.provider) == (after.node, after.provider)
-
-
-def test_schemas_and_plugin_import_no_torch():
-    code = (
-        "import sys\n"
-        "from hydra import compose, initialize\n"
-        "with initialize(version_base='1.3', config_path=None):\n"
-        "    assert compose(None, ['+data=gae']).data.buffer.gae_lambda == 0.95\n"
-        "print([name for name in ('torch', 'tensordict', 'torchrl', 'lightning') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estimators.golden import load
+from mutations import check_mutants
 from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning.l2r.ppo import PPOBuffer
 
@@ -206,6 +207,8 @@ def test_what_store_refuses_leaves_the_buffer_as_it_was() -> None:
     buffer.store(step(0))
     before = buffer.rollout.clone()
     for bad, error in (
+        ([step(1)], TypeError),
+        (step(1) | {"obs": "text"}, TypeError),
         ({"obs": torch.zeros(1)}, KeyError),
         (step(1) | {"obs": torch.zeros(2)}, ValueError),
         (step(1, reward=float("nan")), ValueError),
@@ -311,6 +314,16 @@ def test_restored_buffer_draws_the_same_and_goes_on_with_the_open_path() -> None
     for _ in range(3):
         expected, found = buffer.sample_batch(), copy.sample_batch()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_an_edited_state_is_taken_wholly_or_not_at_all() -> None:
+    buffer, other = build(4), build(4)
+    for ours, steps in ((buffer, 3), (other, 2)):
+        for t in range(steps):
+            ours.store(step(t, done=t == 1))
+            if t == 1:
+                ours.finish_path()
+    check_mutants(other, buffer.state_dict(), lambda ours: ours.sample_batch(), ("paths", "writer"))
 
 
 def _saved(buffer: PPOBuffer) -> Any:

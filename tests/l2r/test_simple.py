@@ -70,6 +70,7 @@ def test_tensors_are_detached_and_plain_actions_do() -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
+        ({"obs": "text"}, TypeError),
         ({"obs": [1.0, 2.0]}, ValueError),
         ({"next_obs": []}, ValueError),
         ({"act": [1.0]}, ValueError),
@@ -94,9 +95,17 @@ def test_a_missing_entry_is_named() -> None:
         build().store(incomplete)
 
 
-def test_an_empty_buffer_gives_both_numbers() -> None:
+@pytest.mark.parametrize("wrong", [None, [], "step"])
+def test_a_step_is_a_dict(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="A step is a dict of documented entries, got a"):
+        build().store(wrong)
+
+
+def test_an_empty_buffer_gives_both_numbers_and_nothing_to_store() -> None:
+    buffer = build()
+    buffer.store(build())
     with pytest.raises(ValueError, match="2 different steps from 0"):
-        build().sample_batch()
+        buffer.sample_batch()
 
 
 def transitions(count: int) -> TensorDict:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from mutations import check_mutants
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.velora.base import BufferBase
 from torchrl_lightning.velora.experience import BatchExperience
@@ -179,6 +180,11 @@ def test_wrong_transitions_are_refused_and_change_nothing(change: dict[str, Any]
     assert buffer.position == 3
 
 
+def test_a_state_that_holds_no_numbers_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="states must be numbers, got a str"):
+        build().add("text", [0.0, 0.0], 1.0, [0.0] * 3, False, torch.zeros(4))
+
+
 def test_the_first_transition_is_checked_against_the_declared_sizes() -> None:
     buffer = build()
     for name, width, match in (
@@ -251,6 +257,25 @@ def test_state_dict_is_a_copy_and_restores_the_next_samples() -> None:
     assert state["states"].equal(before)
     other.load_state_dict(buffer.state_dict())
     assert all(buffer.sample(4).states.equal(other.sample(4).states) for _ in range(3))
+
+
+def test_an_edited_state_is_taken_wholly_or_not_at_all() -> None:
+    buffer, other = build(4), build(4)
+    buffer.add_multi(**rows(0, 3))
+    other.add_multi(**rows(9, 3))
+    check_mutants(other, buffer.state_dict(), lambda ours: ours.sample(2), ("storage",))
+
+
+def test_nothing_is_sampled_and_nothing_is_added() -> None:
+    buffer = build()
+    buffer.add_multi(**rows(0, 3))
+    batch = buffer.sample(0)
+    assert (batch.states.shape, batch.rewards.shape, batch.hiddens.shape) == ((0, 3), (0, 1), (0, 4))
+    for size in (-1, 2.5, True, "3"):
+        with pytest.raises(ValueError, match="batch_size must be an integer of at least 0"):
+            buffer.sample(size)
+    buffer.add_multi(**rows(3, 0))
+    assert (len(buffer), buffer.position) == (3, 3)
 
 
 def test_every_transition_is_equally_likely() -> None:
