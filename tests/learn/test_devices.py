@@ -48,7 +48,6 @@ from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=Categorical(2), num_envs=3)
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 Move = Callable[[nn.Module], nn.Module]
 on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 

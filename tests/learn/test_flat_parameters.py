@@ -17,7 +17,6 @@ from learn.replay_fakes import BOX, FakeReplay, transitions
 from torchrl_lightning.learn import MLPNetwork, PPOModule, TD3Module, flat_parameters
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.01, fused=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=True),

@@ -22,8 +22,6 @@ from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
 from torchrl_lightning.learn import LossModuleAgent
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*logger.*")
-
 
 def gaussian_actor(specs: Any) -> ProbabilisticActor:
     size, actions = specs.observation["observation"].shape[-1], specs.action.shape[-1]

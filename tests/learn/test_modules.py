@@ -31,7 +31,6 @@ from torchrl_lightning.learn import (
 from torchrl_lightning.learn.reports import MetricSums
 
 MODULES = [PPOModule, A2CModule, ReinforceModule, VTraceModule]
-pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*", "ignore:.*logger.*")
 
 
 def small(cls: type[ActorCriticModule] = PPOModule, **kwargs: Any) -> ActorCriticModule:

@@ -16,17 +16,10 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from learn.fakes import trainer
 from learn.replay_fakes import AGENTS, BOX, DISCRETE, ONE_HOT, FakeReplay, sequences, transitions
-from torchrl_lightning.learn import (
-    DQNModule,
-    MLPNetwork,
-    OffPolicyModule,
-    RecurrentNetwork,
-    agents,
-)
+from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork, agents
 from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.updates import UpdateBatches
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 NETWORKS = {"mlp": MLPNetwork([8], "relu"), "gru": RecurrentNetwork("gru", 6), "lstm": RecurrentNetwork("lstm", 6, 2)}
 
 

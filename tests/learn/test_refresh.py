@@ -13,7 +13,6 @@ from learn.fakes import trainer
 from learn.replay_fakes import AGENTS, FakeReplay, sequences
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 STILL = partial(torch.optim.SGD, lr=0.0)
 
 

@@ -15,7 +15,6 @@ from learn.replay_fakes import BOX, FakeReplay, transitions
 from torchrl_lightning import UpdateBatches
 from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule, TD3Module
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)
 

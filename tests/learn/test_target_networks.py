@@ -14,8 +14,6 @@ from torchrl_lightning.learn import RecurrentNetwork, TD3Module
 from torchrl_lightning.learn.flat_parameters import lay_flat
 from torchrl_lightning.learn.target_networks import TargetNetworks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*logger.*")
-
 
 def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))

@@ -20,6 +20,7 @@ from torchrl_lightning.learn.distributions import (
     normal_entropy,
 )
 from torchrl_lightning.learn.networks import orthogonal
+from torchrl_lightning.ranges import one_of
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
 Parameters = tuple[Tensor, ...]
@@ -153,11 +154,7 @@ class GaussianLayer(nn.Module):
 
 
 def build_head(
-    spec: TensorSpec,
-    features: int,
-    distribution: str = "auto",
-    initial_std: float = 1.0,
-    hidden: nn.Module | None = None,
+    spec: TensorSpec, features: int, distribution: str, initial_std: float, hidden: nn.Module | None
 ) -> ActionHead:
     """Build the head of an unbatched action spec; ``hidden`` are layers in front of the last one.
 
@@ -169,8 +166,7 @@ def build_head(
         ValueError: ``distribution`` is unknown, or does not fit the actions.
         TypeError: There is no distribution for these actions.
     """
-    if distribution not in ("auto", "normal", "tanh_normal"):
-        raise ValueError(f"distribution must be 'auto', 'normal' or 'tanh_normal', got {distribution!r}")
+    one_of(distribution, "distribution", ("auto", "normal", "tanh_normal"))
 
     def logits(number: int) -> nn.Module:
         return orthogonal(nn.Linear(features, number), POLICY_GAIN)

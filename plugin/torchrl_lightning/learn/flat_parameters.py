@@ -121,10 +121,7 @@ class OptimizedParameters:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parts: Sequence[Sequence[nn.Parameter]],
-        settled: Iterable[nn.Parameter] = (),
+        self, optimizer: o.Optimizer, parts: Sequence[Sequence[nn.Parameter]], settled: Iterable[nn.Parameter] = ()
     ) -> None:
         self.parameters = [parameter for part in parts for parameter in part]
         self._segments: list[_Segment] = []

@@ -60,12 +60,7 @@ class RecurrentTrunk(Trunk):
     recurrent = True
 
     def __init__(
-        self,
-        encoder: nn.Module,
-        keys: Sequence[NestedKey],
-        cell: str = "gru",
-        hidden_size: int = 64,
-        num_layers: int = 1,
+        self, encoder: nn.Module, keys: Sequence[NestedKey], cell: str, hidden_size: int, num_layers: int
     ) -> None:
         if cell not in ("gru", "lstm"):
             raise ValueError(f"cell must be 'gru' or 'lstm', got {cell!r}")
