@@ -72,9 +72,7 @@ def _intrinsics() -> dict[str, Any]:
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
     """Return whether the compiled kernels can serve these tensors: CPU, float32 or float64, no gradient wanted."""
-    if x.device.type != "cpu" or x.dtype not in LIKE:
-        return False
-    return not _wants_gradient(x, *others)
+    return x.is_cpu and x.dtype in LIKE and not _wants_gradient(x, *others)
 
 
 def is_plain(floats: tuple[Tensor, ...], flags: tuple[Tensor, ...]) -> bool:

@@ -12,11 +12,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
-from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.entries import join, keyed_leaves, next_key, to_tensordict, under
 from torchrl_lightning.rollout.batches import device_in, sequences
-from torchrl_lightning.rollout.storage import flatten_tree
+from torchrl_lightning.rollout.storage import flatten_tree, gather
 from torchrl_lightning.rollout.writer import DONE, TERMINATED
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = ("recurrent_state",)
@@ -83,7 +82,7 @@ def fill_values(
     successors = None
     if stale:
         critic = require(critic, "critic", f"to compute {stale}")
-        if unroll and is_recurrent(critic, recurrent_keys):
+        if unroll and is_recurrent(critic.in_keys, recurrent_keys):
             out, successors = run_on_sequences(critic, rollout, cut, recurrent_keys)
         else:
             out = run(critic, _flat_steps(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
@@ -92,7 +91,7 @@ def fill_values(
     if successors is None and bool(cut.any()):
         critic = require(critic, "critic", "for the successors of truncated and last steps")
         rows = cut.flatten().nonzero().squeeze(-1)
-        successors = run_on_successors(critic, rollout, rows, recurrent_keys)
+        successors = run_on_successors(critic, rollout, rows)
     _fill_next(rollout, wanted, cut, successors)
 
 
@@ -124,20 +123,14 @@ def _fill_next(
         rollout.set(next_key(key), following.masked_fill(terminated, 0) if episodic else following)
 
 
-def is_recurrent(module: Any, recurrent_keys: Collection[NestedKey]) -> bool:
-    """Return whether a module reads a recurrent state."""
-    return any(under(key, state) for key in module.in_keys for state in recurrent_keys)
+def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedKey]) -> bool:
+    """Return whether one of the keys is a recurrent state's."""
+    return any(under(key, state) for key in keys for state in recurrent_keys)
 
 
 def _flat_steps(rollout: TensorDictBase, keys: Collection[NestedKey]) -> TensorDict:
-    source = new_tensordict({}, torch.Size([rollout.batch_size.numel()]))
-    for key in keys:
-        value = rollout.get(key, None)
-        if isinstance(value, TensorDictBase):
-            source.set(key, to_tensordict(flatten_tree(value), source.batch_size))
-        elif value is not None:
-            source.set(key, value.flatten(0, 1))
-    return source
+    tree = flatten_tree(rollout.select(*keys, strict=False))
+    return to_tensordict(tree, torch.Size([rollout.batch_size.numel()]))
 
 
 def run_on_sequences(
@@ -167,7 +160,7 @@ def run_on_sequences(
             continue
         if key == "is_init":
             following = torch.zeros_like(value)
-        elif any(under(key, state) for state in recurrent_keys):
+        elif is_recurrent([key], recurrent_keys):
             following = value  # only the first step's state is read
         else:
             following = _successor_entry(rollout, key)
@@ -183,18 +176,15 @@ def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
     return value
 
 
-def run_on_successors(
-    module: TensorDictModuleBase, rollout: TensorDictBase, rows: Tensor, recurrent_keys: Collection[NestedKey]
-) -> TensorDictBase:
+def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, rows: Tensor) -> TensorDictBase:
     """Run a module on the successor states of flat rows; they never start an episode."""
-    following = rollout.get("next")
-    source = TensorDict({}, [rows.shape[0]])
-    for key in module.in_keys:
-        if key == "is_init":
-            source.set(key, torch.zeros(rows.shape[0], 1, dtype=torch.bool, device=rows.device))
-        elif rollout.get(key, None) is not None or following.get(key, None) is not None:
-            value = _successor_entry(rollout, key)
-            source.set(key, value.flatten(0, 1)[rows] if isinstance(value, Tensor) else value.reshape(-1)[rows])
+    keys = [key for key in module.in_keys if key != "is_init"]
+    for key in keys:
+        if rollout.get(key, None) is not None:
+            _successor_entry(rollout, key)
+    source = gather(flatten_tree(rollout.get("next").select(*keys, strict=False)), rows)
+    if "is_init" in module.in_keys:
+        source.set("is_init", torch.zeros(len(rows), 1, dtype=torch.bool, device=rows.device))
     return run(module, source)
 
 
@@ -220,7 +210,7 @@ def current_log_prob(
         raise TypeError(
             f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."
         )
-    recurrent = is_recurrent(actor, recurrent_keys)
+    recurrent = is_recurrent(actor.in_keys, recurrent_keys)
     keys = [*actor.in_keys, action_key]
     if recurrent:
         source = sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)

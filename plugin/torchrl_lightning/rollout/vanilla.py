@@ -24,7 +24,7 @@ from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
-from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values, is_recurrent
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.state import check_state, flag, generator, mapping
@@ -189,7 +189,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
         if self.recurrent is not None:
             return self.recurrent
-        return any(under(key, state) for key in self.storage.schema for state in self.recurrent_keys)
+        return is_recurrent(self.storage.schema, self.recurrent_keys)
 
     # ---- discounts --------------------------------------------------------------------------------------------------
 
@@ -318,12 +318,8 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         return DiscountedReturns(self.gamma, bootstrap=self.bootstrap, **self._estimator_options())
 
     def _estimator_options(self) -> dict[str, Any]:
-        return {
-            "value_key": self.value_key,
-            "advantage_key": self.advantage_key,
-            "value_target_key": self.value_target_key,
-            "standardize_advantages": self.standardize_advantages,
-        }
+        names = ("value_key", "advantage_key", "value_target_key", "standardize_advantages")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def result_keys(self) -> list[NestedKey]:
@@ -333,12 +329,8 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
         """The keys of the documented names, as they are configured."""
-        return {
-            **DOCUMENTED,
-            "Value": self.value_key,
-            "Advantage": self.advantage_key,
-            "ExternalReturn": self.value_target_key,
-        }
+        renamed = {"Value": self.value_key, "Advantage": self.advantage_key, "ExternalReturn": self.value_target_key}
+        return {**DOCUMENTED, **renamed}
 
     @property
     def computed_keys(self) -> list[NestedKey]:
