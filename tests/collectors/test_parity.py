@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
+from torchrl.collectors import Collector
 from torchrl.envs import Compose, GymWrapper, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import GRUModule, LSTMModule
 
 from collectors.counting import factories, vector_env
 from torchrl_lightning.collectors import GymnasiumCollector, environment_specs
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TorchRL warns about its own classes when it is imported
-    from torchrl.collectors import Collector
-
+pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own
 KEY = {"box": "observation", "discrete": "observation", "scalar": "observation", "dict": "image"}
 
 
@@ -74,19 +70,15 @@ def compare(ours: TensorDict, theirs: TensorDict) -> None:
 
 
 def run_both(kind: str, policy: nn.Module, primers: list[object] = (), batches: int = 4, **kwargs: object) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference = Collector(torchrl_env(kind, list(primers)), policy, frames_per_batch=28, total_frames=28 * batches)
+    reference = Collector(torchrl_env(kind, list(primers)), policy, frames_per_batch=28, total_frames=28 * batches)
     collector = GymnasiumCollector(
         vector_env(kind, **kwargs), policy, frames_per_batch=28, total_frames=28 * batches, seed=0
     )
     seen = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for mine, other in zip(collector, reference, strict=True):
-            compare(mine, other)
-            seen += 1
-        reference.shutdown()
+    for mine, other in zip(collector, reference, strict=True):
+        compare(mine, other)
+        seen += 1
+    reference.shutdown()
     collector.shutdown()
     assert seen == batches == len(collector)
 
@@ -109,14 +101,11 @@ def test_recurrent_states_are_carried_and_zeroed_alike(cell: str) -> None:
 
 @pytest.mark.parametrize("kind", ["box", "discrete", "scalar", "dict"])
 def test_specs_equal(kind: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = torchrl_env(kind, [])
-        single = GymWrapper(factories(kind)[0](), categorical_action_encoding=True)
-        specs = environment_specs(vector_env(kind))
-        assert specs.observation == single.observation_spec
-        assert specs.action == single.action_spec
-        of_torchrl = environment_specs(theirs)
+    single = GymWrapper(factories(kind)[0](), categorical_action_encoding=True)
+    specs = environment_specs(vector_env(kind))
+    assert specs.observation == single.observation_spec
+    assert specs.action == single.action_spec
+    of_torchrl = environment_specs(torchrl_env(kind, []))
     assert of_torchrl.observation == specs.observation
     assert of_torchrl.action == specs.action
     assert of_torchrl.num_envs == specs.num_envs == 4

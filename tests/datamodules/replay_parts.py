@@ -12,7 +12,7 @@ import torch
 
 from configs.processes import environment
 from torchrl_lightning import RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
-from torchrl_lightning.learn import DQNModule, MLPNetwork
+from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (
     ExperienceBuffer,
     PrioritizedSampler,
@@ -54,10 +54,10 @@ def in_files(folder, sampler=UniformSampler, **kwargs):
     )
 
 
-def dqn(cls=DQNModule, seed=0, **kwargs):
+def dqn(cls=DQNModule, seed=0, recurrent=False, **kwargs):
     torch.manual_seed(seed)
     kwargs.setdefault("epsilon_frames", 100)
-    return cls(MLPNetwork([8], "relu"), **kwargs)
+    return cls(RecurrentNetwork("gru", 8) if recurrent else MLPNetwork([8], "relu"), **kwargs)
 
 
 def replay_data(buffer="uniform", **kwargs):

@@ -7,7 +7,7 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
-from torchrl_lightning import GAEBuffer, OnPolicyDataModule, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning import GAEBuffer, OnPolicyDataModule, VanillaOnPolicyBuffer, VTraceBuffer, make_vector_env
 
 
 def test_an_epoch_is_one_rollout_in_all_its_mini_batches(make_data, make_trainer, make_module, tiny_actor_critic):
@@ -194,8 +194,6 @@ def test_true_precision_is_refused(make_data, make_trainer, make_module):
 
 
 def test_a_ready_environment_needs_a_second_one_for_evaluation():
-    from torchrl_lightning import make_vector_env
-
     env = make_vector_env("CartPole-v1", 2)
     try:
         with pytest.raises(ValueError, match="Pass eval_env="):

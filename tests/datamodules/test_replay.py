@@ -5,20 +5,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from datamodules.replay_parts import (
-    BUFFERS,
-    SIZE,
-    dqn,
-    experience,
-    fit,
-    parameters,
-    prioritized,
-    recurrent,
-    replay_data,
-)
-from torchrl_lightning.learn import DQNModule, RecurrentNetwork
+from datamodules.replay_parts import BUFFERS, dqn, experience, fit, parameters, recurrent, replay_data
+from torchrl_lightning.learn import DQNModule
 from torchrl_lightning.replay import SequenceSampler, UniformSampler
 
 
@@ -40,8 +29,10 @@ def expected_frames(update, ratio, warmup=40, frames_per_batch=2):
 def test_the_ratio_of_frames_to_updates_is_exact(ratio, exact, tmp_path):
     data = replay_data(frames_per_update=ratio, updates_per_epoch=31)
     module, _ = fit(tmp_path, data, dqn(Recorder))
-    found = [(updates, frames) for updates, frames, _, _ in module.seen]
-    assert found == [(u + 1, expected_frames(u, exact)) for u in range(62)]
+    assert len(data.train_dataloader()) == 31
+    # No batch is drawn ahead: the buffer holds the frames of its own update.
+    found = [seen[:3] for seen in module.seen]
+    assert found == [(u + 1, expected_frames(u, exact), expected_frames(u, exact)) for u in range(62)]
 
 
 def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
@@ -58,25 +49,12 @@ def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
     assert 0.3 < agrees[:200].float().mean() < 0.7
 
 
-def test_no_batch_is_drawn_ahead(tmp_path):
-    """The loader has a length, and each batch is drawn from a buffer that holds the frames of its own update."""
-    data = replay_data(frames_per_update=2.0)
-    module, _ = fit(tmp_path, data, dqn(Recorder))
-    assert len(data.train_dataloader()) == 10
-    assert [size for _, _, size, _ in module.seen] == [frames for _, frames, _, _ in module.seen]
-    assert module.seen[-1][0] == data.updates
-
-
 @pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
 def test_every_buffer_serves(name, tmp_path):
     sequences = name == "sequence"
     data = replay_data(recurrent if name == "recurrent" else name)
-    module = dqn(Recorder)
-    if sequences:
-        module.network = RecurrentNetwork("gru", 8)
+    module = dqn(Recorder, recurrent=name in ("sequence", "recurrent"))
     if name == "recurrent":
-        module = dqn(Recorder)
-        module.network = RecurrentNetwork("gru", 8)
         # One step at a time: each batch is a sequence of length 1 to a recurrent learner.
         data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
     fit(tmp_path, data, module)
@@ -126,9 +104,7 @@ def test_rewritten_recurrent_states_replace_what_is_stored(tmp_path):
             self.__dict__.setdefault("cells", []).append(batch["index"].flatten().clone())
 
     data = replay_data(experience(lambda: SequenceSampler(4)), write_back=["recurrent_state"], frames_per_update=0.01)
-    module = dqn(Refreshing)
-    module.network = RecurrentNetwork("gru", 8)
-    fit(tmp_path, data, module)
+    module, _ = fit(tmp_path, data, dqn(Refreshing, recurrent=True))
     written = torch.cat(module.cells).unique()
     states = data.buffer.storage.get(torch.arange(len(data.buffer)))["recurrent_state"]
     rewritten = (states == 7.0).flatten(1).all(-1)
@@ -227,9 +203,7 @@ def test_metrics_tell_returns_timings_and_sizes(tmp_path):
 
 def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
     data = replay_data("sequence", frames_per_batch=20, reset_at_each_batch=True)
-    module = dqn(Recorder)
-    module.network = RecurrentNetwork("gru", 8)
-    fit(tmp_path, data, module)
+    module, _ = fit(tmp_path, data, dqn(Recorder, recurrent=True))
     stored = data.buffer.storage.get(torch.arange(len(data.buffer))).reshape(-1, 2)
     assert stored["next", "done"][9::10].all()
     assert not stored["next", "terminated"][9::10].all()
@@ -254,12 +228,5 @@ def test_numbers_out_of_range_are_refused(settings, message):
 
 
 def test_the_buffer_is_seeded(tmp_path):
-    first, second = replay_data(), replay_data()
-    batches = []
-    for data in (first, second):
-        module, _ = fit(tmp_path, data, dqn(Recorder))
-        batches.append(torch.stack([batch["index"] for _, _, _, batch in module.seen]))
-    assert torch.equal(*batches)
-    assert SIZE > len(first.buffer) > 0
-    assert isinstance(module.seen[0][3], TensorDict)
-    assert prioritized().update_priority is not None
+    modules = [fit(tmp_path, replay_data(), dqn(Recorder))[0] for _ in range(2)]
+    assert torch.equal(*(torch.stack([batch["index"] for *_, batch in module.seen]) for module in modules))

@@ -7,19 +7,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tensordict import TensorDict
 
 from datamodules.replay_parts import dqn, fit, in_files, parameters, prioritized, replay_data, stored, trainer
-from torchrl_lightning.learn import RecurrentNetwork
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
 
 
 def learner(buffer, seed=0):
-    module = dqn(seed=seed)
-    if buffer == "sequence":
-        module.network = RecurrentNetwork("gru", 8)
-    return module
+    return dqn(seed=seed, recurrent=buffer == "sequence")
 
 
 class SaveAfter(L.Callback):
@@ -188,8 +185,6 @@ def test_what_was_resumed_from_stays_until_two_states_follow_it(tmp_path):
 
 
 def steps(value=0.0):
-    from tensordict import TensorDict
-
     return TensorDict({"observation": torch.full((2, 4), value)}, [2])
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from datamodules.replay_parts import dqn, experience, fit, parameters, replay_data, stored, trainer
 from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
-from torchrl_lightning.learn import DQNModule, RecurrentNetwork
+from torchrl_lightning.learn import DQNModule
 from torchrl_lightning.replay import SequenceSampler
 
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
@@ -30,14 +30,6 @@ class Noting(DQNModule):
             raise RuntimeError("out of luck")
         self.__dict__.setdefault("seen", []).append((data.updates, data.frames, float(self.policy.amount)))
         return super().terms(batch)
-
-
-def learner(buffer, **kwargs):
-    if buffer == "sequence":
-        module = dqn(Noting)
-        module.network, module.refresh_states = RecurrentNetwork("gru", 8), True
-        return module
-    return dqn(Noting, **kwargs)
 
 
 def same(one, other):
@@ -59,7 +51,9 @@ def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, setti
     runs = []
     for count in (1, 4):
         make = experience(lambda: SequenceSampler(4)) if buffer == "sequence" else buffer
-        data, module = replay_data(make, updates_per_step=count, **settings), learner(buffer)
+        recurrent = buffer == "sequence"
+        data, module = replay_data(make, updates_per_step=count, **settings), dqn(Noting, recurrent=recurrent)
+        module.refresh_states = recurrent
         fit(tmp_path, data, module)
         runs.append((data, module))
     same(*runs)
