@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -19,24 +19,13 @@ Outputs = Mapping[NestedKey, Tensor]
 """What a policy writes: tensors ``[N, *]``, without private keys."""
 
 
-class BarePolicy(Protocol):
-    """A policy that also acts without being dispatched by TensorDict, which takes half of a small network's time.
-
-    Collectors call ``act_on`` instead of the policy where its class defines it beside (or below) ``forward``, and no
-    forward hook is registered.
-    """
-
-    def act_on(self, step: TensorDictBase) -> Outputs:
-        """Return what the policy would write into ``step`` ``[N]``, and write nothing.
-
-        Also ``("next", state)`` of recurrent states; actions as ``exploration_type()`` says. The entries of ``step``
-        are overwritten by the next step: copy what is to be remembered.
-        """
-        ...
-
-
 def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
-    """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward."""
+    """Return a policy's ``act_on``; None if it has none, or if it would bypass a hook or an overridden forward.
+
+    It returns what the policy would write into ``step`` ``[N]``, also ``("next", state)`` of recurrent states, and
+    writes nothing; actions are as ``exploration_type()`` says. Being dispatched by TensorDict takes half of a small
+    network's time. The next step overwrites the entries of ``step``: what is to be remembered must be copied.
+    """
     if isinstance(policy, nn.Module) and (policy._forward_hooks or policy._forward_pre_hooks):
         return None
     if "forward" in getattr(policy, "__dict__", ()):

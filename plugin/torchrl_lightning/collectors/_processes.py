@@ -128,7 +128,7 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
             rollout["collector", "policy_version"] = torch.full_like(ids, version)
             if not slots:
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
-                connection.send(("slots", [dict(slot.items(True, True)) for slot in slots]))
+                connection.send(("slots", slots))
                 if _receive(connection, task.parent) is None:  # wait until the parent has mapped them
                     return
             slot = free.pop(0)
@@ -151,18 +151,10 @@ class WorkerPool:
 
     Each worker has its own pipe, so that a process that is killed cannot keep a common lock. Of each worker come the
     pickled environment, policy and arguments, and how many batches it collected in earlier runs; ``slots`` is how many
-    rollouts it may have in flight, ``shape`` the ``[T, N]`` of one.
+    rollouts it may have in flight.
     """
 
-    def __init__(
-        self,
-        payloads: Sequence[bytes],
-        batches: Sequence[int],
-        slots: int,
-        weights: SharedWeights,
-        shape: Sequence[int],
-    ) -> None:
-        self._shape = list(shape)
+    def __init__(self, payloads: Sequence[bytes], batches: Sequence[int], slots: int, weights: SharedWeights) -> None:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
@@ -194,7 +186,7 @@ class WorkerPool:
                 return rollout
             if kind == "error":
                 raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
-            self._slots[worker] = [TensorDict({}, self._shape).update(leaves) for leaves in content]
+            self._slots[worker] = content
             self._send(worker, 0)
 
     def close(self) -> None:

@@ -125,22 +125,19 @@ class AsynchronousCollector(CollectorBase):
             raise
         self._batches += 1
         self.frames += self.frames_per_batch
-        batch = rollout.transpose(0, 1)
-        batch.names = [None, "time"]
-        return batch
+        return rollout.transpose(0, 1)
 
     def _start(self) -> WorkerPool:
         policy = self.policy
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
-        payloads = [
-            _pickled((self.env, policy, self._worker_options(worker)), "The policy", policy)
-            for worker in range(self.num_workers)
-        ]
+        name = f"The policy ({type(policy).__name__})"
+        workers = range(self.num_workers)
+        payloads = [_pickled((self.env, policy, self._worker_options(worker)), name) for worker in workers]
         # Worker w yields batches w, w + num_workers, ...
-        batches = [-((self._batches - worker) // -self.num_workers) for worker in range(self.num_workers)]
+        batches = [-((self._batches - worker) // -self.num_workers) for worker in workers]
         self._weights = SharedWeights(self.policy, self.policy_version)
-        pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights, (self.steps, self.num_envs))
+        pool = WorkerPool(payloads, batches, self.rollouts_in_flight, self._weights)
         # Also ends the processes when the collector is garbage-collected or the interpreter exits.
         self._pool, self._end_pool = pool, weakref.finalize(self, pool.close)
         return pool
@@ -174,7 +171,7 @@ class AsynchronousCollector(CollectorBase):
         """Seed all environments, restart the workers at the next batch, and return the seed of the last environment.
 
         Raises:
-            ValueError: ``static_seed`` is True; all workers would collect the same data.
+            ValueError: ``static_seed`` is True.
         """
         if static_seed:
             raise ValueError("static_seed=True would make all workers collect the same data.")
@@ -189,12 +186,11 @@ class AsynchronousCollector(CollectorBase):
         self._stop()
 
 
-def _pickled(content: object, what: str, shown: object = None) -> bytes:
+def _pickled(content: object, what: str) -> bytes:
     try:
         return cloudpickle.dumps(content)
     except Exception as error:
-        described = f" ({type(shown).__name__})" if shown is not None else ""
         raise TypeError(
-            f"{what}{described} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
+            f"{what} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
             "registered id, or a factory that builds everything when it is called and keeps no open resources."
         ) from error

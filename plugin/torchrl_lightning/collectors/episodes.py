@@ -94,12 +94,13 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     first_row = np.concatenate([[0], np.cumsum(quota)[:-1]])
     played = np.zeros(count, dtype=np.int64)
     returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
-    result: dict[str, Array] = {
-        "episode_return": np.zeros(num_episodes, dtype=np.float32),
-        "episode_length": np.zeros(num_episodes, dtype=np.int64),
-        "terminated": np.zeros(num_episodes, dtype=bool),
-        "truncated": np.zeros(num_episodes, dtype=bool),
+    figures: dict[str, Array] = {
+        "episode_return": returns,
+        "episode_length": lengths,
+        "terminated": memory.terminated[0],
+        "truncated": memory.truncated[0],
     }
+    result = {name: np.zeros(num_episodes, dtype=now.dtype) for name, now in figures.items()}
     device = policy_device(policy)
     while (played < quota).any():
         for _ in loop.steps(memory, device):
@@ -110,10 +111,9 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
             continue
         counted = np.flatnonzero(ended & (played < quota))
         rows = first_row[counted] + played[counted]
-        result["episode_return"][rows] = returns[counted]
-        result["episode_length"][rows] = lengths[counted]
-        result["terminated"][rows] = memory.terminated[0][counted]
-        result["truncated"][rows] = memory.truncated[0][counted]
+        for name, now in figures.items():
+            result[name][rows] = now[counted]
         played[counted] += 1
         returns[ended], lengths[ended] = 0, 0
-    return TensorDict({key: torch.from_numpy(value) for key, value in result.items()}, [num_episodes])
+    result["episode_return"] = result["episode_return"].astype(np.float32)
+    return TensorDict({name: torch.from_numpy(value) for name, value in result.items()}, [num_episodes])
