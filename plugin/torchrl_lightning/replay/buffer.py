@@ -19,7 +19,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
-from torchrl_lightning.files import read_state, write_state
+from torchrl_lightning.files import write_state
 from torchrl_lightning.parts import fresh_generator, is_spawning
 from torchrl_lightning.replay.checks import (
     STATE_VERSION,
@@ -194,10 +194,9 @@ class ExperienceBuffer(BufferBase):
     def follow(self) -> None:
         """Take note of what other processes wrote; done on entering the lock between them."""
         writer = self.parts[2]
-        if writer.is_shared:
-            if writer.was_emptied:
-                self.clear_sampler()
-            writer.follow()
+        if writer.was_emptied:
+            self.clear_sampler()
+        writer.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning() and not self.shared:
@@ -456,30 +455,13 @@ class ExperienceBuffer(BufferBase):
             self.restore_generator(state_dict["generator"])
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder: streamed, atomic, without pickle.
-
-        Memory-mapped cells are copied too, so that nothing written later touches the state.
-
-        Args:
-            path: the folder.
+        """Write the state to a folder: streamed, atomic, without pickle; of memory-mapped cells, too, a copy.
 
         Raises:
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
         with self.at_rest():
             write_state(Path(path), self._state(copy=False))
-
-    def loads(self, path: str | Path) -> None:
-        """Read a state from a folder.
-
-        Args:
-            path: the folder.
-
-        Raises:
-            FileNotFoundError: there is no state.
-            ValueError: the state is damaged, foreign, or does not fit; nothing is changed.
-        """
-        self.load_state_dict(read_state(Path(path)))
 
     # ------------------------------------------------------------------ priorities
 

@@ -268,11 +268,10 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             index = torch.arange(index.start, index.stop, index.step)
         self.table.mark(self._cells(index, storage), self.default_priority)
 
-    def add(self, index: Any) -> None:
-        """Do nothing: :meth:`mark_update` was called before."""
-
     def extend(self, index: Any) -> None:
         """Do nothing: :meth:`mark_update` was called before."""
+
+    add = extend
 
     def _cells(self, index: Any, storage: Storage | None) -> Tensor:
         if isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64 and index.device == self.device:

@@ -19,12 +19,12 @@ from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay import windows
 from torchrl_lightning.replay.rings import uniform
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.windows import EPISODE_ENDS, WindowRule
-from torchrl_lightning.replay.writer import RingWriter, writer_of
+from torchrl_lightning.replay.writer import NO_INDEX, RingWriter, writer_of
 from torchrl_lightning.segment_kernels import jitted
 from torchrl_lightning.state import check_state, generator
 
 STATE_VERSION = 2
+EPISODE_ENDS = ("inside", "across", "pad")
 MAX_DRAWS = 1 << 16
 """So many steps are drawn before all of them are looked at."""
 
@@ -82,7 +82,9 @@ class SequenceSampler(SamplerHooks, Sampler):
         self.batch_length, self.episode_ends, self.burn_in = batch_length, episode_ends, burn_in
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self._own_rng = generator
-        self._rule = WindowRule(batch_length, burn_in, episode_ends)
+        self._by_episode = episode_ends != "across"
+        self._reach = burn_in if episode_ends == "pad" else batch_length - 1
+        self._options = self._reach, burn_in, self._by_episode, episode_ends == "pad"
         self.clear()
 
     def clear(self) -> None:
@@ -91,11 +93,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw windows.
-
-        Args:
-            storage: what the cells are in.
-            batch_size: how many windows.
+        """Draw windows; ``batch_size`` says how many.
 
         Returns:
             Cells ``[B, T]``; ``mask`` ``[B, T]`` and the recurrent states.
@@ -116,9 +114,11 @@ class SequenceSampler(SamplerHooks, Sampler):
         return index, info
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
-        rule, draw = self._rule.of(writer), jitted(windows.draw)
+        episodes = NO_INDEX if writer.index is None else writer.index.arrays
+        rule, draw = (writer.length, *writer.arrays, episodes, self._options), jitted(windows.draw)
         missing, found, drawn = len(cells), 0, 0
-        size = missing if self._rule.is_sure else 2 * missing
+        # Where a window may end anywhere, every step that has room for one may begin it.
+        size = 2 * missing if self._by_episode and self._reach else missing
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
             if found < 0:
@@ -142,7 +142,7 @@ class SequenceSampler(SamplerHooks, Sampler):
                 f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or draw slices with "
                 "TorchRL's SliceSampler."
             )
-        if writer.index is None and self._rule.by_episode:
+        if writer.index is None and self._by_episode:
             raise ValueError(
                 f"It is unknown where episodes end: the first data written had no entry {writer.done_key!r}. "
                 'Store it, name another one by RingWriter(done_key=...), or take windows with episode_ends="across".'
@@ -151,10 +151,9 @@ class SequenceSampler(SamplerHooks, Sampler):
 
     def _too_long(self, rule: tuple[Any, ...]) -> ValueError:
         longest = jitted(windows.longest_run)(*rule)
-        what = "episode has" if self._rule.by_episode else "run of steps of one environment has"
-        needed = self._rule.reach + 1
+        what = "episode has" if self._by_episode else "run of steps of one environment has"
         return ValueError(
-            f"There is no room for a window: the longest stored {what} {longest} steps, windows need {needed} "
+            f"There is no room for a window: the longest stored {what} {longest} steps, windows need {self._reach + 1} "
             f"(batch_length={self.batch_length}, burn_in={self.burn_in}). Collect more, take shorter windows"
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
         )

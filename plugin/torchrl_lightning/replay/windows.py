@@ -1,64 +1,14 @@
-"""Where windows of successive steps may begin, and compiled draws of them."""
+"""Compiled draws of windows of successive steps.
+
+All steps that have room for a window before the newest one of their environment are candidates, ranked by environment,
+then by age.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-
-from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
-
-EPISODE_ENDS = ("inside", "across", "pad")
-
-
-@dataclass(frozen=True)
-class WindowRule:
-    """Which steps may begin a window.
-
-    Args:
-        length: steps of a window.
-        burn_in: how many of them only warm up a recurrent state.
-        episode_ends: ``"inside"`` (a window lies in one episode), ``"across"`` (in one ring) or ``"pad"`` (in one
-            episode, at least one step that counts, the rest is padding).
-
-    Example:
-        >>> WindowRule(4).reach, WindowRule(4, 1, "pad").reach
-        (3, 1)
-    """
-
-    length: int
-    burn_in: int = 0
-    episode_ends: str = "inside"
-
-    @cached_property
-    def reach(self) -> int:
-        """How far behind its first step a window has to be stored."""
-        return self.burn_in if self.episode_ends == "pad" else self.length - 1
-
-    @cached_property
-    def by_episode(self) -> bool:
-        """Whether a window ends with its episode."""
-        return self.episode_ends != "across"
-
-    @cached_property
-    def is_sure(self) -> bool:
-        """Whether every step that has room for a window before the newest one may begin one."""
-        return not self.by_episode or not self.reach
-
-    def of(self, writer: RingWriter) -> tuple[Any, ...]:
-        """Return what the kernels below are told about rings, their episodes and this rule.
-
-        All steps that have room for a window before the newest one of their environment are candidates. They are
-        ranked by environment, then by age.
-        """
-        episodes = NO_INDEX if writer.index is None else writer.index.arrays
-        return writer.length, *writer.arrays, episodes, self._options
-
-    @cached_property
-    def _options(self) -> tuple[int, int, bool, bool]:
-        return self.reach, self.burn_in, self.by_episode, self.episode_ends == "pad"
 
 
 def draw(
@@ -82,7 +32,8 @@ def draw(
         positions: next position of every environment, ``[N]``.
         floor: nothing is stored below these positions, ``[N]``.
         episodes: arrays of the episode index.
-        options: of the rule: reach, burn-in, whether windows end with their episode, and whether they are padded.
+        options: reach (how far behind its first step a window has to be stored), burn-in, whether windows end with
+            their episode, and whether they are padded.
         cells: receives windows, ``[B, T]``, from row ``found`` on.
         mask: receives which steps count, ``[B, T]``.
         found: how many rows are filled already.
