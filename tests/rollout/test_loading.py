@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.helpers import make_critic, make_rollout
+from rollout.helpers import estimated, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer
+
+MISSING = object()
 
 
 def filled(seed: int = 0, **kwargs: Any) -> GAEBuffer:
@@ -19,9 +21,7 @@ def filled(seed: int = 0, **kwargs: Any) -> GAEBuffer:
     data = make_rollout(seed=seed, intrinsic_state_value=torch.zeros(5, 3, 1))
     data["next", "intrinsic_reward"] = torch.rand(3, 5, 1)
     data["next", "intrinsic_state_value"] = torch.zeros(3, 5, 1)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
-    return buffer
+    return estimated(buffer, data)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -30,22 +30,19 @@ def equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def without(*path: str) -> Callable[[dict[str, Any]], None]:
-    def damage(state: dict[str, Any]) -> None:
-        for name in path[:-1]:
-            state = state[name]
-        del state[path[-1]]
-
-    return damage
-
-
 def having(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
     def damage(state: dict[str, Any]) -> None:
         for name in path[:-1]:
             state = state[name]
         state[path[-1]] = value
+        if value is MISSING:
+            del state[path[-1]]
 
     return damage
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], None]:
+    return having(MISSING, *path)
 
 
 DAMAGES = {

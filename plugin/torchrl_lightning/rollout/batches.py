@@ -27,8 +27,8 @@ def split_epoch(
     """
     unit = "environments" if whole else "steps"
     for name, value in (("num_mini_batch", num_mini_batch), ("mini_batch_size", mini_batch_size)):
-        if value is not None:
-            integer(value, name)
+        if value is not None and integer(value, name) > units:
+            raise ValueError(f"{name}={value} is more than the {units} stored {unit}.")
     if num_mini_batch is None and mini_batch_size is None:
         raise ValueError("Give num_mini_batch or mini_batch_size (or an algorithm that has them).")
     if num_mini_batch is not None and mini_batch_size is not None:
@@ -38,18 +38,14 @@ def split_epoch(
                 f"{num_mini_batch * mini_batch_size}, but only {units} {unit} are stored."
             )
         return num_mini_batch, mini_batch_size
-    if num_mini_batch is not None:
-        if num_mini_batch > units:
-            raise ValueError(f"num_mini_batch={num_mini_batch} is more than the {units} stored {unit}.")
-        if whole and units % num_mini_batch:
-            raise ValueError(
-                f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch "
-                f"holds whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
-            )
-        return num_mini_batch, units // num_mini_batch if drop_last else None
-    if mini_batch_size is not None and mini_batch_size > units:
-        raise ValueError(f"mini_batch_size={mini_batch_size} is more than the {units} stored {unit}.")
-    return None, mini_batch_size
+    if num_mini_batch is None:
+        return None, mini_batch_size
+    if whole and units % num_mini_batch:
+        raise ValueError(
+            f"num_mini_batch={num_mini_batch} does not divide the {units} environments; a recurrent mini-batch "
+            f"holds whole environments. Use one of {[n for n in range(1, units + 1) if units % n == 0]}."
+        )
+    return num_mini_batch, units // num_mini_batch if drop_last else None
 
 
 def pruned(

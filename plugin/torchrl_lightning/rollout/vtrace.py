@@ -140,11 +140,8 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         rollout = self.rollout
         actor = require(self.actor, "actor", "to evaluate the stored actions")
         if self.bootstrap or self.has_intrinsic:
-            require(
-                self.critic if self.critic is not None else self.intrinsic_critic,
-                "critic",
-                "to evaluate the stored states",
-            )
+            critic = self.intrinsic_critic if self.critic is None else self.critic
+            require(critic, "critic", "to evaluate the stored states")
         log_prob = current_log_prob(rollout, actor, self.action_key, self.recurrent_keys)
         self.fill_values(recompute=True, unroll=True)
         rollout.set(self.current_log_prob_key, log_prob)
