@@ -127,21 +127,30 @@ class ClippedNormalHead(ActionHead):
         return log_prob, normal_entropy(log_scale).expand_as(log_prob)
 
 
-class GaussianLayer(nn.Module):
-    """A linear mean and a standard deviation that does not depend on the state.
-
-    Both are learnt in units of ``half_range`` around ``center``, ``[A]`` each, as is ``initial_std``.
-    """
+class Ranged(nn.Module):
+    """A module that counts actions in units of ``half_range`` around ``center``, ``[A]`` each."""
 
     center: Tensor
     half_range: Tensor
+
+    def set_range(self, center: Tensor, half_range: Tensor) -> None:
+        """Keep the range with the module, but out of its state dict."""
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
+
+    def scale(self, action: Tensor) -> Tensor:
+        """Return actions in the environment's units."""
+        return torch.addcmul(self.center, action, self.half_range)
+
+
+class GaussianLayer(Ranged):
+    """A linear mean and a standard deviation that does not depend on the state, both learnt in units of the range."""
 
     def __init__(self, features: int, center: Tensor, half_range: Tensor, initial_std: float) -> None:
         super().__init__()
         self.mean = orthogonal(nn.Linear(features, center.numel()), POLICY_GAIN)
         self.log_std = nn.Parameter(torch.full((center.numel(),), math.log(initial_std)))
-        self.register_buffer("center", center, persistent=False)
-        self.register_buffer("half_range", half_range, persistent=False)
+        self.set_range(center, half_range)
 
     def forward(self, features: Tensor) -> Parameters:
         """Return mean and standard deviation, ``[*B, A]`` each."""
@@ -150,7 +159,7 @@ class GaussianLayer(nn.Module):
 
     def loc(self, features: Tensor) -> Tensor:
         """Return the mean ``[*B, A]``."""
-        return torch.addcmul(self.center, self.mean(features), self.half_range)
+        return self.scale(self.mean(features))
 
 
 def build_head(

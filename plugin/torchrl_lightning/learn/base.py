@@ -20,6 +20,7 @@ from torchrl_lightning.learn.losses import DISTANCES, critic_loss, standardized
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
+from torchrl_lightning.learn.transitions import missing
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import one_of, optional, positive
 
@@ -259,11 +260,8 @@ def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
     """Return an entry that the buffer must have written, or raise a KeyError that says who writes it."""
     value = batch.get(key, None)
     if value is None:
-        present = sorted(map(str, batch.keys(True, True)))
-        raise KeyError(
-            f"the batch has no {key!r}, only {present}; the buffer's before_gradients() writes values, targets and "
-            "advantages: check that it ran, and that buffer and module name the same critics"
-        )
+        hint = "the buffer's before_gradients() writes values, targets and advantages: check that it ran, and that "
+        raise missing(batch, key, hint + "buffer and module name the same critics")
     return value
 
 

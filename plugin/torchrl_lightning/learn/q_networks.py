@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
+from torchrl_lightning.learn.action_heads import Ranged
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
@@ -73,20 +74,15 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
     return QNetwork(trunk, head, spec)
 
 
-class ActionValue(nn.Module):
+class ActionValue(Ranged):
     """Q(s, a): the network's encoder over observation entries and the action, the latter in units of its range."""
-
-    center: Tensor
-    half_range: Tensor
 
     def __init__(self, specs: Any, network: Network) -> None:
         super().__init__()
         _, entries = observation_entries(specs)
-        center, half_range = action_range(specs.action)
+        self.set_range(*action_range(specs.action))
         self.encoder = network.encoder([*entries, specs.action])
         self.last = linear_head(network, self.encoder.features, 1)  # type: ignore[arg-type]
-        self.register_buffer("center", center, persistent=False)
-        self.register_buffer("half_range", half_range, persistent=False)
 
     def forward(self, *entries: Tensor) -> Tensor:
         """Map observation entries and action ``[*B, *F_i]`` to the value ``[*B, 1]``."""
@@ -107,15 +103,13 @@ def build_action_critic(specs: Any, network: Network | None = None) -> ValueOper
     return ValueOperator(module, in_keys=[*keys, "action"], out_keys=["state_action_value"])
 
 
-class CriticEnsemble(nn.Module):
+class CriticEnsemble(Ranged):
     """Several critics of one kind, each with its own first weights, as one module.
 
     Perceptrons run as batched matrix products over stacked weights, other encoders one after the other.
     """
 
     critics: nn.ModuleList | None
-    center: Tensor
-    half_range: Tensor
 
     def __init__(self, critics: Sequence[ActionValue]) -> None:
         super().__init__()
@@ -127,8 +121,7 @@ class CriticEnsemble(nn.Module):
             self.critics = nn.ModuleList(critics)
             return
         self.critics, self.flat = None, first.encoder.flat
-        self.register_buffer("center", first.center, persistent=False)
-        self.register_buffer("half_range", first.half_range, persistent=False)
+        self.set_range(first.center, first.half_range)
         for same in zip(*(_layers_of(critic) for critic in critics), strict=True):
             if isinstance(same[0], nn.Linear):
                 # [N, in, out]: products and gradients of this layout need no copies.

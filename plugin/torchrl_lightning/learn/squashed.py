@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl.data import Bounded, TensorSpec
 from torchrl.modules import TanhNormal
 
-from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, bounds_of
+from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
 from torchrl_lightning.learn.trunks import FEATURES
@@ -43,15 +43,13 @@ class _MeanAndLogStd(nn.Module):
         return loc, log_std.clamp(*LOG_STD_RANGE).exp()
 
 
-class SquashedHead(ActionHead):
+class SquashedHead(ActionHead, Ranged):
     r"""The Normal of mean and deviation \(\mu(s), \sigma(s)\) behind a tanh, \(a = c + h \tanh u\).
 
     \(\log\pi(a|s) = \log\mathcal N(u) - \sum_i \log(h_i (1 - \tanh^2 u_i))\) (Haarnoja et al., 2018, appendix C).
     Samples and log-probabilities are those of TorchRL's ``TanhNormal``, without its objects.
     """
 
-    center: Tensor
-    half_range: Tensor
     log_range: Tensor
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
@@ -59,22 +57,21 @@ class SquashedHead(ActionHead):
         last = _MeanAndLogStd(features, center.numel())
         bounds = {"low": center - half_range, "high": center + half_range, "event_dims": 1}
         super().__init__(last if hidden is None else nn.Sequential(hidden, last), ["loc", "scale"], TanhNormal, bounds)
-        self.register_buffer("center", center, persistent=False)
-        self.register_buffer("half_range", half_range, persistent=False)
+        self.set_range(center, half_range)
         self.register_buffer("log_range", half_range.log().sum(), persistent=False)
 
     def act(self, parameters: Parameters, deterministic: bool) -> Tensor:
         """Return actions ``[*B, A]``."""
         loc, std = parameters
         preimage = loc if deterministic else torch.addcmul(loc, std, torch.randn_like(loc))
-        return torch.addcmul(self.center, self._tanh(preimage), self.half_range)
+        return self.scale(self._tanh(preimage))
 
     def rsample(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and their log-probabilities ``[*B]``, both differentiable."""
         loc, std = parameters
         noise = torch.randn_like(loc)
         preimage = torch.addcmul(loc, std, noise)
-        action = torch.addcmul(self.center, self._tanh(preimage), self.half_range)
+        action = self.scale(self._tanh(preimage))
         # log(1 - tanh^2 u) = 2 (log 2 - u - softplus(-2 u))
         terms = 2.0 * (preimage + nn.functional.softplus(-2.0 * preimage)) - std.log() - 0.5 * noise.square()
         return action, terms.sum(-1) - (_CONSTANT * loc.shape[-1] + self.log_range)
@@ -89,27 +86,18 @@ class SquashedHead(ActionHead):
         return preimage.tanh().clamp(-limit, limit)
 
 
-class DeterministicHead(nn.Module):
+class DeterministicHead(Ranged):
     """One linear layer and a tanh, scaled to the action range; ``hidden`` are layers in front."""
-
-    center: Tensor
-    half_range: Tensor
 
     def __init__(self, features: int, spec: TensorSpec, hidden: nn.Module | None = None) -> None:
         super().__init__()
-        center, half_range = action_range(spec)
-        last = orthogonal(nn.Linear(features, center.numel()), POLICY_GAIN)
+        self.set_range(*action_range(spec))
+        last = orthogonal(nn.Linear(features, self.center.numel()), POLICY_GAIN)
         self.layers = last if hidden is None else nn.Sequential(hidden, last)
-        self.register_buffer("center", center, persistent=False)
-        self.register_buffer("half_range", half_range, persistent=False)
 
     def squashed(self, features: Tensor) -> Tensor:
         """Return actions ``[*B, A]`` in [-1, 1]."""
         return self.layers(features).tanh()
-
-    def scale(self, squashed: Tensor) -> Tensor:
-        """Return actions in the environment's units."""
-        return torch.addcmul(self.center, squashed, self.half_range)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return actions ``[*B, A]`` in the environment's units."""

@@ -81,7 +81,7 @@ def read_transitions(
     # Looked at as plain dicts: a TensorDict's `get` costs two microseconds, and there are a dozen entries.
     entries = level_of(batch)
     if "next" not in entries:
-        raise KeyError(f"the batch has no 'next', only {_present(batch)}; off-policy losses learn from transitions")
+        raise missing(batch, "next", "off-policy losses learn from transitions")
     following, shape = level_of(entries["next"]), batch.shape
     reward, terminated = _column(following, "reward", batch), _column(following, "terminated", batch)
     discount: float | Tensor = gamma
@@ -124,9 +124,7 @@ def _entry(entries: Mapping[str, Any], key: NestedKey, batch: TensorDictBase) ->
     for name in (key,) if isinstance(key, str) else path_of(key):
         found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
         if found is None:
-            raise KeyError(
-                f"the batch has no {key!r}, only {_present(batch)}; the buffer must hold what the policy read and wrote"
-            )
+            raise missing(batch, key, "the buffer must hold what the policy read and wrote")
     value: Tensor = found
     return value
 
@@ -136,5 +134,6 @@ def _column(entries: Mapping[str, Any], key: str, batch: TensorDictBase) -> Tens
     return value if value.shape == batch.shape else value.reshape(batch.shape)
 
 
-def _present(batch: TensorDictBase) -> list[str]:
-    return sorted(map(str, batch.keys(True, True)))
+def missing(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:
+    """Return the error of an entry that a batch lacks: what it has instead, and how to mend it."""
+    return KeyError(f"the batch has no {key!r}, only {sorted(map(str, batch.keys(True, True)))}; {hint}")
