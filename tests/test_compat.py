@@ -240,7 +240,7 @@ def _touched(name: str) -> set[str]:
     source = ast.parse(inspect.getsource(getattr(_compat, name)))
     own = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     found = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
-    ours = {"_own_rng", "_rows_written", "_order_prefetch"}
+    ours = {"_own_rng", "_order_prefetch"}
     return {attr for attr in found - own - ours if attr.startswith("_") and not attr.startswith("__")}
 
 

@@ -166,21 +166,12 @@ class WriterBase(StateFiles, Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.write_count = 0
+        self.write_count = 0  # rows written since the buffer was emptied
 
     @property
     def storage(self) -> Storage | None:
         """The storage that this writer fills, once registered."""
         return self._storage
-
-    @property
-    def write_count(self) -> int:
-        """Rows written since the buffer was emptied."""
-        return self._rows_written
-
-    @write_count.setter
-    def write_count(self, value: int) -> None:
-        self._rows_written = value
 
     @property
     def _write_count(self) -> int:

@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import resource
-import signal
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +237,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert len(RecurrentReplayBuffer.load(folder / "buffer_state", metadata(folder=folder))) == 7
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    left = tmp_path / ".buffer_state.safetensors.0123456789abcdef.tmp"
-    left.touch()
-    load().save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["buffer_metadata.json", "buffer_state.safetensors"]
-
-
 def test_tensors_newer_than_their_metadata_file_know_their_position(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,42 +250,3 @@ def test_tensors_newer_than_their_metadata_file_know_their_position(
         restored = RecurrentReplayBuffer.load(tmp_path / "buffer_state", metadata(folder=tmp_path))
     assert restored.position == buffer.position == 4
     assert "saved later" in caplog.text
-
-
-def save_forever(folder: Path, report: int) -> None:
-    buffer = RecurrentReplayBuffer(20000, 3, 2, 4)
-    for number in range(1, 10**9):
-        one = torch.full((2000,), float(number))
-        wide = one.unsqueeze(1)
-        buffer.add_multi(wide.expand(-1, 3), wide.expand(-1, 2), one, wide.expand(-1, 3), one * 0, wide.expand(-1, 4))
-        buffer.save(folder)
-        os.write(report, f"{number}\n".encode())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("seconds", [0.004, 0.024])
-def test_a_killed_process_leaves_a_whole_buffer_not_older_than_its_last_save(seconds: float, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the child has no others
-    readable, writable = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            save_forever(tmp_path, writable)
-        finally:
-            os._exit(1)
-    os.close(writable)
-    torch.set_num_threads(threads)
-    with os.fdopen(readable) as said:
-        saved = [int(said.readline())]
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        saved += [int(line) for line in said]
-    restored = RecurrentReplayBuffer.load(tmp_path / "buffer_state", metadata(folder=tmp_path))
-    states = tensors(restored)["states"]
-    newest = int(states.max())
-    assert newest in (saved[-1], saved[-1] + 1)
-    assert restored.position == 2000 * newest % 20000
-    assert sorted({int(value) for value in states[:, 0].tolist()}) == list(range(max(1, newest - 9), newest + 1))
