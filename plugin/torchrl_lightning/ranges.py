@@ -1,14 +1,7 @@
 """Refuse settings that make no sense, before anything is built: one check for each kind of setting.
 
-Each takes a value and what its user calls it, and returns the value. What is refused raises a ``ValueError`` (of
-:func:`boolean` a ``TypeError``) that names the setting, what came and what was expected.
-
-Example:
-    >>> integer(8, "size"), integer(0, "burn_in", 0), fraction(1, "gamma"), optional(positive)(None, "alpha")
-    (8, 0, 1.0, None)
-    >>> integer(True, "size")
-    Traceback (most recent call last):
-    ValueError: size must be a positive integer, got True.
+Each takes a value and what its user calls it, and returns the value: ``integer(8, "size")``. What is refused raises a
+``ValueError`` (of :func:`boolean` a ``TypeError``) that names the setting, what came and what was expected.
 """
 
 from __future__ import annotations

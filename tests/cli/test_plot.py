@@ -101,6 +101,8 @@ def test_labels_name_what_seeds_have_in_common() -> None:
         "x/ppo-seed7/lightning_logs/version_12/metrics.csv": "ppo",
         "x/seed=1/metrics.csv": "x",
         "x/dqn_seed4.csv": "dqn",
+        "x/vtrace.csv": "vtrace",
+        "x/a2c_seed=1/version_0/metrics.csv": "a2c",
         "x/3d_walker/metrics.csv": "3d_walker",
     }.items():
         assert default_label(Path(path)) == label

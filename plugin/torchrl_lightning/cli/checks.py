@@ -65,12 +65,7 @@ def explain_experiment() -> Iterator[None]:
 
 
 def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
-    """Find which options of ``data``, ``model`` and ``experiment`` a command line asks for.
-
-    Example:
-        >>> chosen_groups(["data=uniform", "data.batch_size=8", "~experiment"])
-        {'data': 'uniform', 'experiment': ''}
-    """
+    """Find which options of ``data``, ``model`` and ``experiment`` a command line names; "" where it leaves one out."""
     found = (re.fullmatch(r"[+~]*(data|model|experiment)(?:=(.*))?", override) for override in overrides)
     return {match[1]: match[2] or "" for match in found if match is not None}
 

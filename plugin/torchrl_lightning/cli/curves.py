@@ -93,15 +93,7 @@ def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
 
 
 def default_label(path: Path) -> str:
-    """Name the experiment of a metrics file that has no Hydra config: the part of its path that its seeds share.
-
-    >>> default_label(Path("logs/train/ppo_cartpole/seed_3/2026-11-20_10-30-00/csv/metrics.csv"))
-    'ppo_cartpole'
-    >>> default_label(Path("results/a2c_seed=1/version_0/metrics.csv"))
-    'a2c'
-    >>> default_label(Path("results/vtrace.csv"))
-    'vtrace'
-    """
+    """Name the experiment of a metrics file that has no Hydra config: the part of its path that its seeds share."""
     parts = [*path.absolute().parent.parts[1:]]
     if path.stem != "metrics":
         parts.append(path.stem)

@@ -77,15 +77,7 @@ def _named(cfg: DictConfig, key: str) -> Iterator[None]:
 
 
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
-    """Name the setting that an error is about, as far as its message begins with it.
-
-    Example:
-        >>> cfg = OmegaConf.create({"model": {"clip_epsilon": -1.0}})
-        >>> describe(cfg, "model", ValueError("clip_epsilon must be above 0, got -1.0."))
-        'model.clip_epsilon=-1.0: clip_epsilon must be above 0, got -1.0.'
-        >>> describe(cfg, "model", TypeError("actions are words."))
-        'model: actions are words.'
-    """
+    """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     node, begin = OmegaConf.select(cfg, key), re.match(r"\w+", text)
     if isinstance(node, DictConfig) and begin is not None and begin[0] in node:

@@ -73,7 +73,7 @@ def load_weights(model: Any, trainer: Any, which: str) -> str | None:
 
 
 def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames: int, seconds: float) -> None:
-    """Draw the learning curve and print where everything is; the last line suits people and scripts."""
+    """Draw the learning curve and print where everything is, and how the evaluation went."""
     from torchrl_lightning.cli.plot import plot_runs
 
     folder = Path(cfg.paths.output_dir)
@@ -90,14 +90,7 @@ def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames
 
 
 def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
-    """Format the last line of a run.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> summary(TensorDict({"episode_return": torch.full((20,), 500.0)}), 98304, 21.3)
-        'mean evaluation return: 500.0 +- 0.0 over 20 episodes, 98304 frames, 21 s'
-    """
+    """Format the last line of a run, which suits people and scripts."""
     returns = episodes["episode_return"].double()
     return (
         f"mean evaluation return: {returns.mean():.1f} +- {returns.std(correction=0):.1f} over {len(returns)} "

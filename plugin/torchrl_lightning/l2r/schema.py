@@ -20,21 +20,6 @@ class Configurable:
 
     Both take the bare parameters, or l2r-lab's wrapper ``{name: <class>, config: {<parameters>}}``. A number may be
     written with underscores (``200_000``), and an integer does for a float.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from omegaconf import MISSING
-        >>> @dataclass
-        ... class PointSchema:
-        ...     x: int = MISSING
-        ...     y: float = 0.5
-        >>> class Point(Configurable):
-        ...     schema = PointSchema
-        ...
-        ...     def __init__(self, x, y):
-        ...         self.x, self.y = x, y
-        >>> Point.instantiate_from_config_dict({"name": "Point", "config": {"x": "1_000", "y": 1}}).__dict__
-        {'x': 1000, 'y': 1.0}
     """
 
     schema: ClassVar[type]
