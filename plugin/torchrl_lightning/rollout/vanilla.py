@@ -344,7 +344,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
             RuntimeError: nothing is stored, or a critic is needed and missing.
         """
         self.fill_values()
-        self.estimate(self.estimator())
+        self.estimate()
 
     def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
         """Write values of all steps and their successors.
@@ -363,9 +363,10 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         for critic, roots in streams:
             fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
-    def estimate(self, estimator: AdvantageTransform) -> None:
-        """Write advantages and targets from the present values."""
+    def estimate(self, estimator: AdvantageTransform | None = None) -> None:
+        """Write advantages and targets from the present values, by :meth:`estimator` if no other is given."""
         rollout = self.rollout
+        estimator = self.estimator() if estimator is None else estimator
         estimator.compute(rollout)
         if self.has_intrinsic:
             self.normalize_int_rewards()
