@@ -103,12 +103,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         if bar is None or data is None:
             return
         metrics = data.metrics() if hasattr(data, "metrics") else {}
-        postfix = {}
-        if "train/return" in metrics:
-            postfix["return"] = f"{metrics['train/return']:.1f}"
-        if "eval/return" in trainer.callback_metrics:
-            postfix["eval"] = f"{float(trainer.callback_metrics['eval/return']):.1f}"
-        bar.set_postfix(postfix, refresh=False)
+        shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
+        bar.set_postfix({name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}, refresh=False)
         # The last rollout may exceed total_frames.
         if bar.total is not None:
             bar.total = max(bar.total, data.frames)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -48,9 +47,7 @@ class VectorStepper:
             observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
         return self.leaves(observation), reward, terminated, truncated, info
 
-    def finish(
-        self, done: Array, leaves: list[Array], info: dict[str, Any]
-    ) -> tuple[list[Array], Iterator[Final] | list[Final]]:
+    def finish(self, done: Array, leaves: list[Array], info: dict[str, Any]) -> tuple[list[Array], list[Final]]:
         """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
 
         A RuntimeError if the environment does not report it, or cannot reset single environments.
@@ -64,9 +61,8 @@ class VectorStepper:
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
         if isinstance(final, dict):
-            batched = self.leaves(final)
-            return leaves, [(i, [leaf[i] for leaf in batched]) for i in np.flatnonzero(done).tolist()]
-        return leaves, ((i, self.leaves(final[i])) for i in np.flatnonzero(done).tolist())
+            return leaves, _rows(self.leaves(final), done)
+        return leaves, [(i, self.leaves(final[i])) for i in np.flatnonzero(done).tolist()]
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
@@ -94,7 +90,11 @@ class VectorStepper:
         for before, after in zip(final, fresh, strict=True):
             if not np.array_equal(before[~done], after[~done], equal_nan=before.dtype.kind == "f"):
                 raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
-        return fresh, [(i, [leaf[i] for leaf in final]) for i in np.flatnonzero(done).tolist()]
+        return fresh, _rows(final, done)
+
+
+def _rows(leaves: list[Array], done: Array) -> list[Final]:
+    return [(i, [leaf[i] for leaf in leaves]) for i in np.flatnonzero(done).tolist()]
 
 
 _NO_PARTIAL_RESET = (

@@ -153,7 +153,7 @@ class GymnasiumCollector(CollectorBase):
         return batch if self.storing_device is None else batch.to(self.storing_device)
 
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
-        """Yield what iteration yields in the layout of a ring, for a reader that copies it at once.
+        """Yield what iteration yields in the layout of a ring, on the CPU, for a reader that copies it at once.
 
         The memory is the same each time, and each TensorDict over it is made once: ``[N]`` if a batch is one step,
         else ``[T, N]`` named ``("time", None)``, without the entries whose first names are left out.
@@ -163,12 +163,6 @@ class GymnasiumCollector(CollectorBase):
             >>> [tuple(rows.shape) for rows in collector.reused_rows(leave_out=["collector"])]
             [(2,), (2,)]
         """
-        inherited = ("__iter__", "iterator", "rollout")
-        overridden = any(getattr(type(self), name) is not getattr(GymnasiumCollector, name) for name in inherited)
-        if overridden or self.storing_device not in (None, torch.device("cpu")):
-            for batch in self:
-                yield batch.exclude(*leave_out).transpose(0, 1)
-            return
         yield from self._until_spent(lambda: self._filled(fresh=False).rows(leave_out))
 
     def _filled(self, fresh: bool) -> RolloutMemory:

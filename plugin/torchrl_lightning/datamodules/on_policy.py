@@ -195,15 +195,13 @@ class OnPolicyDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         if self._resumed is None or not trainer.fit_loop.restarting:
             return False
-        learned = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return bool(
-            0 < learned < self._epoch_length() or (not learned and self._resumed["epoch"] == trainer.current_epoch)
-        )
+        learned: int = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return learned < self._epoch_length() if learned else self._resumed["epoch"] == trainer.current_epoch
 
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch
-        for name, value in (("num_mini_batch", number), ("mini_batch_size", size)):
-            optional(integer)(value, name)
+        optional(integer)(number, "num_mini_batch")
+        optional(integer)(size, "mini_batch_size")
         if size is not None and size > frames:
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:

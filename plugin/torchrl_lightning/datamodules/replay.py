@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
@@ -271,13 +272,11 @@ class ReplayDataModule(ExperienceDataModule):
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
         buffer = self._require_buffer()
-        # A transform or a documented buffer may keep what it is given.
+        # A transform or a documented buffer may keep what it is given, and a subclass may change what is collected.
         copies = not buffer.has_transform and type(buffer).extend is ExperienceBuffer.extend
-        self._writes_rows = copies and hasattr(collector, "reused_rows")
-        if self._writes_rows:
-            rows: Iterator[TensorDictBase] = collector.reused_rows(self._left_out(buffer))
-            return rows
-        return super()._rollouts(collector)
+        ours = type(collector) is GymnasiumCollector and collector.storing_device in (None, torch.device("cpu"))
+        self._writes_rows = copies and ours
+        return collector.reused_rows(self._left_out(buffer)) if self._writes_rows else super()._rollouts(collector)
 
     def _collect_rows(self, module: Any, buffer: ExperienceBuffer) -> bool:
         """Do the same from a stream of rows ``[N]``, or ``[T, N]`` for several steps, which are written as they are."""
