@@ -16,6 +16,7 @@ from torchrl_lightning.scan import compiled
 SUM, MIN, MAX = 0, 1, 2
 OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)}
 """Code and neutral element of each operation."""
+_PAIRWISE: tuple[Callable[..., Tensor], ...] = (torch.add, torch.minimum, torch.maximum)
 
 LEVELS, FAN = 3, 8
 """The compiled walks keep only every third level above the leaves (and the first ones below the root): the eight nodes
@@ -203,13 +204,7 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
     """Compute one whole level from the one below it."""
-    left, right = below[0::2], below[1::2]
-    if code == SUM:
-        torch.add(left, right, out=out)
-    elif code == MIN:
-        torch.minimum(left, right, out=out)
-    else:
-        torch.maximum(left, right, out=out)
+    _PAIRWISE[code](below[0::2], below[1::2], out=out)
 
 
 def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
@@ -256,11 +251,7 @@ def assign_torch(
         if level // 2 <= parents.numel():
             reduce_pairs(code, nodes[level : 2 * level], nodes[level // 2 : level])
         else:
-            children = pairs.index_select(0, parents)
-            if code == SUM:
-                nodes[parents] = children.sum(1)
-            else:
-                nodes[parents] = children.amin(1) if code == MIN else children.amax(1)
+            nodes[parents] = _PAIRWISE[code](*pairs.index_select(0, parents).unbind(1))
         level //= 2
     return -1, change
 

@@ -209,20 +209,12 @@ class SegmentTree:
         """
         if not index.numel():
             return
+        kind = self._width, self.capacity, self._code
         if self._compiled:
-            place, change = jitted(segment_kernels.assign)(
-                self._nodes.numpy(),
-                self._width,
-                self.capacity,
-                self._code,
-                index.numpy(),
-                values.numpy(),
-                self._largest,
-            )
+            kernel, nodes = jitted(segment_kernels.assign), self._nodes.numpy()
+            place, change = kernel(nodes, *kind, index.numpy(), values.numpy(), self._largest)
         else:
-            place, change = assign_torch(
-                self._nodes, self._width, self.capacity, self._code, index, values, self._largest
-            )
+            place, change = assign_torch(self._nodes, *kind, index, values, self._largest)
         if place >= 0:
             count = index.numel()
             if place < count:

@@ -481,7 +481,7 @@ def test_state_is_a_copy_of_the_filled_part() -> None:
     assert state["priorities"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_bad_states_change_nothing(tmp_path: Path) -> None:
+def test_bad_states_change_nothing() -> None:
     sampler = make(5)
     sampler.mark_update(torch.arange(3))
     good = make(5)
@@ -505,16 +505,6 @@ def test_bad_states_change_nothing(tmp_path: Path) -> None:
             sampler.load_state_dict({**state, **change})
     with pytest.raises(ValueError, match="lacks leaves"):
         sampler.load_state_dict({key: value for key, value in state.items() if key != "leaves"})
-    with pytest.raises(FileNotFoundError, match="no saved state"):
-        sampler.loads(tmp_path)
-    good.dumps(tmp_path)
-    for file in tmp_path.iterdir():
-        whole = file.read_bytes()
-        for content in (whole[:-9], b"\xff" * 64, b""):
-            file.write_bytes(content)
-            with pytest.raises(ValueError, match="damaged or foreign"):
-                sampler.loads(tmp_path)
-        file.write_bytes(whole)
     after = sampler.state_dict()
     assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
 

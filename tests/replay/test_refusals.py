@@ -188,7 +188,6 @@ SAMPLERS = [
     lambda: PrioritizedSampler(8, 1.0, 1.0),
     lambda: PrioritizedSampler(8, 1.0, 1.0, weight_norm="buffer"),
     lambda: SequenceSampler(2),
-    lambda: SequenceSampler(2),
     lambda: SequenceSampler(2, episode_ends="pad"),
     lambda: SequenceSampler(2, episode_ends="across"),
 ]

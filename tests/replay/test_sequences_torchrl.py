@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,22 +54,6 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def test_its_state_needs_no_pickle(tmp_path: Path) -> None:
-    sampler = SequenceSampler(3)
-    buffer = ExperienceBuffer(storage=RingStorage(20), sampler=sampler)
-    buffer.extend(episodes([4, 5, 6, 9]))
-    buffer.sample(2)
-    file = io.BytesIO()
-    torch.save(buffer.sampler.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    SequenceSampler(3).load_state_dict(state)
-    buffer.sampler.dumps(tmp_path / "state")
-    third = SequenceSampler(3)
-    third.loads(tmp_path / "state")
-    assert torch.equal(third.state_dict()["generator"], state["generator"])
 
 
 def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on() -> None:

@@ -353,18 +353,6 @@ def test_a_state_knows_nothing_of_what_was_written_behind_it(target: str, sample
     assert_same_future(twin, other)
 
 
-def test_windows_of_a_restored_state_never_join_episodes(tmp_path: Path) -> None:
-    one = filled(tmp_path / "ring", sampler=SequenceSampler(3))
-    one.dumps(tmp_path / "state")
-    one.extend(rows(2 * ENVS, 900).view(2, ENVS), time_dim=0)
-    other = buffer(tmp_path / "other", sampler=SequenceSampler(3), batch_size=200)
-    other.loads(tmp_path / "state")
-    batch = other.sample()
-    inside = batch["mask"][:, 1:]
-    assert (batch["a"].diff(dim=1)[inside] == ENVS).all()
-    assert not batch["next", "done"].squeeze(-1)[:, :-1][inside].any()
-
-
 def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
     one = filled(tmp_path / "ring")
     one.dumps(tmp_path / "state")

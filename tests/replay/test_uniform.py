@@ -178,7 +178,7 @@ def test_restored_sampler_continues(tmp_path: Path, way: str, stratified: bool) 
         assert other.sample(storage, 5)[0].tolist() == sampler.sample(storage, 5)[0].tolist()
 
 
-def test_bad_states_change_nothing(tmp_path: Path) -> None:
+def test_bad_states_change_nothing() -> None:
     sampler = UniformSampler(generator=generator(4))
     before = sampler.generator.get_state()
     state = UniformSampler(False).state_dict()
@@ -191,12 +191,5 @@ def test_bad_states_change_nothing(tmp_path: Path) -> None:
     state.pop("stratified")
     with pytest.raises(ValueError, match="lacks stratified"):
         sampler.load_state_dict(state)
-    with pytest.raises(FileNotFoundError, match="no saved state"):
-        sampler.loads(tmp_path)
-    sampler.dumps(tmp_path)
-    file = next(tmp_path.iterdir())
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="damaged or foreign"):
-        sampler.loads(tmp_path)
     assert sampler.with_replacement
     assert torch.equal(sampler.generator.get_state(), before)

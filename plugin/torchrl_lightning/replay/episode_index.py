@@ -69,12 +69,7 @@ class EpisodeIndex(SharedArrays):
         return self._column, self._done, self._begin, self._open, self._headless_end
 
     def keep_headless_end(self, env: Ints, oldest: Ints) -> None:
-        """Remember where episodes end whose first step, which knows it, is about to go.
-
-        Args:
-            env: whose, ``[M]``.
-            oldest: what will be the oldest steps, ``[M]``.
-        """
+        """Remember where episodes end whose first step, which knows it, is about to go; then these are the oldest."""
         survives = (oldest < self._positions[env]) & (oldest > self._oldest(env))
         env, oldest = env[survives], oldest[survives]
         begin, end = self._bounds(env, oldest)
@@ -101,11 +96,7 @@ class EpisodeIndex(SharedArrays):
 
     @property
     def followed(self) -> tuple[Ints, Ints]:
-        """What it takes to follow an episode from step to step.
-
-        Of all cells where a step's episode began (a first step notes its own position or a later one), and of all
-        environments the next position; both live.
-        """
+        """Where each cell's episode began (a first step notes its own or a later position), and next positions; live."""
         return self._column, self._positions
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
@@ -126,12 +117,9 @@ class EpisodeIndex(SharedArrays):
         return begin, np.where(running, self._positions[env] - 1, end)
 
     def bounds(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> tuple[Tensor, Tensor]:
-        """Return first and last position of the episodes of stored steps; fast, and unchecked.
+        """Return first and last position of the episodes of stored steps, any shape; fast, and unchecked.
 
-        Args:
-            env_ids: environments, any shape.
-            positions: stored positions, same shape.
-            clip: let headless episodes begin at their oldest stored step instead of where they really began.
+        With ``clip``, headless episodes begin at their oldest stored step instead of where they really began.
         """
         env, position = _array(env_ids), _array(positions)
         begin, end = self._bounds(env, position)

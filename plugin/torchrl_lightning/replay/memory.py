@@ -54,12 +54,7 @@ def map_cells(folder: Path, tree: Tree, rows: int) -> Tree:
 
     The file has no name, and the kernel removes it when its last user is gone. So processes may share a folder, and a
     killed process leaves nothing behind. The blocks are reserved at once, because a write to a mapped page for which
-    the disk has no block left kills the process.
-
-    Args:
-        folder: made, with its parents, where it is missing.
-        tree: leaves whose first dimension is replaced by ``rows``.
-        rows: number of cells.
+    the disk has no block left kills the process. The folder is made where it is missing.
 
     Raises:
         OSError: the folder cannot be written, or its disk has no room; the message gives both numbers.

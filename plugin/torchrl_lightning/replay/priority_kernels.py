@@ -25,17 +25,8 @@ def write(
 ) -> tuple[int, int, int, float, int]:
     """Set priorities and the sum tree over their powers (numba), after checking everything.
 
-    Args:
-        nodes: of the sum tree.
-        priorities: of all cells.
-        generations: of all cells.
-        index: cells; -1 stands for none.
-        priority: one for each of them; one for all if they are new.
-        drawn: generations that the cells must still have; may be empty.
-        new: whether the cells were just written; otherwise those that hold nothing are left alone.
-        eps: added to a priority.
-        alpha: exponent of that.
-        limit: of the powers.
+    New cells were just written, and get one priority for all of them. Otherwise each has its own, and those that hold
+    nothing or are no longer of the generation ``drawn``, if that is given, are left alone; so is -1.
 
     Returns:
         Place of the first bad index or priority, or -1; how many of the cells held nothing before; by how much the
