@@ -96,7 +96,7 @@ class EpisodeIndex(SharedArrays):
 
     @property
     def followed(self) -> tuple[Ints, Ints]:
-        """Where each cell's episode began (a first step notes its own or a later position), and next positions; live."""
+        """Where each cell's episode began (a first step notes its own or a later position), and next positions."""
         return self._column, self._positions
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
