@@ -64,9 +64,8 @@ class AgentModule(ReportingModule):
 
     def setup(self, stage: str) -> None:
         """Refuse a schedule over a run whose end is unknown, by a ValueError."""
-        if stage != "fit" or all(isinstance(schedule, ConstantSchedule) for schedule in self.schedules):
-            return
-        if progress_of(self.trainer) is None:
+        moving = any(not isinstance(schedule, ConstantSchedule) for schedule in self.schedules)
+        if stage == "fit" and moving and progress_of(self.trainer) is None:
             raise ValueError(
                 "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
                 "total_frames, or the trainer max_epochs or max_steps; or take schedule='constant'"

@@ -72,7 +72,10 @@ def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = T
 
 def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool) -> LoadedPolicy:
     """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
-    specs = specs_in(stored, path)
+    states = (state["specs"] for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
+    if (state := next(states, None)) is None:
+        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    specs = specs_from_state(state)
     if module is None:
         from hydra.utils import instantiate
 
@@ -94,15 +97,6 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
     if not callable(getattr(module, "policy", None)):
         raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
     return LoadedPolicy(module.policy, specs, deterministic=deterministic)
-
-
-def specs_in(stored: Mapping[str, Any], path: str | Path) -> EnvironmentSpecs:
-    """Return the specs of the environment that a checkpoint was trained in; raise ValueError where it holds none."""
-    states = (state["specs"] for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
-    state = next(states, None)
-    if state is None:
-        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
-    return specs_from_state(state)
 
 
 def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:
