@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
-from torchrl_lightning.entries import Path, Tree, leaves_of, nested_keys, path_of, tree_of
+from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tree_of, under
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay import windows
 from torchrl_lightning.replay.rings import uniform
@@ -194,23 +194,23 @@ def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], acros
     if isinstance(storage, RingStorage) and not any(key[0] in storage.tree for key in keys):
         return {}
     cells = index if across else index[:, :1]
-    tree = storage.tree if isinstance(storage, RingStorage) else tree_of(storage.get(cells).reshape(-1))
+    leaves = dict(
+        leaves_of(storage.tree if isinstance(storage, RingStorage) else tree_of(storage.get(cells).reshape(-1)))
+    )
     if isinstance(storage, RingStorage):
         cells = cells.to(storage.device)
     else:  # what was read, is read; number it
         cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
-    init = _below(tree, ("is_init",))
-    begins = None
-    if isinstance(init, Tensor):
+    init, begins = leaves.get(("is_init",)), None
+    if init is not None:
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
+    # With n-step returns the state after the last step is read, with everything else of that step.
     one_step = not isinstance(storage, RingStorage) or storage.n_step is None
     states: dict[Path, Tensor] = {}
-    for key in keys:
-        for path, leaf in _leaves(tree, key):
-            states[path] = _expanded(leaf, cells, index.shape, begins, zero=True)
-        # With n-step returns the state after the last step is read, with everything else of that step.
-        for path, leaf in _leaves(tree, ("next", *key)) if one_step else ():
-            states[path] = _expanded(leaf, cells, index.shape, begins, zero=False)
+    for path, leaf in leaves.items():
+        after = path[0] == "next"
+        if any(under(path[after:], key) for key in keys) and (one_step or not after):
+            states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after)
     return states
 
 
@@ -229,17 +229,3 @@ def _expanded(leaf: Tensor, cells: Tensor, shape: torch.Size, begins: Tensor | N
     states = states.clone()
     states[row, step + 1] = 0 if zero else leaf.index_select(0, cells[row, step + 1])
     return states
-
-
-def _below(tree: Tree, path: Path) -> Any:
-    node: Any = tree
-    for key in path:
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
-
-
-def _leaves(tree: Tree, path: Path) -> Iterable[tuple[Path, Tensor]]:
-    node = _below(tree, path)
-    if isinstance(node, dict):
-        return leaves_of(node, path)
-    return [] if node is None else [(path, node)]
