@@ -196,6 +196,7 @@ def test_the_ppo_buffer(built):
     ("group", "name", "field"),
     [
         ("storage", "ring", "max_size"),
+        ("storage", "rollout", "size"),
         ("sampler", "prioritized", "max_capacity"),
         ("sampler", "sequence", "batch_length"),
         ("replay_buffer", "recurrent", "capacity"),

@@ -111,14 +111,8 @@ def test_a_batch_has_documented_names_shapes_and_type() -> None:
     batch = buffer.sample(3)
     assert isinstance(batch, BatchExperience)
     shapes = {name: tuple(getattr(batch, name).shape) for name in NAMES}
-    assert shapes == {
-        "states": (3, 3),
-        "actions": (3, 2),
-        "rewards": (3, 1),
-        "next_states": (3, 3),
-        "dones": (3, 1),
-        "hiddens": (3, 4),
-    }
+    widths = {"states": 3, "actions": 2, "rewards": 1, "next_states": 3, "dones": 1, "hiddens": 4}
+    assert shapes == {name: (3, width) for name, width in widths.items()}
     assert {getattr(batch, name).dtype for name in NAMES} == {torch.float32}
     assert batch.previous_hiddens is None
     assert batch.dones.equal((batch.states[:, :1] % 3 == 2).float())
@@ -228,23 +222,9 @@ def test_the_base_cannot_be_used_without_sample() -> None:
 def test_config_and_metadata() -> None:
     buffer = build(device="cpu")
     buffer.add_multi(**rows(0, 3))
-    config = buffer.config()
-    assert (config.type, config.capacity, config.state_dim, config.action_dim, config.hidden_dim) == (
-        "ReplayBuffer",
-        7,
-        3,
-        2,
-        4,
-    )
-    assert list(buffer.metadata().items()) == [
-        ("capacity", 7),
-        ("state_dim", 3),
-        ("action_dim", 2),
-        ("hidden_dim", 4),
-        ("position", 3),
-        ("size", 3),
-        ("device", "cpu"),
-    ]
+    sizes = {"capacity": 7, "state_dim": 3, "action_dim": 2, "hidden_dim": 4}
+    assert vars(buffer.config()) == {"type": "ReplayBuffer", **sizes}
+    assert list(buffer.metadata().items()) == [*sizes.items(), ("position", 3), ("size", 3), ("device", "cpu")]
     assert build().metadata()["device"] is None
 
 

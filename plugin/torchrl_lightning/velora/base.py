@@ -113,11 +113,12 @@ class BufferBase(ExperienceBuffer):
         """
         if isinstance(state, TensorDictBase):
             return super().add(state)
-        given = zip(NAMES, (state, action, reward, next_state, done, hidden), strict=True)
-        truncated, previous_hiddens = _row(truncated, "truncated"), _row(previous_hidden, "previous_hiddens")
-        self.add_multi(
-            *(_row(value, name) for name, value in given), truncated=truncated, previous_hiddens=previous_hiddens
-        )
+        given = (state, action, reward, next_state, done, hidden, truncated, previous_hidden)
+        rows = {
+            name: None if value is None else numbers(value, name).reshape(1, -1)
+            for name, value in zip((*NAMES, "truncated", "previous_hiddens"), given, strict=True)
+        }
+        self.add_multi(**rows)
         return None
 
     def add_multi(
@@ -159,8 +160,7 @@ class BufferBase(ExperienceBuffer):
             columns["previous_hiddens"] = self._column(previous_hiddens, "previous_hiddens")
         if columns["rewards"].shape[1] != 1:
             raise ValueError(f"rewards have {columns['rewards'].shape[1]} numbers each, expected one.")
-        uneven = {name: len(column) for name, column in columns.items() if len(column) != rows}
-        if uneven:
+        if uneven := {name: len(column) for name, column in columns.items() if len(column) != rows}:
             raise ValueError(
                 f"There are {rows} states, but {uneven}; every argument needs one row for each transition."
             )
@@ -183,10 +183,10 @@ class BufferBase(ExperienceBuffer):
             TypeError: it is not a TensorDict.
             ValueError: an observation, action or recurrent state has another size than declared.
         """
-        check_tensordict(data)
         if self.storage.tree and None not in (self.state_dim, self.action_dim, self.hidden_dim):
             same: Tensor = super().extend(data, *args, **kwargs)  # which refuses another schema
             return same
+        check_tensordict(data)
         found = {name: width_of(data, key) for name, key in WIDTHS.items()}
         expected = {name: found[name] if getattr(self, name) is None else getattr(self, name) for name in WIDTHS}
         wrong = [
@@ -235,11 +235,10 @@ class BufferBase(ExperienceBuffer):
         Raises:
             RuntimeError: the rings of several environments are unevenly filled.
         """
-        if not self.writer.is_even or len(set(self.writer.positions.tolist())) > 1:
-            raise RuntimeError(
-                f"There is no one position in uneven rings, {self.writer.positions.tolist()}; use dumps."
-            )
-        return int(self.writer.positions[0]) % self.writer.length * self.writer.num_envs
+        positions = self.writer.positions.tolist()
+        if not self.writer.is_even or len(set(positions)) > 1:
+            raise RuntimeError(f"There is no one position in uneven rings, {positions}; use dumps.")
+        return int(positions[0]) % self.writer.length * self.writer.num_envs
 
     # ------------------------------------------------------------------ state and files
 
@@ -327,7 +326,3 @@ class BufferBase(ExperienceBuffer):
                 for first in range(0, stop, CHUNK):
                     buffer.add_multi(*(column[first : min(first + CHUNK, stop)] for column in columns))
         return buffer
-
-
-def _row(value: Any, name: str) -> Tensor | None:
-    return None if value is None else numbers(value, name).reshape(1, -1)
