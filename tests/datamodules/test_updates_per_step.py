@@ -10,10 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from datamodules.replay_parts import dqn, experience, fit, parameters, replay_data, stored, trainer
+from datamodules.replay_parts import dqn, fit, parameters, replay_data, stored, trainer
 from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
 from torchrl_lightning.learn import DQNModule
-from torchrl_lightning.replay import SequenceSampler
 
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
 ROLLING = {"frames_per_update": 3.7, "num_envs": 4}
@@ -32,8 +31,16 @@ class Noting(DQNModule):
         return super().terms(batch)
 
 
-def same(one, other):
-    (data, module), (data_too, module_too) = one, other
+def check_same(folder, buffer, settings, precision="32-true", **kwargs):
+    """Compare a run of one update a step with a run of four."""
+    runs = []
+    for count in (1, 4):
+        data, module = replay_data(buffer, updates_per_step=count, **settings), dqn(Noting, **kwargs)
+        fit(folder, data, module, precision=precision)
+        runs.append((data, module))
+    # Ten updates are steps of four, four and two.
+    assert len(data.train_dataloader()) == 3
+    (data, module), (data_too, module_too) = runs
     assert module.seen == module_too.seen
     assert (data.updates, data.frames) == (data_too.updates, data_too.frames)
     assert torch.equal(stored(data), stored(data_too))
@@ -48,17 +55,8 @@ def same(one, other):
 @pytest.mark.parametrize("settings", [ROLLING, EXACT], ids=["rolling", "exact"])
 @pytest.mark.parametrize("buffer", ["uniform", "prioritized", "sequence"])
 def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, settings, tmp_path):
-    runs = []
-    for count in (1, 4):
-        make = experience(lambda: SequenceSampler(4)) if buffer == "sequence" else buffer
-        recurrent = buffer == "sequence"
-        data, module = replay_data(make, updates_per_step=count, **settings), dqn(Noting, recurrent=recurrent)
-        module.refresh_states = recurrent
-        fit(tmp_path, data, module)
-        runs.append((data, module))
-    same(*runs)
-    # Ten updates are steps of four, four and two.
-    assert len(runs[1][0].train_dataloader()) == 3
+    recurrent = buffer == "sequence"
+    check_same(tmp_path, buffer, settings, recurrent=recurrent, refresh_states=recurrent)
 
 
 class Counting(L.Callback):
@@ -85,12 +83,7 @@ def test_lightnings_hooks_and_counter_run_once_for_a_step(tmp_path):
 
 
 def test_mixed_precision_acts_and_learns_with_the_weights_of_the_moment(tmp_path):
-    runs = []
-    for count in (1, 4):
-        data, module = replay_data("prioritized", updates_per_step=count, **ROLLING), dqn(Noting, learning_rate=0.1)
-        fit(tmp_path, data, module, precision="bf16-mixed")
-        runs.append((data, module))
-    same(*runs)
+    check_same(tmp_path, "prioritized", ROLLING, precision="bf16-mixed", learning_rate=0.1)
 
 
 @pytest.mark.parametrize("fails_at", [14, 16, 17])
