@@ -115,7 +115,7 @@ class SequenceSampler(SamplerHooks, Sampler):
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
-        rule, draw = (writer.length, *writer.arrays, episodes, self._options), jitted(windows.draw)
+        rule, draw = ((writer.length, *writer.arrays), episodes, self._options), jitted(windows.draw)
         missing, found, drawn = len(cells), 0, 0
         # Where a window may end anywhere, every step that has room for one may begin it.
         size = 2 * missing if self._by_episode and self._reach else missing

@@ -11,26 +11,13 @@ from typing import Any
 import numpy as np
 
 
-def draw(
-    ranks: Any,
-    relative: bool,
-    length: int,
-    positions: Any,
-    floor: Any,
-    episodes: Any,
-    options: Any,
-    cells: Any,
-    mask: Any,
-    found: int,
-) -> int:
+def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, found: int) -> int:
     """Lay out the windows that begin at candidates of these ranks, where those may begin one (numba).
 
     Args:
         ranks: of candidates, ``[n]`` float64.
         relative: whether ranks are shares of their number, in [0, 1).
-        length: cells of a ring.
-        positions: next position of every environment, ``[N]``.
-        floor: nothing is stored below these positions, ``[N]``.
+        rings: cells of a ring; next position of every environment, and below which one nothing is stored, ``[N]``.
         episodes: arrays of the episode index.
         options: reach (how far behind its first step a window has to be stored), burn-in, whether windows end with
             their episode, and whether they are padded.
@@ -41,6 +28,7 @@ def draw(
     Returns:
         How many rows are filled then; -1 if there are no candidates.
     """
+    length, positions, floor = rings
     column, _, begin, running, headless_end = episodes
     reach, burn_in, by_episode, pad = options
     width, size, steps = len(positions), length * len(positions), cells.shape[1]
@@ -82,9 +70,9 @@ def draw(
     return found
 
 
-def all_starts(length: int, positions: Any, floor: Any, episodes: Any, options: Any) -> Any:
+def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
     """Return the ranks, as float64, of all candidates that may begin a window (numba): O(stored steps)."""
-    reach, _, by_episode, _ = options
+    (length, positions, floor), (reach, _, by_episode, _) = rings, options
     column, width = episodes[0], len(positions)
     kept, found, rank = np.empty(length * width, np.float64), 0, 0
     for env in range(width):
@@ -95,9 +83,9 @@ def all_starts(length: int, positions: Any, floor: Any, episodes: Any, options: 
     return kept[:found].copy()
 
 
-def longest_run(length: int, positions: Any, floor: Any, episodes: Any, options: Any) -> int:
+def longest_run(rings: Any, episodes: Any, options: Any) -> int:
     """Count the steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
-    by_episode = options[2]
+    (length, positions, floor), by_episode = rings, options[2]
     width, longest = len(positions), 0
     for env in range(width):
         run = 0
