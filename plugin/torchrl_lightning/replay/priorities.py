@@ -133,14 +133,12 @@ class Priorities:
         if self._compiled:
             new = isinstance(priority, float)
             place, fresh, change, largest, last = jitted(priority_kernels.write)(
-                *self._arrays(),
+                self._arrays(),
                 _packed(index),
                 np.array([priority]) if isinstance(priority, float) else _packed(priority),
                 priority_kernels.NOTHING if drawn is None else _packed(drawn),
                 new,
-                self.eps,
-                self.alpha,
-                self._limit,
+                (self.eps, self.alpha, self._limit),
             )
             self.tree.count(change)
         else:
@@ -209,7 +207,7 @@ class Priorities:
         shares = uniform(count, generator, self._arrays()[1].dtype)
         # numpy's empty arrays cost a quarter of torch's.
         cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
-        if not jitted(priority_kernels.draw)(*self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
+        if not jitted(priority_kernels.draw)(self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
             raise self._all_zero()
         return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
 

@@ -12,16 +12,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 def write(
-    nodes: Any,
-    priorities: Any,
-    generations: Any,
-    index: Any,
-    priority: Any,
-    drawn: Any,
-    new: bool,
-    eps: float,
-    alpha: float,
-    limit: float,
+    table: Any, index: Any, priority: Any, drawn: Any, new: bool, power: tuple[float, float, float]
 ) -> tuple[int, int, int, float, int]:
     """Set priorities and the sum tree over their powers (numba), after checking everything.
 
@@ -32,6 +23,7 @@ def write(
         Place of the first bad index or priority, or -1; how many of the cells held nothing before; by how much the
         number of leaves that are not zero has changed; the largest priority, unless the cells are new; the last cell.
     """
+    (nodes, priorities, generations), (eps, alpha, limit) = table, power
     count, width, stride = len(index), len(nodes) // 2, 0 if new else 1
     leaves = np.empty(len(priority), nodes.dtype)
     for i in range(len(priority)):
@@ -67,23 +59,12 @@ def write(
 
 
 def draw(
-    nodes: Any,
-    priorities: Any,
-    generations: Any,
-    mass: Any,
-    stratified: bool,
-    beta: float,
-    base: float,
-    cells: Any,
-    weights: Any,
-    stamps: Any,
+    table: Any, mass: Any, stratified: bool, beta: float, base: float, cells: Any, weights: Any, stamps: Any
 ) -> bool:
     """Draw cells, and give each its importance weight and its generation (numba); uses ``mass`` up.
 
     Args:
-        nodes: of the sum tree.
-        priorities: of all cells; only fetched, for the update that follows.
-        generations: of all cells.
+        table: nodes of the sum tree, priorities (only fetched, for the update that follows) and generations.
         mass: uniform numbers in [0, 1).
         stratified: each number falls into a share of its own.
         beta: the weights are ``(leaf / base) ** -beta``.
@@ -95,6 +76,7 @@ def draw(
     Returns:
         Whether there was anything to draw.
     """
+    nodes, priorities, generations = table
     count, width, total = len(mass), len(nodes) // 2, nodes[1]
     if not total > 0.0:
         return False
