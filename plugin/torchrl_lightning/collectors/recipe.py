@@ -1,0 +1,270 @@
+"""How one environment is made, in plain values: for training, evaluation and deployment alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
+
+from torchrl_lightning.ranges import integer, optional, positive
+
+Environment = gym.Env[Any, Any]
+Wrapper = Callable[[Environment], Environment]
+
+
+class EnvironmentRecipe:
+    """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
+
+    What is asked for is laid around the environment from the inside out, in the order of the arguments. Wrappers and a
+    factory may also be given as in a config: a mapping of ``_target_``, the name of a class or function, and its
+    arguments.
+
+    Args:
+        id: an environment id, also ``module:id``, or a factory of one environment.
+        env_kwargs: passed on to :func:`gymnasium.make`, or to the factory.
+        time_limit: steps after which an episode is truncated; the environment's own limit if None.
+        action_repeat: steps for which each action is taken; their rewards are added.
+        wrappers: what takes the environment and returns it wrapped, e.g. partials of Gymnasium's wrappers.
+        keep: entries of a Dict observation that are shown; all if None.
+        drop: entries of a Dict observation that are not shown.
+        observe: numbers of a flat observation that are shown, in this order; all if None.
+        flatten: show the observation as one vector.
+        frame_stack: show this many images, the newest last, along their channels.
+        clip_reward: clip rewards to ``[-clip_reward, clip_reward]``; not if None.
+
+    Raises:
+        ValueError: a number is out of range, or a target is unknown; when the environment is made, a setting that it
+            does not fit.
+        TypeError: ``id`` or a wrapper is of another kind.
+
+    Example:
+        >>> recipe = EnvironmentRecipe(
+        ...     "CartPole-v1", time_limit=200, wrappers=[{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
+        ... )
+        >>> recipe().observation_space.shape
+        (5,)
+        >>> EnvironmentRecipe("CartPole-v1", observe=[0, 2])
+        EnvironmentRecipe('CartPole-v1', observe=[0, 2])
+    """
+
+    def __init__(
+        self,
+        id: str | Callable[..., Environment] | Mapping[str, Any],
+        env_kwargs: Mapping[str, Any] | None = None,
+        *,
+        time_limit: int | None = None,
+        action_repeat: int = 1,
+        wrappers: Sequence[Wrapper | Mapping[str, Any]] = (),
+        keep: Sequence[str] | None = None,
+        drop: Sequence[str] = (),
+        observe: Sequence[int] | None = None,
+        flatten: bool = False,
+        frame_stack: int = 1,
+        clip_reward: float | None = None,
+    ) -> None:
+        if not isinstance(id, str):
+            _resolved(id, "id")
+        for number, wrapper in enumerate(wrappers):
+            _resolved(wrapper, f"wrappers[{number}]")
+        if keep is not None and drop:
+            raise ValueError(f"keep={list(keep)} and drop={list(drop)} say the same in two ways; give one of them.")
+        self.id = id if isinstance(id, str) or callable(id) else dict(id)
+        self.env_kwargs = dict(env_kwargs or {})
+        self.time_limit = optional(integer)(time_limit, "time_limit")
+        self.action_repeat = integer(action_repeat, "action_repeat")
+        self.wrappers = [wrapper if callable(wrapper) else dict(wrapper) for wrapper in wrappers]
+        self.keep = None if keep is None else list(keep)
+        self.drop = list(drop)
+        self.observe = None if observe is None else list(observe)
+        self.flatten = flatten
+        self.frame_stack = integer(frame_stack, "frame_stack")
+        self.clip_reward = optional(positive)(clip_reward, "clip_reward")
+
+    def __call__(self, **kwargs: Any) -> Environment:
+        """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
+        kwargs = {**self.env_kwargs, **kwargs}
+        env: Environment
+        if isinstance(self.id, str):
+            limit = {} if self.time_limit is None else {"max_episode_steps": self.time_limit}
+            env = gym.make(self.id, **{**limit, **kwargs})
+        else:
+            env = _resolved(self.id, "id")(**kwargs)
+            if self.time_limit is not None:
+                env = TimeLimit(env, self.time_limit)
+        if self.action_repeat > 1:
+            env = RepeatAction(env, self.action_repeat)
+        for number, wrapper in enumerate(self.wrappers):
+            env = _wrapped(env, _resolved(wrapper, f"wrappers[{number}]"), f"wrappers[{number}]={_name(wrapper)}")
+        if self.keep is not None or self.drop:
+            env = FilterObservation(env, _shown(env.observation_space, self.keep, self.drop))
+        if self.observe is not None:
+            env = SelectObservation(env, self.observe)
+        if self.flatten:
+            env = _wrapped(env, FlattenObservation, "flatten=True")
+        if self.frame_stack > 1:
+            env = FrameStack(env, self.frame_stack)
+        if self.clip_reward is not None:
+            env = ClipReward(env, -self.clip_reward, self.clip_reward)
+        return env
+
+    def __repr__(self) -> str:
+        settings = {**vars(self), "wrappers": [_name(wrapper) for wrapper in self.wrappers]}
+        id = settings.pop("id")
+        defaults = {"action_repeat": 1, "frame_stack": 1}
+        text = "".join(
+            f", {name}={value!r}" for name, value in settings.items() if value and value != defaults.get(name)
+        )
+        return f"{type(self).__name__}({id if isinstance(id, str) else _name(id)!r}{text})"
+
+
+class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
+    """Show only some entries of a flat observation, e.g. to hide velocities from a policy with memory.
+
+    Args:
+        env: an environment with a one-dimensional Box observation.
+        indices: the entries to show, in this order.
+
+    Raises:
+        ValueError: if the observation is no flat Box or an index is out of range.
+
+    Example:
+        >>> SelectObservation(gym.make("CartPole-v1"), [0, 2]).reset(seed=0)[0].shape
+        (2,)
+    """
+
+    def __init__(self, env: Environment, indices: Sequence[int]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        if not isinstance(space, spaces.Box) or len(space.shape) != 1:
+            raise ValueError(f"observe= selects entries of a one-dimensional Box; the environment observes {space}.")
+        if not indices or not all(0 <= index < space.shape[0] for index in indices):
+            raise ValueError(f"observe={list(indices)} must name entries 0 to {space.shape[0] - 1} of {space}.")
+        self._indices = np.asarray(indices)
+        self.observation_space = spaces.Box(space.low[self._indices], space.high[self._indices], dtype=space.dtype)
+
+    def observation(self, observation: Any) -> Any:
+        """Return the selected entries."""
+        return observation[self._indices]
+
+
+class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
+    """Show the last images as one, along their channels; what else there is in a Dict observation stays as it is.
+
+    ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``.
+    An episode begins with ``K`` copies of its first image.
+
+    Args:
+        env: an environment that shows images, alone or in a Dict.
+        count: how many, ``K``.
+
+    Raises:
+        ValueError: the environment shows no image.
+    """
+
+    def __init__(self, env: Environment, count: int) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        entries = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        images = {name: entry for name, entry in entries.items() if isinstance(entry, spaces.Box) and _is_image(entry)}
+        if not images:
+            raise ValueError(
+                f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
+                "for vectors there is gymnasium.wrappers.FrameStackObservation among wrappers=."
+            )
+        self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
+        self._last = {name: channels_are_last(entry.shape) for name, entry in images.items()}
+        stacked = {
+            name: spaces.Box(
+                self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
+            )  # type: ignore[arg-type]
+            for name, entry in images.items()
+        }
+        self._is_dict = isinstance(space, spaces.Dict)
+        self.observation_space = spaces.Dict({**entries, **stacked}) if self._is_dict else stacked[""]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        for name, frames in self._frames.items():
+            frames.extend([observation[name] if self._is_dict else observation] * (frames.maxlen or 1))
+        return self._stacked(observation), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step, and show the newest image behind those before."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        for name, frames in self._frames.items():
+            frames.append(observation[name] if self._is_dict else observation)
+        return self._stacked(observation), reward, terminated, truncated, info
+
+    def _stacked(self, observation: Any) -> Any:
+        images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
+        return {**observation, **images} if self._is_dict else images[""]
+
+    def _joined(self, name: str, frames: Sequence[Any]) -> Any:
+        if frames[0].ndim == 2:
+            return np.stack(frames)
+        return np.concatenate(frames, -1 if self._last[name] else 0)
+
+
+def channels_are_last(shape: Sequence[int]) -> bool:
+    """Return whether images of three dimensions are ``[H, W, C]``: there are fewer channels than rows or columns.
+
+    Example:
+        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84))
+        (True, False)
+    """
+    return len(shape) == 3 and shape[-1] < shape[0]
+
+
+def _is_image(space: spaces.Box) -> bool:
+    return len(space.shape) in (2, 3)
+
+
+def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[str]) -> list[str]:
+    asked, argument = (drop, "drop") if keep is None else (keep, "keep")
+    if not isinstance(space, spaces.Dict):
+        raise ValueError(f"{argument}={list(asked)} names entries of a Dict, but the environment observes {space}.")
+    missing = [name for name in asked if name not in space.spaces]
+    shown = [name for name in space.spaces if (name in asked) == (keep is not None)]
+    if missing or not shown:
+        what = f"names {missing}, which are not there" if missing else "leaves nothing"
+        raise ValueError(f"{argument}={list(asked)} {what}; the environment observes {sorted(space.spaces)}.")
+    return shown
+
+
+def _resolved(part: Any, argument: str) -> Callable[..., Any]:
+    """Return what a callable is, or a mapping of ``_target_`` and arguments means."""
+    if callable(part):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
+        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
+    module, _, name = part["_target_"].rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {error}.") from error
+    arguments = {key: value for key, value in part.items() if not key.startswith("_")}
+    return partial(target, **arguments) if arguments else target
+
+
+def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
+    try:
+        made = wrapper(env)
+    except (AssertionError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{what} does not fit {env}, which observes {env.observation_space}: {error}") from error
+    if not isinstance(made, gym.Env):
+        raise TypeError(f"{what} made a {type(made).__name__}; a wrapper returns the environment that it wraps.")
+    return made
+
+
+def _name(part: Any) -> Any:
+    if isinstance(part, partial):
+        return {"_target_": _name(part.func), **part.keywords}
+    return f"{part.__module__}.{part.__qualname__}" if hasattr(part, "__qualname__") else part
