@@ -5,8 +5,9 @@ from torchrl_lightning.callbacks import ExperienceLog as ExperienceLog
 from torchrl_lightning.callbacks import FramesProgressBar as FramesProgressBar
 from torchrl_lightning.callbacks import LastCheckpoint as LastCheckpoint
 from torchrl_lightning.collectors import AsynchronousCollector as AsynchronousCollector
-from torchrl_lightning.collectors import EnvironmentFactory as EnvironmentFactory
+from torchrl_lightning.collectors import EnvironmentRecipe as EnvironmentRecipe
 from torchrl_lightning.collectors import EnvironmentSpecs as EnvironmentSpecs
+from torchrl_lightning.collectors import FrameStack as FrameStack
 from torchrl_lightning.collectors import GymnasiumCollector as GymnasiumCollector
 from torchrl_lightning.collectors import SelectObservation as SelectObservation
 from torchrl_lightning.collectors import environment_specs as environment_specs

@@ -40,6 +40,7 @@ class Described:
     component: str
     left_out: frozenset[str] = frozenset()
     partial: bool = False
+    recursive: bool = True  # whether Hydra builds what it finds inside, or the class does so itself
 
     @property
     def target(self) -> str:
@@ -66,7 +67,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
         [
             Described("data", "on_policy", "OnPolicyDataModule"),
             Described("data", "replay", "ReplayDataModule"),
-            Described("env", "factory", "EnvironmentFactory"),
+            Described("env", "recipe", "EnvironmentRecipe", recursive=False),
         ],
     ),
     "buffers": (
@@ -132,6 +133,7 @@ def class_source(described: Described) -> str:
         f'    _target_: str = "{described.target}"\n'
         + '    _convert_: str = "all"\n'
         + ("    _partial_: bool = True\n" if described.partial else "")
+        + ("" if described.recursive else "    _recursive_: bool = False\n")
         + "".join(field_source(*each) for each in config_fields(described.type, described.left_out))
     )
 

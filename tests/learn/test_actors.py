@@ -156,6 +156,14 @@ def test_channels_last_equals_channels_first() -> None:
     torch.testing.assert_close(first(image), last(image.movedim(1, -1)))
 
 
+@pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (20, 20, 12), (12, 20, 20), (7, 7)])
+def test_small_images_and_stacked_ones_have_their_channels_where_they_are_fewer(shape: tuple[int, ...]) -> None:
+    encoder = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8]).encoder([Unbounded(shape, dtype=torch.uint8)])
+    channels = min(shape) if len(shape) == 3 else 1
+    assert encoder.convolutions[0].in_channels == channels
+    assert encoder(torch.zeros(5, *shape, dtype=torch.uint8)).shape == (5, 8)
+
+
 def test_shared_trunk_is_registered_once() -> None:
     specs, network = specs_of(Categorical(2)), MLPNetwork([8], shared=True)
     actor = build_actor(specs, network)
@@ -206,7 +214,12 @@ def test_primer_names_the_state(cell: str, keys: set[Any]) -> None:
         (lambda: build_actor(specs_of(BOX), RecurrentNetwork("rnn")), ValueError, "'gru' or 'lstm'"),
         (lambda: build_critic(specs_of(BOX), MLPNetwork(shared=True)), ValueError, "give build_critic the actor"),
         (lambda: build_actor(specs_of(BOX), CNNNetwork()), ValueError, "MLPNetwork for vectors"),
-        (lambda: CNNNetwork().encoder([Unbounded((1, 10, 10))]), ValueError, "too small"),
+        (
+            lambda: CNNNetwork().encoder([Unbounded((1, 10, 10))]),
+            ValueError,
+            r"too small.*kernels=\[2, 2, 2\].*cnn_small",
+        ),
+        (lambda: CNNNetwork().encoder([Unbounded((3, 3))]), ValueError, "too small.*an MLPNetwork would fit"),
     ],
 )
 def test_bad_requests_are_refused(build: Any, error: type[Exception], says: str) -> None:

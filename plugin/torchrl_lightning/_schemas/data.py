@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
@@ -60,18 +60,27 @@ class ReplayDataSchema:
 
 
 @dataclass
-class EnvironmentFactorySchema:
-    """Arguments of :class:`torchrl_lightning.EnvironmentFactory`."""
+class EnvironmentRecipeSchema:
+    """Arguments of :class:`torchrl_lightning.EnvironmentRecipe`."""
 
-    _target_: str = "torchrl_lightning.EnvironmentFactory"
+    _target_: str = "torchrl_lightning.EnvironmentRecipe"
     _convert_: str = "all"
-    id: str = MISSING
-    observe: list[int] | None = None
+    _recursive_: bool = False
+    id: Any = MISSING
     env_kwargs: Any = None
+    time_limit: int | None = None
+    action_repeat: int = 1
+    wrappers: Any = field(default_factory=list)
+    keep: list[str] | None = None
+    drop: list[str] = field(default_factory=list)
+    observe: list[int] | None = None
+    flatten: bool = False
+    frame_stack: int = 1
+    clip_reward: float | None = None
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("data", "on_policy"): OnPolicyDataSchema,
     ("data", "replay"): ReplayDataSchema,
-    ("env", "factory"): EnvironmentFactorySchema,
+    ("env", "recipe"): EnvironmentRecipeSchema,
 }

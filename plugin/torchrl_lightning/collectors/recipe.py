@@ -183,7 +183,7 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
         stacked = {
             name: spaces.Box(
                 self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
-            )  # type: ignore[arg-type]
+            )
             for name, entry in images.items()
         }
         self._is_dict = isinstance(space, spaces.Dict)

@@ -16,7 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
-_OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*")
+_OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.(?!Record)[A-Z]\w*")
 
 
 class LoadedPolicy(TensorDictModuleBase):

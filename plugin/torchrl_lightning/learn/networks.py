@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Categorical
 
+from torchrl_lightning.collectors.recipe import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import one_of
 
@@ -107,7 +108,7 @@ class MLPEncoder(nn.Module):
 class CNNEncoder(nn.Module):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
-    Images may be ``[C, H, W]``, ``[H, W, C]`` (at most four channels) or ``[H, W]``.
+    Images may be ``[C, H, W]`` or ``[H, W, C]``, with fewer channels than rows, or ``[H, W]``.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
@@ -122,7 +123,7 @@ class CNNEncoder(nn.Module):
         self.pixels = pixels[0]
         shape = list(specs[self.pixels].shape)
         self.two_dimensional = len(shape) == 2
-        self.channels_last = len(shape) == 3 and shape[-1] <= 4 < shape[0]
+        self.channels_last = channels_are_last(shape)
         if self.two_dimensional:
             shape = [1, *shape]
         elif self.channels_last:
@@ -132,9 +133,15 @@ class CNNEncoder(nn.Module):
         for out, kernel, stride in zip(network.channels, network.kernels, network.strides, strict=True):
             size = [(edge - kernel) // stride + 1 for edge in size]
             if min(size) < 1:
+                count = len(network.kernels)
+                fit = (
+                    f"kernels={[2] * count} with strides={[1] * count}, as model/network=cnn_small has,"
+                    if min(shape[1:]) > count
+                    else "an MLPNetwork"
+                )
                 raise ValueError(
                     f"images of {shape[1]} x {shape[2]} are too small for kernels {list(network.kernels)} with "
-                    f"strides {list(network.strides)}; give smaller kernels"
+                    f"strides {list(network.strides)}; {fit} would fit"
                 )
             layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), act()]
             channels = out
