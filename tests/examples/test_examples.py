@@ -12,7 +12,7 @@ import pytest
 from configs.processes import PROJECT, environment
 
 EXAMPLES = PROJECT / "examples"
-SCRIPTS = ("torchrl_only.py", "own_trainer.py", "loss_module.py", "hydra_app/train.py")
+SCRIPTS = ("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py")
 
 
 def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -25,6 +25,7 @@ def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.Completed
     [
         ("torchrl_only.py", ["--frames", "2048"], r"mean return of the last 20 episodes: (\d+\.\d)"),
         ("own_trainer.py", ["--frames", "2048"], r"mean return of 20 episodes: (\d+\.\d)"),
+        ("own_environment.py", ["--frames", "2048"], r"mean return of 100 episodes: (\d\.\d\d)"),
         ("loss_module.py", ["--frames", "1100"], r"mean return of 20 episodes: (\d+\.\d)"),
         (
             "hydra_app/train.py",
@@ -38,8 +39,9 @@ def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, 
     assert done.returncode == 0, done.stderr
     match = re.fullmatch(last_line, done.stdout.strip().splitlines()[-1])
     assert match is not None
-    # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most.
-    assert 5 <= float(match[1]) <= 500
+    # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most. A treasure is one.
+    low, high = (0, 1) if script == "own_environment.py" else (5, 500)
+    assert low <= float(match[1]) <= high
 
 
 def test_every_example_is_run():

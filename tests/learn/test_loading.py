@@ -13,6 +13,7 @@ from learn.fakes import trainer
 from torchrl_lightning import OnPolicyDataModule, load_policy, play_episodes
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
+from torchrl_lightning.learn.loading import CONFIG, config_in
 
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -120,3 +121,15 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
     torch.save({**stored, "state_dict": {}}, tmp_path / "b.ckpt")
     with pytest.raises(TypeError, match="Without has no attribute `policy`"):
         load_policy(tmp_path / "b.ckpt", Without())
+
+
+@pytest.mark.parametrize(("wrapper", "is_taken"), [("TimeAwareObservation", True), ("RecordVideo", False)])
+def test_the_recipe_of_a_checkpoint_may_name_gymnasiums_wrappers_but_none_that_writes(wrapper, is_taken):
+    wrappers = [{"_target_": f"gymnasium.wrappers.{wrapper}"}]
+    env = {"_target_": "torchrl_lightning.EnvironmentRecipe", "wrappers": wrappers}
+    stored = {CONFIG: {"data": {"env": env}}}
+    if is_taken:
+        assert config_in(stored, "a.ckpt", "data") == stored[CONFIG]
+    else:
+        with pytest.raises(ValueError, match=r"other packages: .*RecordVideo"):
+            config_in(stored, "a.ckpt", "data")

@@ -94,7 +94,8 @@ def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
         return Categorical(int(space.nvec[0]), shape=space.shape, dtype=_dtype(space, name))
     raise TypeError(
         f"The space of {name!r}, {space}, is not supported: expected Box, Discrete, one-dimensional MultiDiscrete, "
-        "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation."
+        "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation, or leave it "
+        "out by EnvironmentRecipe(drop=...)."
     )
 
 
