@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from configs.processes import environment
+from configs.processes import PROJECT, environment
 
 GROUPS = {
     "storage": {"ring", "rollout"},
@@ -48,6 +49,16 @@ def test_every_component_is_stored_beside_those_of_torchrl():
         ours = {name.removesuffix(".yaml") for name in stored if name.startswith("torchrl_lightning")}
         assert ours == {f"torchrl_lightning_{name}" for name in names}
         assert len(stored) > len(ours)
+
+
+def test_the_readme_lists_every_name():
+    rows = re.findall(r"^\| (`[a-z_`, ]+) \| (`.*) \|$", (PROJECT / "README.md").read_text(), flags=re.MULTILINE)
+    listed = {
+        group: {name for name in re.findall(r"`(\w+)`", names) if name.islower()}
+        for groups, names in rows
+        for group in re.findall(r"`(\w+)`", groups)
+    }
+    assert {group: names for group, names in listed.items() if group in GROUPS} == GROUPS
 
 
 @pytest.mark.parametrize(("group", "name"), NAMES)
