@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from cli.commands import LAST_LINE, TINY, last_line
+from torchrl_lightning.cli.sweeps import read_trials
 
 
 def rows(folder):
@@ -78,6 +79,10 @@ def test_a_search_sweeps_over_its_grid(run, tmp_path):
     done = run("train", "hparams_search=ppo_cartpole", *tiny, *settings, *overrides)
     assert len(re.findall(LAST_LINE, done.stdout)) == 2
     assert len(list((tmp_path / "logs" / "train").glob("sweep_*/ppo_cartpole-*num_epochs_[12]-*/seed_0/[01]"))) == 2
+    (sweep,) = (tmp_path / "logs" / "train").glob("sweep_*")
+    scores = [trial.score for trial in read_trials([sweep])]
+    printed = [float(found[0]) for found in re.findall(LAST_LINE, done.stdout)]
+    assert scores == pytest.approx(sorted(printed, reverse=True), abs=0.05)
 
 
 def test_a_folder_is_named_by_what_ran(run, tmp_path):

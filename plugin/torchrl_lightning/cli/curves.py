@@ -34,6 +34,7 @@ class Curve:
     x: NDArray[np.float64]
     y: NDArray[np.float64]
     seed: Any = None  # None where it is unknown or does not matter
+    run: Run | None = None  # None where Hydra recorded none
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
         if points:
             xs, ys = np.array(sorted(points.items())).T
             name = label or (default_label(path) if run is None else run.label)
-            curves.append(Curve(name, path, xs, ys, None if run is None or label else run.seed))
+            curves.append(Curve(name, path, xs, ys, None if run is None or label else run.seed, run))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:

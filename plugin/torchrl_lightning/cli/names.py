@@ -8,6 +8,8 @@ from pathlib import Path
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
+# Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
+SCORE = "final/return"
 # Groups that name a run without an experiment.
 _PARTS = ("model", "env", "data")
 # Choices that do not affect learning, so that they tell no runs apart.

@@ -1,9 +1,8 @@
-"""``torchrl-lightning-plot``: draw the learning curves of one or many runs, mean and spread over seeds."""
+"""``torchrl-lightning-plot``: draw learning curves, mean and spread over seeds, or compare the runs of a sweep."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from torchrl_lightning.cli.curves import Curve, latest_of_each_seed, read_source
+from torchrl_lightning.cli.names import SCORE
+from torchrl_lightning.cli.panels import panel_grid, save_figure
+from torchrl_lightning.cli.sweeps import draw_trials, read_trials, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,18 +95,9 @@ def _together(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.
 def _draw(
     groups: dict[str, list[Curve]], output: Path, metric: str, x: str, band: Band, panels: bool, title: str | None
 ) -> Path:
-    # A figure of its own, without pyplot: no display is looked for and no global state is left behind.
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    count = len(groups) if panels else 1
-    columns = min(math.ceil(math.sqrt(count)), 3)
-    rows = -(-count // columns)
-    size = (4.2 * columns, 3.1 * rows) if panels else (7.5, 4.6)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[count:]:
-        axes.set_visible(False)
+    figure, grid = panel_grid(len(groups), (4.2, 3.1)) if panels else panel_grid(1, (7.5, 4.6))
     for i, (label, curves) in enumerate(groups.items()):
         axes = grid[i if panels else 0]
         runs = f" ({len(curves)} runs)" if len(curves) > 1 else ""
@@ -112,19 +105,13 @@ def _draw(
         _draw_group(axes, name, curves, band, f"C{i % 10}")
         if panels:
             axes.set_title(name)
-    for axes in grid[:count]:
+    for axes in grid:
         axes.set(xlabel="environment frames" if x == "step" else x, ylabel=metric)
         if x == "step":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         if not panels:
             axes.legend(frameon=False)
-    if title is not None:
-        figure.suptitle(title)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
-    return output
+    return save_figure(figure, output, title)
 
 
 def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: str) -> None:
@@ -145,28 +132,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="torchrl-lightning-plot",
-        description="Draw learning curves from metrics.csv files: mean and spread over the seeds of an experiment.",
+        description="Draw learning curves from metrics.csv files: mean and spread over the seeds of an experiment. "
+        "With --table, compare the runs of a sweep instead.",
     )
     parser.add_argument("sources", nargs="+", metavar="RUN", help="a run's folder, searched to any depth, or a file")
-    parser.add_argument("--output", "-o", default="curve.png", help="the picture to write (default: %(default)s)")
-    parser.add_argument("--metric", default="eval/return", help="column to draw (default: %(default)s)")
-    parser.add_argument("--x", default="step", help="column to draw it over (default: %(default)s, environment frames)")
+    parser.add_argument("--output", "-o", help="the picture to write (default: curve.png; with --table sweep.png)")
     parser.add_argument(
+        "--metric",
+        help=f"column to draw (default: eval/return; with --table {SCORE}, "
+        "the mean return of the evaluation after training, which a sweeper gets)",
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the settings that differ between runs and the score, which is the last value of the metric, "
+        "highest first, averaged over seeds; and draw the score over each of those settings",
+    )
+    parser.add_argument("--title")
+    curves = parser.add_argument_group("learning curves, without --table")
+    curves.add_argument("--x", default="step", help="column to draw it over (default: %(default)s, environment frames)")
+    curves.add_argument(
         "--label",
         action="append",
         dest="labels",
         metavar="LABEL",
         help="name of a line; once for each RUN, equal names share a line",
     )
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points")
-    parser.add_argument("--band", choices=("range", "std", "none"), default="range", help="spread over runs")
-    parser.add_argument("--panels", action="store_true", help="a panel of its own for each line")
-    parser.add_argument("--title")
+    curves.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points")
+    curves.add_argument("--band", choices=("range", "std", "none"), default="range", help="spread over runs")
+    curves.add_argument("--panels", action="store_true", help="a panel of its own for each line")
+    options = parser.parse_args(argv)
     try:
-        path = plot_runs(**vars(parser.parse_args(argv)))
+        if options.table:
+            names = {"x": "--x", "labels": "--label", "smooth": "--smooth", "band": "--band", "panels": "--panels"}
+            given = [flag for name, flag in names.items() if getattr(options, name) != parser.get_default(name)]
+            if given:
+                raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(given)}.")
+            _compare(options.sources, options.output or "sweep.png", options.metric or SCORE, options.title)
+        else:
+            path = plot_runs(
+                options.sources,
+                options.output or "curve.png",
+                metric=options.metric or "eval/return",
+                x=options.x,
+                labels=options.labels,
+                smooth=options.smooth,
+                band=options.band,
+                panels=options.panels,
+                title=options.title,
+            )
+            print(f"learning curve: {path}")
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyError as error:
-        parser.error(error.args[0])  # a KeyError prints its message in quotes
-    print(f"learning curve: {path}")
+        parser.exit(2, f"{parser.prog}: error: {error.args[0]}\n")  # a KeyError prints its message in quotes
     return 0
+
+
+def _compare(sources: Sequence[str], output: str, metric: str, title: str | None) -> None:
+    trials = read_trials(sources, metric)
+    print(table(trials, metric))
+    print(f"best run: {trials[0].best_folder}")
+    print(f"scores over settings: {draw_trials(trials, output, metric, title)}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import quiet, run_command
+from torchrl_lightning.cli.names import SCORE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -56,6 +57,9 @@ def train(cfg: DictConfig) -> float:
     episodes = data.evaluate(model.policy, cfg.eval_episodes)
     returns = episodes["episode_return"]
     if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics({SCORE: float(returns.mean())}, step=data.frames)
+            logger.save()
         report(cfg, episodes, checkpoint, data.frames, seconds)
     return float(returns.mean())
 

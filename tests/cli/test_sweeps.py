@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from cli.test_plot import figures, keep  # noqa: F401 (a fixture)
+from torchrl_lightning.cli.plot import main
+from torchrl_lightning.cli.sweeps import Trial, draw_trials, read_trials, table
+
+
+def made(folder: Path, score: float | None, *overrides: str, seed: int = 0, **choices: str) -> Path:
+    """Write what a job of a sweep leaves: an evaluation before the final one, and Hydra's record."""
+    (folder / "csv").mkdir(parents=True)
+    last = "" if score is None else f"2048,,{score}\n"
+    (folder / "csv" / "metrics.csv").write_text(f"step,eval/return,final/return\n1024,500.0,\n{last}")
+    return keep(folder, *overrides, seed=seed, **choices)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two settings in a grid of two seeds, and one which is the same in all runs."""
+    scores = {
+        ("0.0001", "4"): (100, 120),
+        ("0.03", "4"): (20, 30),
+        ("0.0001", "10"): (200, 180),
+        ("0.03", "10"): (5, 6),
+    }
+    folder = tmp_path / "sweep_2026-01-01_00-00-00"
+    job = 0
+    for (rate, epochs), both in scores.items():
+        for seed, score in enumerate(both):
+            overrides = [f"model.learning_rate={rate}", f"data.num_epochs={epochs}", "data.num_envs=4"]
+            made(folder / f"ppo-{rate}-{epochs}" / f"seed_{seed}" / str(job), score, *overrides, seed=seed)
+            job += 1
+    return folder
+
+
+def test_a_sweep_becomes_a_table_best_first_and_a_picture(
+    sweep: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    figures: list[Figure],  # noqa: F811
+) -> None:
+    output = tmp_path / "pictures" / "sweep.png"
+    assert main([str(sweep), "--table", "--output", str(output)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "data.num_epochs  model.learning_rate   final/return  runs",
+        "10               0.0001               190.0 +- 10.0     2",
+        "4                0.0001               110.0 +- 10.0     2",
+        "4                0.03                   25.0 +- 5.0     2",
+        "10               0.03                    5.5 +- 0.5     2",
+        f"best run: {sweep}/ppo-0.0001-10/seed_0/4",
+        f"scores over settings: {output}",
+    ]
+    assert imread(output)[..., :3].std() > 0.01
+    epochs, rates = figures[0].axes
+    assert (epochs.get_xlabel(), rates.get_xlabel()) == ("data.num_epochs", "model.learning_rate")
+    assert epochs.get_ylabel() == rates.get_ylabel() == "final/return"
+    assert (epochs.get_xscale(), rates.get_xscale()) == ("linear", "log")
+    drawn = [container[0].get_xydata()[0].tolist() for container in rates.containers]
+    assert sorted(drawn) == [[0.0001, 110], [0.0001, 190], [0.03, 5.5], [0.03, 25]]
+
+
+def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path: Path) -> None:
+    for i, rate in enumerate((0.0006466422717414558, 0.00044296496)):
+        made(tmp_path / "sweep" / str(i), i + 0.5, f"model.learning_rate={rate}", "hparams_search=x", "eval_episodes=3")
+    assert table(read_trials([tmp_path])).splitlines() == [
+        "model.learning_rate  final/return",
+        "0.000443                      1.5",
+        "0.0006466                     0.5",
+    ]
+
+
+def test_what_is_no_number_lies_in_categories(tmp_path: Path, figures: list[Figure]) -> None:  # noqa: F811
+    made(tmp_path / "0", 1.0, "model.network.hidden_sizes=[32,32]", "env=acrobot")
+    made(tmp_path / "1", 2.0, "model.network.hidden_sizes=[64]", "~callbacks.bar", "model.gamma=0.9")
+    made(tmp_path / "2", -0.123456, "model.network.hidden_sizes=[64]", "model.gamma=0.99", experiment="a2c_cartpole")
+    trials = read_trials([tmp_path])
+    assert [line.split() for line in table(trials).splitlines()] == [
+        ["experiment", "env", "callbacks.bar", "model.gamma", "model.network.hidden_sizes", "final/return"],
+        ["ppo_cartpole", "-", "none", "0.9", "[64]", "2.0"],
+        ["ppo_cartpole", "acrobot", "-", "-", "[32,32]", "1.0"],
+        ["a2c_cartpole", "-", "-", "0.99", "[64]", "-0.123"],
+    ]
+    draw_trials(trials, tmp_path / "sweep.svg", title="three")
+    panels = {axes.get_xlabel(): axes for axes in figures[0].axes if axes.get_visible()}
+    assert list(panels) == table(trials).splitlines()[0].split()[:-1]
+    categories = [text.get_text() for text in panels["model.network.hidden_sizes"].get_xticklabels()]
+    assert categories == ["[32,32]", "[64]"]
+    assert len(panels["env"].containers) == 3
+    assert len(panels["model.gamma"].containers) == 2  # one run does not set it
+
+
+def test_a_run_without_a_score_is_left_out(sweep: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(sweep / "broken" / "8", None, "model.learning_rate=1", "data.num_epochs=4", "data.num_envs=4")
+    assert len(read_trials([sweep])) == 4
+    assert "1 of 9 runs" in caplog.text
+
+
+def test_another_metric_is_the_last_value_of_its_column(tmp_path: Path) -> None:
+    for i in range(2):
+        folder = made(tmp_path / str(i), 1.0, f"model.gamma=0.{i + 1}")
+        (folder / "csv" / "metrics.csv").write_text(f"step,eval/return\n1,90\n2,{i}\n")
+    (best, worst) = read_trials([tmp_path], "eval/return")
+    assert (best.score, worst.score) == (1.0, 0.0)
+    with pytest.raises(KeyError, match=r"no column final/return in .*there are: eval/return, step"):
+        read_trials([tmp_path])
+
+
+def test_large_numbers_keep_their_digits() -> None:
+    few = [Trial({"data.total_frames": text}, [], np.array([1.0])) for text in ("100000", "12345678", "1e-05")]
+    assert [line.split()[0] for line in table(few).splitlines()[1:]] == ["100000", "12345678", "1e-05"]
+
+
+def test_bad_input_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for seed in range(2):
+        made(tmp_path / "same" / str(seed), 1.0, "model.gamma=0.9", seed=seed)
+    output = tmp_path / "sweep.png"
+    for arguments, message in (
+        (["nowhere"], "no such file or folder: nowhere"),
+        ([str(tmp_path / "empty")], f"no metrics.csv below {tmp_path / 'empty'}; was the run started with logger=csv?"),
+        (
+            [str(tmp_path / "same")],
+            f"2 run(s) below {tmp_path / 'same'} differ in no setting but the seed; nothing to compare.",
+        ),
+        (
+            [str(tmp_path / "same"), "--metric", "loss"],
+            f"no column loss in {tmp_path / 'same'}; there are: eval/return, final/return, step",
+        ),
+        (
+            [str(tmp_path / "same"), "--label", "mine", "--smooth", "3"],
+            "--table takes --metric, --output and --title, not --label, --smooth.",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--table", "--output", str(output)])
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"torchrl-lightning-plot: error: {message}\n"
+    assert not output.exists()
