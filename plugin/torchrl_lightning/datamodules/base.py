@@ -27,6 +27,13 @@ from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules.evaluation import (
+    EnvironmentView,
+    check_evaluation,
+    first_checked,
+    view_of,
+    view_of_collector,
+)
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, mapping, sequence
@@ -55,7 +62,9 @@ class ExperienceDataModule(L.LightningDataModule):
             the former.
         reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
             repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
-        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew.
+        eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
+            another environment than the default, the run is refused; if only its wrappers differ from those of an
+            ``eval_env`` that is given, a warning names them.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
         seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
@@ -98,6 +107,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.total_frames = total_frames
         self.reset_at_each_batch = reset_at_each_batch
         self.eval_env = env if eval_env is None else eval_env
+        self._eval_env_given = eval_env is not None
         self.seed = seed
         self.frames = 0
         self.collector: Any = None
@@ -148,7 +158,9 @@ class ExperienceDataModule(L.LightningDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             self._own_collector_options()  # refuses what does not fit before anything is built
-            self._environment()
+            env = self._environment()
+            if self._make_collector is None and self._eval_env_given:
+                self._check_evaluation(view_of(env))
 
     def train_dataloader(self) -> Batches:
         """Return the sized stream of training batches; nothing is collected before it is iterated.
@@ -360,9 +372,27 @@ class ExperienceDataModule(L.LightningDataModule):
             self._origins = RowOrigins(self.collector)
             # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
             self._acting = EvaluationMode(policy if self._make_collector is not None else None)
-            self._stream = self._rollouts(self.collector)
+            stream = self._rollouts(self.collector)
+            if self._make_collector is not None:
+                self._check_evaluation(view_of_collector(self.collector))
+                stream = first_checked(stream, self.specs)
+            self._stream = stream
             self._restore_run()
         return self._stream
+
+    def _check_evaluation(self, stepped: EnvironmentView | None) -> None:
+        """Refuse a run whose evaluation would play another environment than collection steps."""
+        if stepped is None or self.trainer is None:
+            return  # without a trainer nothing chooses by evaluations
+        ready = isinstance(self.eval_env, VectorEnv)
+        env = make_vector_env(self.eval_env, None)
+        try:
+            difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
+        finally:
+            if not ready:
+                env.close()
+        if difference is not None:
+            logger.warning("eval_env= is another environment than that of collection: %s.", difference)
 
     def _restore_run(self) -> None:
         restored, self._restored = self._restored, None

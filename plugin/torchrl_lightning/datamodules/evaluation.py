@@ -1,0 +1,242 @@
+"""Evaluation plays what collection steps: both environments are compared before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import torch
+from gymnasium import wrappers
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Composite, TensorSpec
+from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
+
+# They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
+_NEUTRAL_WRAPPERS = (
+    wrappers.PassiveEnvChecker,
+    wrappers.OrderEnforcing,
+    wrappers.TimeLimit,
+    wrappers.RecordEpisodeStatistics,
+    wrappers.RecordVideo,
+    wrappers.RenderCollection,
+    wrappers.HumanRendering,
+    wrappers.AddWhiteNoise,
+    wrappers.ObstructView,
+    wrappers.vector.RecordEpisodeStatistics,
+    wrappers.vector.RecordVideo,
+    wrappers.vector.HumanRendering,
+    wrappers.vector.DictInfoToList,
+)
+_NEUTRAL_TRANSFORMS = (
+    transforms.InitTracker,
+    transforms.StepCounter,
+    transforms.RewardSum,
+    transforms.TrajCounter,
+    transforms.TensorDictPrimer,
+    transforms.Timer,
+    transforms.FiniteTensorDictCheck,
+    transforms.DeviceCastTransform,
+    transforms.PinMemoryTransform,
+    transforms.VecGymEnvTransform,
+    transforms.DTypeCastTransform,  # the specs show it
+)
+
+
+@dataclass(frozen=True)
+class EnvironmentView:
+    """What is seen of an environment without stepping it.
+
+    Attributes:
+        specs: What a policy sees and does.
+        wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None if it is no such
+            environment, or out of reach.
+        transforms: Class names of TorchRL's transforms around it that may change observation, reward or end.
+    """
+
+    specs: EnvironmentSpecs
+    wrappers: list[str] | None = None
+    transforms: tuple[str, ...] = ()
+
+
+def view_of_collector(collector: Any) -> EnvironmentView | None:
+    """Return what is seen of the environment that a collector steps; None if it shows none."""
+    env, specs = getattr(collector, "env", None), getattr(collector, "specs", None)
+    if isinstance(env, VectorEnv | EnvBase):
+        return view_of(env)
+    return EnvironmentView(specs) if isinstance(specs, EnvironmentSpecs) else None
+
+
+def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
+    """Return what is seen of an environment.
+
+    Example:
+        >>> from torchrl_lightning import make_vector_env
+        >>> view_of(make_vector_env("CartPole-v1", 2, wrappers=[wrappers.NormalizeReward])).wrappers
+        ['CartPoleEnv', 'NormalizeReward']
+    """
+    specs = environment_specs(env)
+    if isinstance(env, VectorEnv):
+        return EnvironmentView(specs, _wrappers(env))
+    names, changing, counted = _look_into(env)
+    for key in counted & set(specs.keys):
+        del specs.observation[key]
+    return EnvironmentView(specs, names, changing)
+
+
+def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: bool) -> str | None:
+    """Refuse an evaluation in another environment than that of collection.
+
+    Args:
+        stepped: what collection steps.
+        played: what evaluation plays.
+        given: the user has said what evaluation plays; then its wrappers may be others.
+
+    Returns:
+        The difference of the wrappers that the user may have; None if there is none.
+
+    Raises:
+        ValueError: The message names each difference.
+    """
+    differences = _spec_differences(stepped.specs, played.specs)
+    wrapped = _wrapper_difference(stepped, played)
+    if differences or (wrapped is not None and not given):
+        if wrapped is not None:
+            differences.append(wrapped)
+        raise ValueError(
+            f"evaluation would not play the environment that is collected from: {'; '.join(differences)}. "
+            "Give eval_env= the same wrapped environment, or one recipe or factory to both."
+        )
+    return wrapped
+
+
+def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> Iterator[TensorDictBase]:
+    """Yield a collector's rollouts ``[*B]``, the first of them compared with the specs that networks are built from.
+
+    Raises:
+        ValueError: An observation is not there, or has another shape.
+    """
+    rollouts = iter(stream)
+    for rollout in rollouts:
+        for key, spec in specs.observation.items(True, True):
+            value = rollout.get(key, None)
+            shape = None if value is None else tuple(value.shape[rollout.ndim :])
+            if shape != tuple(spec.shape):
+                raise ValueError(
+                    f"collector= steps another environment than env=: observation {key!r} "
+                    f"{'is not in its rollouts' if shape is None else f'has shape {shape} in its rollouts'}, expected "
+                    f"shape {tuple(spec.shape)}. Give env= the same wrapped environment, or one recipe or factory to "
+                    "both."
+                )
+        yield rollout
+        break
+    yield from rollouts
+
+
+def _wrappers(env: Any) -> list[str] | None:
+    around: list[Any] = []
+    while isinstance(env, VectorWrapper):
+        around.append(env)
+        env = env.env
+    if isinstance(env, SyncVectorEnv):
+        env = env.envs[0]
+    while isinstance(env, gymnasium.Wrapper):
+        around.append(env)
+        env = env.env
+    if not isinstance(env, gymnasium.Env):
+        return None
+    names = [type(each).__name__ for each in around if not isinstance(each, _NEUTRAL_WRAPPERS)]
+    return [type(env).__name__, *reversed(names)]
+
+
+def _look_into(env: EnvBase) -> tuple[list[str] | None, tuple[str, ...], set[NestedKey]]:
+    """Return the wrappers inside, the transforms that change something, and what the others count or carry."""
+    if isinstance(env, TransformedEnv):
+        names, changing, counted = _look_into(env.base_env)
+        for transform in _flat(env.transform):
+            if not isinstance(transform, _NEUTRAL_TRANSFORMS):
+                changing = (*changing, type(transform).__name__)
+            elif isinstance(transform, transforms.TensorDictPrimer):
+                counted.update(transform.primers.keys(True, True))
+            elif not isinstance(transform, transforms.DTypeCastTransform):
+                counted.update(transform.out_keys)
+        return names, changing, counted
+    if isinstance(env, BatchedEnvBase):
+        # One more copy, as its own may be in other processes.
+        with closing(env.create_env_fn[0](**env.create_env_kwargs[0])) as one:
+            return _look_into(one)
+    return _wrappers(env._env) if isinstance(env, GymWrapper) else None, (), set()
+
+
+def _flat(transform: Transform) -> Iterator[Transform]:
+    if isinstance(transform, transforms.Compose):
+        for each in transform:
+            yield from _flat(each)
+    else:
+        yield transform
+
+
+def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> list[str]:
+    expected, came = _fields(stepped), _fields(played)
+    differences = []
+    for name in {**expected, **came}:
+        if name not in came:
+            differences.append(f"{name} is not there in evaluation")
+        elif name not in expected:
+            differences.append(f"{name} is there in evaluation alone")
+        else:
+            differences += [
+                f"{name} has {field}={came[name].get(field)} in evaluation, expected {value} as in collection"
+                for field, value in expected[name].items()
+                if came[name].get(field) != value
+            ]
+    return differences
+
+
+def _fields(specs: EnvironmentSpecs) -> dict[str, dict[str, Any]]:
+    """Return the fields of each observation and of the action."""
+    leaves = {f"observation {key!r}": spec for key, spec in specs.observation.items(True, True)}
+    if isinstance(specs.action, Composite):
+        leaves |= {f"action {key!r}": spec for key, spec in specs.action.items(True, True)}
+    else:
+        leaves["action"] = specs.action
+    return {name: _spec_fields(spec) for name, spec in leaves.items()}
+
+
+def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
+    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
+    fields: dict[str, Any] = {"kind": kind, "shape": tuple(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    match kind:
+        case "Bounded":
+            fields |= {"low": _numbers(spec.space.low), "high": _numbers(spec.space.high)}
+        case "Categorical" | "OneHot":
+            fields["n"] = int(spec.space.n)
+        case "MultiCategorical":
+            fields["nvec"] = spec.nvec.tolist()
+    return fields
+
+
+def _numbers(bound: torch.Tensor) -> Any:
+    """Return a bound as numbers of six digits, as a bound that was computed differs in the last ones."""
+    numbers = [float(f"{number:.6g}") for number in bound.flatten().tolist()]
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
+    if stepped.wrappers is None or played.wrappers is None:
+        return None
+    same = played.wrappers == stepped.wrappers
+    if stepped.transforms:
+        # Wrappers in evaluation may stand for the transforms; none at all, or those that both have, do not.
+        same = len(played.wrappers) > 1 and not same
+    if same:
+        return None
+    expected = " > ".join([*stepped.wrappers, *stepped.transforms])
+    return f"wrappers are {' > '.join(played.wrappers)} in evaluation, expected {expected} as in collection"

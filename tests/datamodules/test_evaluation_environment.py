@@ -1,0 +1,236 @@
+"""Evaluation plays what collection steps, or the run is refused before it trains."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.wrappers import (
+    DtypeObservation,
+    RecordEpisodeStatistics,
+    TimeLimit,
+    TransformObservation,
+    TransformReward,
+)
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.data import Unbounded
+from torchrl.envs import (
+    Compose,
+    GymEnv,
+    GymWrapper,
+    InitTracker,
+    RewardScaling,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TensorDictPrimer,
+    TransformedEnv,
+)
+
+from collectors.counting import CountingEnv
+from torchrl_lightning import AsynchronousCollector, GymnasiumCollector, make_vector_env
+from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
+
+SIZES = {"num_envs": 2, "frames_per_batch": 64}
+
+
+class Shift(TransformObservation):
+    """Observes everything ten to the right, within the same bounds."""
+
+    def __init__(self, env):
+        super().__init__(env, lambda observation: observation + np.float32(10), env.observation_space)
+
+
+def shifted(**kwargs):
+    return Shift(gym.make("CartPole-v1", **kwargs))
+
+
+def torchrl_env(make, *around):
+    return TransformedEnv(GymWrapper(make(), categorical_action_encoding=True), Compose(InitTracker(), *around))
+
+
+def ours(policy, seed, env=shifted):
+    return GymnasiumCollector(env, policy, **SIZES, seed=seed)
+
+
+def of_torchrl(policy, make=shifted):
+    return Collector(SerialEnv(2, partial(torchrl_env, make)), policy, frames_per_batch=64)
+
+
+def ready(*wrappers):
+    return make_vector_env("CartPole-v1", 2, wrappers=wrappers)
+
+
+@pytest.fixture
+def fit(make_data, make_trainer, make_module):
+    def run(env="CartPole-v1", **settings):
+        module = make_module()
+        try:
+            make_trainer(max_epochs=1).fit(module, datamodule=make_data(env=env, **{**SIZES, **settings}))
+        finally:
+            run.updates = module.updates
+        return module
+
+    return run
+
+
+REFUSED = (
+    r"would not play the environment that is collected from: wrappers are CartPoleEnv in evaluation, expected "
+    r"CartPoleEnv > Shift as in collection\. Give eval_env= the same wrapped environment, or one recipe or factory"
+)
+
+
+@pytest.mark.parametrize("collector", [ours, of_torchrl])
+def test_a_shift_that_evaluation_would_not_see_is_refused(collector, fit) -> None:
+    with pytest.raises(ValueError, match=REFUSED):
+        fit(collector=collector)
+    assert fit.updates == 0
+
+
+@pytest.mark.parametrize("collector", [ours, of_torchrl])
+def test_the_same_environment_in_both_trains(collector, fit, caplog) -> None:
+    assert fit(shifted, collector=collector).updates
+    assert fit(collector=collector, eval_env=shifted).updates
+    assert "eval_env" not in caplog.text
+
+
+@pytest.mark.parametrize("collector", [ours, of_torchrl])
+def test_an_evaluation_environment_that_is_given_may_have_other_wrappers(collector, fit, caplog) -> None:
+    assert fit(collector=collector, eval_env="CartPole-v1").updates
+    assert caplog.text.count("wrappers are CartPoleEnv in evaluation, expected CartPoleEnv > Shift") == 1
+
+
+def test_a_ready_vector_environment_is_compared_with_what_is_given_for_evaluation(fit, caplog) -> None:
+    assert fit(ready(Shift), eval_env=shifted).updates
+    assert "eval_env" not in caplog.text
+    assert fit(ready(Shift), eval_env="CartPole-v1").updates
+    assert caplog.text.count("wrappers are CartPoleEnv in evaluation, expected CartPoleEnv > Shift") == 1
+    other = partial(DtypeObservation, dtype=np.float64)
+    with pytest.raises(ValueError, match="'observation' has dtype=float64 in evaluation, expected float32 as in coll"):
+        fit(ready(), eval_env=lambda: other(gym.make("CartPole-v1")))
+    assert fit.updates == 0
+
+
+def test_environments_in_other_processes_show_their_specs(fit) -> None:
+    def collector(policy, seed):
+        made = AsynchronousCollector(CountingEnv, policy, num_workers=1, **SIZES, seed=seed)
+        made.rollout = None  # nothing is asked of a process
+        return made
+
+    with pytest.raises(ValueError, match=r"'observation' has shape=\(4,\) in evaluation, expected \(3,\) as in"):
+        fit(collector=collector)
+
+
+def test_a_validation_alone_compares_nothing(make_data, make_trainer, make_module) -> None:
+    data = make_data(collector=ours, **SIZES)
+    make_trainer(limit_val_batches=1).validate(make_module(), datamodule=data, verbose=False)
+
+
+def difference(stepped, played, given=True):
+    return check_evaluation(view_of(stepped), view_of(played), given)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        RecordEpisodeStatistics,
+        partial(TimeLimit, max_episode_steps=7),
+        lambda env: RecordEpisodeStatistics(TimeLimit(env, 7)),
+    ],
+)
+def test_wrappers_that_leave_each_step_as_it_is_do_not_count(wrap) -> None:
+    assert difference(ready(wrap), ready(), given=False) is None
+    assert difference(gym.wrappers.vector.RecordEpisodeStatistics(ready()), ready(), given=False) is None
+
+
+def test_wrappers_are_named_from_the_inside_out() -> None:
+    clipped = gym.wrappers.vector.ClipReward(ready(partial(TransformReward, func=np.sign), Shift), -1, 1)
+    assert view_of(clipped).wrappers == ["CartPoleEnv", "TransformReward", "Shift", "ClipReward"]
+
+
+def test_what_is_out_of_reach_is_left_alone() -> None:
+    vectorized = gym.make_vec("CartPole-v1", 2, "vector_entry_point")
+    assert view_of(vectorized).wrappers is None
+    assert difference(vectorized, ready(Shift), given=False) is None
+    assert view_of_collector(iter([])) is None
+
+
+def cart_pole(*around):
+    return TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True), Compose(*around))
+
+
+def test_transforms_that_change_what_is_seen_or_earned_are_named() -> None:
+    scaled = cart_pole(InitTracker(), RewardScaling(0.0, 0.1))
+    for env in (scaled, SerialEnv(1, lambda: scaled), TransformedEnv(SerialEnv(1, lambda: scaled), StepCounter())):
+        assert "expected CartPoleEnv > RewardScaling as" in str(difference(env, ready()))
+        with pytest.raises(ValueError, match="> RewardScaling"):
+            difference(env, ready(), given=False)
+    # One of Gymnasium's own stands for it.
+    assert difference(scaled, ready(partial(TransformReward, func=lambda r: r / 10)), given=False) is None
+
+
+def test_transforms_that_only_count_or_carry_do_not() -> None:
+    kept = Compose(StepCounter(max_steps=9), RewardSum(), TensorDictPrimer(hidden=Unbounded((3,))))
+    env = cart_pole(InitTracker(), kept)
+    assert difference(env, ready(), given=False) is None
+    assert difference(SerialEnv(2, lambda: env), ready(), given=False) is None
+
+
+def spaced(**changes):
+    env = CountingEnv(kind="dict")
+    for name, space in changes.items():
+        if name == "action":
+            env.action_space = space
+        else:
+            env.observation_space = spaces.Dict({**env.observation_space.spaces, name: space})
+    return make_vector_env(lambda: env, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"more": spaces.Discrete(2)}, "observation 'more' is there in evaluation alone"),
+        (
+            {"image": spaces.Box(0, 255, (3, 3), np.uint8)},
+            r"'image' has shape=\(3, 3\) in evaluation, expected \(2, 2\)",
+        ),
+        ({"image": spaces.Box(0, 7, (2, 2), np.uint8)}, "'image' has kind=Bounded in evaluation, expected Unbounded"),
+        ({"inner": spaces.Dict({})}, r"observation \('inner', 'count'\) is not there in evaluation"),
+        ({"action": spaces.Discrete(4)}, "action has n=4 in evaluation, expected 3 as in collection"),
+        ({"action": spaces.MultiBinary(3)}, "action has kind=Binary in evaluation, expected Categorical"),
+    ],
+)
+def test_specs_that_differ_are_refused_field_by_field(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        difference(spaced(), spaced(**changes))
+
+
+def test_bounds_count() -> None:
+    to_seven = spaces.Box(np.array([-1, -7], np.float32), 7, (2,))
+    with pytest.raises(
+        ValueError, match=r"action has low=\[-1.0, -7.0\] in evaluation, expected -1.0 .*; action has hi"
+    ):
+        difference(spaced(action=spaces.Box(-1, 1, (2,))), spaced(action=to_seven))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (
+            {"observation": torch.zeros(2, 5, 3)},
+            r"'observation' has shape \(3,\) in its rollouts, expected shape \(4,\)",
+        ),
+        ({"pixels": torch.zeros(2, 5, 4)}, r"'observation' is not in its rollouts, expected shape \(4,\)"),
+    ],
+)
+def test_the_first_rollout_of_a_collector_out_of_reach_is_compared(rollout, message) -> None:
+    specs = view_of(ready()).specs
+    with pytest.raises(ValueError, match=message):
+        next(first_checked([TensorDict(rollout, [2, 5])], specs))
+    rollouts = [TensorDict({"observation": torch.zeros(2, 5, 4)}, [2, 5]) for _ in range(3)]
+    assert [id(each) for each in first_checked(rollouts, specs)] == [id(each) for each in rollouts]
