@@ -21,6 +21,8 @@ from torchrl.collectors import Collector
 from torchrl.data import Unbounded
 from torchrl.envs import (
     Compose,
+    DeviceCastTransform,
+    DoubleToFloat,
     GymEnv,
     GymWrapper,
     InitTracker,
@@ -176,7 +178,8 @@ def test_transforms_that_change_what_is_seen_or_earned_are_named() -> None:
 
 def test_transforms_that_only_count_or_carry_do_not() -> None:
     kept = Compose(StepCounter(max_steps=9), RewardSum(), TensorDictPrimer(hidden=Unbounded((3,))))
-    env = cart_pole(InitTracker(), kept)
+    env = cart_pole(InitTracker(), kept, DoubleToFloat(), DeviceCastTransform("cpu"))
+    assert view_of(env).specs.keys == ["observation"]
     assert difference(env, ready(), given=False) is None
     assert difference(SerialEnv(2, lambda: env), ready(), given=False) is None
 

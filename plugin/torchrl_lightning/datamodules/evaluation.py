@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,13 +36,17 @@ _NEUTRAL_WRAPPERS = (
     wrappers.vector.HumanRendering,
     wrappers.vector.DictInfoToList,
 )
-_NEUTRAL_TRANSFORMS = (
+# They add entries for the collector, which are no observations.
+_COUNTERS = (
     transforms.InitTracker,
     transforms.StepCounter,
     transforms.RewardSum,
     transforms.TrajCounter,
-    transforms.TensorDictPrimer,
     transforms.Timer,
+)
+_NEUTRAL_TRANSFORMS = (
+    *_COUNTERS,
+    transforms.TensorDictPrimer,
     transforms.FiniteTensorDictCheck,
     transforms.DeviceCastTransform,
     transforms.PinMemoryTransform,
@@ -165,7 +170,7 @@ def _look_into(env: EnvBase) -> tuple[list[str] | None, tuple[str, ...], set[Nes
                 changing = (*changing, type(transform).__name__)
             elif isinstance(transform, transforms.TensorDictPrimer):
                 counted.update(transform.primers.keys(True, True))
-            elif not isinstance(transform, transforms.DTypeCastTransform):
+            elif isinstance(transform, _COUNTERS):
                 counted.update(transform.out_keys)
         return names, changing, counted
     if isinstance(env, BatchedEnvBase):
@@ -193,7 +198,8 @@ def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> li
             differences.append(f"{name} is there in evaluation alone")
         else:
             differences += [
-                f"{name} has {field}={came[name].get(field)} in evaluation, expected {value} as in collection"
+                f"{name} has {field}={_shown(came[name].get(field))} in evaluation, "
+                f"expected {_shown(value)} as in collection"
                 for field, value in expected[name].items()
                 if came[name].get(field) != value
             ]
@@ -225,8 +231,14 @@ def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
 
 def _numbers(bound: torch.Tensor) -> Any:
     """Return a bound as numbers of six digits, as a bound that was computed differs in the last ones."""
-    numbers = [float(f"{number:.6g}") for number in bound.flatten().tolist()]
-    return numbers[0] if len(set(numbers)) == 1 else numbers
+    flat = bound.flatten()
+    numbers = [float(f"{number:.6g}") for number in (flat[:1] if (flat == flat[:1]).all() else flat).tolist()]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _shown(value: Any) -> str:
+    # Of the bounds of an image, the first ones will do.
+    return reprlib.repr(value) if isinstance(value, list) else str(value)
 
 
 def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
