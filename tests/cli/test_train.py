@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import re
 
 import gymnasium
@@ -150,7 +151,8 @@ def test_debug_runs_and_keeps_nothing(run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".hydra", "train.log"]
 
 
-def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path):
+def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", False)  # Lightning was imported first
     done = run("train", "debug=profiler", *TINY, "data.total_frames=128", "hydra.run.dir=run")
     assert "run_training_epoch" in done.stdout + done.stderr
     assert last_line(done.stdout)[4] == "128"

@@ -35,8 +35,10 @@ def run_command(name: str, task: Callable[[Any], float]) -> None:
 def quiet() -> None:
     """Hide TorchRL's messages about storages, Lightning's tips, and warnings about what is done on purpose."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        # Hydra's own handler writes each message to the terminal and to the log file already.
+        # Hydra's own handler writes each message to the terminal and to the log file already. Lightning keeps them from
+        # it where it was imported first.
         logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
     for name in (
         "torchrl",
         "lightning.pytorch.utilities.rank_zero",
