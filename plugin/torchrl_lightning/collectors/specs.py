@@ -162,23 +162,29 @@ def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
     return EnvironmentSpecs(observation, action, int(state["num_envs"]))
 
 
+def spec_fields(spec: TensorSpec) -> dict[str, Any]:
+    """Return what tells one leaf from another: kind, shape, dtype, and bounds (tensors) or numbers of choices."""
+    # The exact class: TorchRL derives some kinds of spec from others.
+    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
+    fields = {"kind": kind, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    match kind:
+        case "Bounded":
+            return {**fields, "low": spec.space.low.clone(), "high": spec.space.high.clone()}
+        case "Categorical" | "OneHot":
+            return {**fields, "n": int(spec.space.n)}
+        case "MultiCategorical":
+            return {**fields, "nvec": spec.nvec.tolist()}
+    return fields
+
+
 def spec_state(spec: TensorSpec) -> dict[str, Any]:
     """Return one spec as tensors and scalars; a TypeError if it is of a kind that no environment of ours has."""
     if isinstance(spec, Composite):
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
-    # The exact class: TorchRL derives some kinds of spec from others.
-    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
-    state = {"kind": kind, "shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-    match kind:
-        case "Unbounded" | "Binary":
-            return state
-        case "Bounded":
-            return {"low": spec.space.low.clone(), "high": spec.space.high.clone(), **state}
-        case "Categorical":
-            return {"n": int(spec.n), **state}
-        case "MultiCategorical":
-            return {"nvec": spec.nvec.tolist(), **state}
-    raise TypeError(f"a {type(spec).__name__} spec cannot be kept in a checkpoint: {spec}")
+    state = spec_fields(spec)
+    if state["kind"] not in ("Unbounded", "Bounded", "Binary", "Categorical", "MultiCategorical"):
+        raise TypeError(f"a {type(spec).__name__} spec cannot be kept in a checkpoint: {spec}")
+    return state
 
 
 def spec_from_state(state: Mapping[str, Any]) -> Any:

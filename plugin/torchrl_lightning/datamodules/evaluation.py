@@ -19,6 +19,7 @@ from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transfo
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
+from torchrl_lightning.collectors.specs import spec_fields
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
@@ -217,16 +218,9 @@ def _fields(specs: EnvironmentSpecs) -> dict[str, dict[str, Any]]:
 
 
 def _spec_fields(spec: TensorSpec) -> dict[str, Any]:
-    kind = type(spec).__name__.removesuffix("Continuous").removesuffix("Discrete")
-    fields: dict[str, Any] = {"kind": kind, "shape": tuple(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-    match kind:
-        case "Bounded":
-            fields |= {"low": _numbers(spec.space.low), "high": _numbers(spec.space.high)}
-        case "Categorical" | "OneHot":
-            fields["n"] = int(spec.space.n)
-        case "MultiCategorical":
-            fields["nvec"] = spec.nvec.tolist()
-    return fields
+    fields = spec_fields(spec)
+    bounds = {name: _numbers(value) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return {**fields, "shape": tuple(spec.shape), **bounds}
 
 
 def _numbers(bound: torch.Tensor) -> Any:
