@@ -93,6 +93,14 @@ def latest_of_each_seed(curves: Iterable[Curve]) -> list[Curve]:
     return sorted(chosen.values(), key=lambda curve: curve.path)
 
 
+def runs_by_label(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
+    """Return the latest run of each seed, below the label that the seeds share."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in latest_of_each_seed(curves):
+        groups.setdefault(curve.label, []).append(curve)
+    return groups
+
+
 def default_label(path: Path) -> str:
     """Name the experiment of a metrics file that has no Hydra config: the part of its path that its seeds share."""
     parts = [*path.absolute().parent.parts[1:]]

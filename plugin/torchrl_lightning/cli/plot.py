@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from torchrl_lightning.cli.curves import Curve, latest_of_each_seed, read_source
+from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.cli.names import SCORE
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 from torchrl_lightning.cli.sweeps import draw_trials, read_trials, table
@@ -70,9 +70,7 @@ def plot_runs(
     curves: list[Curve] = []
     for i, source in enumerate(sources):
         curves += read_source(Path(source), metric, x, None if labels is None else labels[i])
-    groups: dict[str, list[Curve]] = {}
-    for curve in latest_of_each_seed(curves):
-        groups.setdefault(curve.label, []).append(_smoothed(curve, smooth))
+    groups = {label: [_smoothed(run, smooth) for run in runs] for label, runs in runs_by_label(curves).items()}
     return _draw(groups, Path(output), metric, x, band, panels, title)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning.cli.curves import Curve, latest_of_each_seed, read_source
+from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
 from torchrl_lightning.cli.names import SCORE, run_folder
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 
@@ -61,10 +61,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         KeyError: No run of a source has the metric; the message names the columns there are.
         ValueError: The runs differ in no setting.
     """
-    groups: dict[str, list[Curve]] = {}
-    curves = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
-    for curve in latest_of_each_seed(curves):
-        groups.setdefault(curve.label, []).append(curve)
+    groups = runs_by_label(curve for source in sources for curve in read_source(Path(source), metric, "step"))
     found = [_settings(curves[0]) for curves in groups.values()]
     if len(found) < 2:
         runs = sum(map(len, groups.values()))
