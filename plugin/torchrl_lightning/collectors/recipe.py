@@ -178,6 +178,7 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
                 f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
                 "for vectors there is gymnasium.wrappers.FrameStackObservation among wrappers=."
             )
+        self._count = count
         self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
         self._last = {name: channels_are_last(entry.shape) for name, entry in images.items()}
         stacked = {
@@ -192,18 +193,16 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
-        for name, frames in self._frames.items():
-            frames.extend([observation[name] if self._is_dict else observation] * (frames.maxlen or 1))
-        return self._stacked(observation), info
+        return self._stacked(observation, self._count), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, and show the newest image behind those before."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        for name, frames in self._frames.items():
-            frames.append(observation[name] if self._is_dict else observation)
-        return self._stacked(observation), reward, terminated, truncated, info
+        return self._stacked(observation, 1), reward, terminated, truncated, info
 
-    def _stacked(self, observation: Any) -> Any:
+    def _stacked(self, observation: Any, times: int) -> Any:
+        for name, frames in self._frames.items():
+            frames.extend([observation[name] if self._is_dict else observation] * times)
         images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
         return {**observation, **images} if self._is_dict else images[""]
 

@@ -180,13 +180,15 @@ class AgentModule(ReportingModule):
         An ``inner`` update, of several in a step of Lightning's, is made without Lightning's hooks and step counter.
         """
         norms: dict[str, Tensor] = {}
+        plugin: Any = self.trainer.precision_plugin
+        is_scaled = getattr(plugin, "scaler", None) is not None
         for group in self._groups.values():
             group.clear()
         idle = self.idle_parameters() if self.trainer.world_size > 1 else []
         # Ranks wait for a gradient of each parameter. One of zeros keeps them in step, but would let momentum move it.
         loss = loss + sum(0.0 * parameter.sum() for parameter in idle) if idle else loss
-        if inner and self._backward_is_plain:
-            loss.backward()
+        if inner and not is_scaled and type(self.trainer.strategy) is SingleDeviceStrategy:
+            loss.backward()  # there are no ranks to wait for either
         else:
             self.manual_backward(loss)
         for parameter in idle:
@@ -195,8 +197,7 @@ class AgentModule(ReportingModule):
             group.gather()
         optimizers = self._optimizers()
         bare = [optimizer.optimizer for optimizer in optimizers]
-        plugin = self.trainer.precision_plugin
-        with nullcontext() if getattr(plugin, "scaler", None) is None else _unscaled(plugin, bare) as scaler:
+        with _unscaled(plugin, bare) if is_scaled else nullcontext() as scaler:
             for number, (name, group) in enumerate(self._groups.items()):
                 if self.max_grad_norm is not None:
                     norms[name] = group.clip(self.max_grad_norm)
@@ -213,12 +214,6 @@ class AgentModule(ReportingModule):
         losses = [value for name, value in terms.items() if name == "loss" or name.startswith("loss_")]
         norms = self.update(sum(losses[1:], start=losses[0]), inner=inner)
         self.accumulate({**terms, **norms})
-
-    @property
-    def _backward_is_plain(self) -> bool:
-        """Whether a backward pass is nothing but one: no ranks to wait for, no scaled loss."""
-        strategy: Any = self.trainer.strategy
-        return type(strategy) is SingleDeviceStrategy and getattr(strategy.precision_plugin, "scaler", None) is None
 
     def report(self) -> dict[str, float]:
         """Return the learning rate."""
