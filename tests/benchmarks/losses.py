@@ -1,12 +1,17 @@
 """One PPO update and one policy step: ours, TorchRL's and bare torch's.
 
-Run in ``tests/`` as ``PYTHONPATH=../plugin:. python -m benchmarks.losses``. Mini-batches of 256, two layers of 64,
-tanh, one thread.
+    python tests/benchmarks/losses.py
+
+Mini-batches of 256, two layers of 64, tanh, one thread.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Contender, Timing, compare, one_thread, say, table
 

@@ -1,13 +1,18 @@
 """16 sequences of 64 steps right after a write of 8 environments: ours, TorchRL's SliceSampler and Flashbax.
 
-Run in ``tests/`` as ``PYTHONPATH=../plugin:. python -m benchmarks.sequences [--grow]``. Transitions of 165 bytes,
-episodes of U[20, 1000) steps, one thread. Flashbax ignores episode ends and takes part where it is installed.
+    python tests/benchmarks/sequences.py [--grow]
+
+Transitions of 165 bytes, episodes of U[20, 1000) steps, one thread. Flashbax ignores episode ends and takes part where
+it is installed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import Contender, Timing, compare, one_thread, say, table
 
