@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
@@ -65,12 +68,30 @@ class MaskIgnoringEnv(SyncVectorEnv):
         return super().reset(seed=seed)
 
 
-def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it() -> None:
+@pytest.mark.parametrize(
+    ("error", "extra"),
+    [
+        (gymnasium.error.DependencyNotInstalled("Box2D is not installed"), "box2d"),
+        (gymnasium.error.DependencyNotInstalled("MuJoCo is not installed"), "mujoco"),
+        (gymnasium.error.DependencyNotInstalled("opencv-python package not installed"), "atari"),
+        (ModuleNotFoundError("No module named 'minigrid'."), "minigrid"),
+        (ModuleNotFoundError("No module named 'physics'"), None),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(error, extra) -> None:
     def make() -> gymnasium.Env:
-        raise gymnasium.error.DependencyNotInstalled("Box2D is not installed")
+        raise error
 
-    with pytest.raises(ImportError, match=r"needs what is not installed: Box2D .* torchrl-lightning\[box2d\]"):
+    brings = "" if extra is None else rf" Here .* torchrl-lightning\[{extra}\]\."
+    what = re.escape(str(error).rstrip("."))
+    with pytest.raises(ImportError, match=rf"needs what is not installed: {what}\.{brings}$"):
         make_vector_env(make)
+
+
+def test_a_module_that_is_missing_before_the_colon_is_named_with_its_extra(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    with pytest.raises(ValueError, match=r"ale_py:ALE/Pong-v5.*torchrl-lightning\[atari\]"):
+        make_vector_env("ale_py:ALE/Pong-v5")
 
 
 def test_disabled_autoreset_without_partial_resets_is_refused() -> None:

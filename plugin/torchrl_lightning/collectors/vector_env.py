@@ -18,6 +18,16 @@ _FIX = (
     "environment and let torchrl_lightning.make_vector_env build it."
 )
 
+# What the message about a missing package names, and the extra that brings it.
+_EXTRAS = {
+    "Box2D": "box2d",
+    "MuJoCo": "mujoco",
+    "imageio": "mujoco",
+    "minigrid": "minigrid",
+    "ale_py": "atari",
+    "opencv": "atari",
+}
+
 
 def make_vector_env(
     env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
@@ -92,7 +102,7 @@ def check_env_source(env: object, vectorization: str = "sync") -> None:
         except ImportError as error:
             raise ValueError(
                 f"The module before the colon of {env!r} cannot be imported: {error}. Install it and what it needs, or "
-                "put it where Python finds it, such as the working directory."
+                f"put it where Python finds it, such as the working directory.{_extra_for(error)}"
             ) from error
         except gymnasium.error.Error as error:
             raise ValueError(
@@ -130,6 +140,11 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     return mode
 
 
+def _extra_for(error: Exception) -> str:
+    extra = next((extra for package, extra in _EXTRAS.items() if package in str(error)), None)
+    return "" if extra is None else f" Here the extra {extra!r} brings it: torchrl-lightning[{extra}]."
+
+
 class _SingleEnv:
     """A factory of one environment; a class rather than a closure, so that it can be pickled for another process."""
 
@@ -144,9 +159,11 @@ class _SingleEnv:
     def __call__(self) -> gymnasium.Env[Any, Any]:
         try:
             env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
-        except gymnasium.error.DependencyNotInstalled as error:
-            extra = " Here the extra 'box2d' brings it: torchrl-lightning[box2d]." if "Box2D" in str(error) else ""
-            raise ImportError(f"The environment {self.env!r} needs what is not installed: {error}.{extra}") from error
+        except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+            what = str(error).rstrip(".")
+            raise ImportError(
+                f"The environment {self.env!r} needs what is not installed: {what}.{_extra_for(error)}"
+            ) from error
         if not isinstance(env, gymnasium.Env):
             raise TypeError(
                 f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
