@@ -32,8 +32,10 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
     def plain_task(cfg: Any) -> float:
         try:
             return task(cfg)
-        except UsageError as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        except ValueError as error:
+            from torchrl_lightning.collectors._faults import EnvironmentFault
+
+            if not isinstance(error, UsageError | EnvironmentFault) or os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:

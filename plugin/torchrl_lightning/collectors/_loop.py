@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array, Replay, ReplayedRows, ReplaySource
@@ -70,8 +72,25 @@ class RolloutLoop:
     def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
         """Fill a memory, and yield the number of each completed step.
 
-        Actions that are missing, of the wrong shape or NaN, and policies that return no TensorDict, raise errors.
+        Actions that are missing, of the wrong shape or NaN, policies that return no TensorDict, and environments that
+        return what they may not raise errors.
         """
+        completed = 0
+        try:
+            for t in self._steps(memory, device, random):
+                completed = t + 1
+                yield t
+        except EnvironmentFault as fault:
+            raise EnvironmentFault(f"At step {completed} of the rollout, {fault}") from fault
+        except Exception:
+            # A policy may have failed because of what it read.
+            memory.check_part(completed)
+            read = zip(self.stepper.keys, self._observations, strict=True)
+            _refuse_not_finite([(f"observation {key!r}", values[None]) for key, values in read], completed)
+            raise
+        memory.check()
+
+    def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
         act = self._draw if random or self.policy is None else self._actor(device)
         for t in range(memory.steps):
             replayed = None if self._replay is None else self._replay.next_rows(self._starts)
@@ -198,6 +217,19 @@ def policy_outputs(before: Mapping[Path, Tensor], written: object) -> dict[Neste
     return outputs
 
 
+def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) -> None:
+    """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers."""
+    for name, values in parts:
+        places = np.argwhere(~np.isfinite(values))
+        if len(places):
+            step, index = places[0][:2]
+            raise EnvironmentFault(
+                f"At step {first_step + step} of the rollout, environment {index} returned {name} with "
+                f"{values[tuple(places[0])]}, expected finite numbers. Mend the environment or the wrapper that "
+                "computes it; gymnasium.wrappers.TransformObservation and TransformReward can replace such values."
+            )
+
+
 def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, value in level_of(data).items():
         if isinstance(value, TensorDictBase):
@@ -238,6 +270,12 @@ class RolloutMemory:
         self.rewards = self._views(("next", "reward"))
         self.done, self.terminated, self.truncated = (self._views(("next", name)) for name in FLAGS)
         self.states = {key: self._entries[path_of(key)].unbind(0) for key in states}
+        # What steps returned comes first, so that only what resets did is left to find among the observations.
+        read = [(f"observation {key!r}", self._entries[next_key(key)]) for key in stepper.keys]
+        read.append(("reward", self._entries["next", "reward"]))
+        read += [(f"first observation {key!r} of an episode", self._entries[path_of(key)]) for key in stepper.keys]
+        self._floats = [(name, value.numpy()) for name, value in read if value.is_floating_point()]
+        self._flats = [value.reshape(-1) for _, value in self._floats]
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
@@ -255,6 +293,17 @@ class RolloutMemory:
 
     def _by_step(self, paths: Sequence[Path], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Array, ...]]:
         return list(zip(*(self._views(path, shape) for path, shape in zip(paths, shapes, strict=True)), strict=True))
+
+    def check(self) -> None:
+        """Refuse a rollout in which environments returned what is not finite, by an EnvironmentFault."""
+        for flat in self._flats:
+            # The fastest pass over so few numbers; their squares may be infinite where they are not.
+            if not math.isfinite(flat.dot(flat)):
+                self.check_part(self.steps)
+
+    def check_part(self, steps: int) -> None:
+        """Do the same for the first steps."""
+        _refuse_not_finite((name, values[:steps]) for name, values in self._floats)
 
     def fits(self, outputs: Mapping[NestedKey, Tensor]) -> bool:
         """Return whether memory is reserved for what the policy writes at a step."""

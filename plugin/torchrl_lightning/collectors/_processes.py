@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS
 
@@ -85,7 +86,8 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
     """Collect rollouts into shared memory until the parent closes the connection or asks for the end.
 
     Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
-    ``("error", text)``. The parent sends the number of a slot that is free again, or ``None`` to end the worker.
+    ``("fault", text)`` of an environment, or ``("error", text)``. The parent sends the number of a slot that is free
+    again, or ``None`` to end the worker.
     """
     # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,6 +95,9 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
         _collect(task, weights, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone or has closed the connection
+    except EnvironmentFault as fault:
+        with suppress(OSError):
+            connection.send(("fault", str(fault)))
     except BaseException:
         with suppress(OSError):
             connection.send(("error", traceback.format_exc()))
@@ -184,6 +189,8 @@ class WorkerPool:
                 rollout = self._slots[worker][content].clone()
                 self._send(worker, content)
                 return rollout
+            if kind == "fault":
+                raise EnvironmentFault(f"In collector worker {worker}: {content}")
             if kind == "error":
                 raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
             self._slots[worker] = content

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from torchrl_lightning.collectors._faults import check_observation
 from torchrl_lightning.collectors.replayed import Array
 from torchrl_lightning.collectors.specs import observation_leaves
 from torchrl_lightning.collectors.vector_env import autoreset_mode
@@ -20,7 +21,8 @@ class VectorStepper:
     """Step a vector environment, and separate last observations from those after a reset.
 
     Observations are lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's own
-    memory: copy them before the next call.
+    memory: copy them before the next call. What does not fit its space is an
+    :class:`~torchrl_lightning.collectors._faults.EnvironmentFault`.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
@@ -34,17 +36,30 @@ class VectorStepper:
         self.action_shape = (env.num_envs, *(space.shape or ()))
         self.action_dtype = np.dtype(space.dtype)
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
+        self._unchecked = {"reset", "step"}
 
     def reset(self, seeds: list[int] | None) -> list[Array]:
         """Start an episode in every environment."""
-        return self.leaves(self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
+        try:
+            observation = self.env.reset(seed=seeds)[0]  # type: ignore[arg-type]
+        except Exception:
+            self._check_copies("after a reset ")
+            raise
+        self._check_first("reset", observation)
+        return self.leaves(observation)
 
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info."""
-        if resting is None:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-        else:
-            observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
+        try:
+            if resting is None:
+                observation, reward, terminated, truncated, info = self.env.step(action)
+            else:
+                observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
+        except Exception:
+            self._check_copies()
+            raise
+        if self._unchecked:
+            self._check_first("step", observation)
         return self.leaves(observation), reward, terminated, truncated, info
 
     def finish(self, done: Array, leaves: list[Array], info: dict[str, Any]) -> tuple[list[Array], list[Final]]:
@@ -62,7 +77,10 @@ class VectorStepper:
             )
         if isinstance(final, dict):
             return leaves, _rows(self.leaves(final), done)
-        return leaves, [(i, self.leaves(final[i])) for i in np.flatnonzero(done).tolist()]
+        ended = np.flatnonzero(done).tolist()
+        for i in ended:  # nobody has put them together, which would have shown what does not fit
+            check_observation(self.env.single_observation_space, final[i], f"environment {i}")
+        return leaves, [(i, self.leaves(final[i])) for i in ended]
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
@@ -79,6 +97,19 @@ class VectorStepper:
             if not processes:
                 raise
             self.env.close(terminate=True)
+
+    def _check_first(self, call: str, observation: Any) -> None:
+        if call in self._unchecked:
+            check_observation(self.env.observation_space, observation, f"{self.env}")
+            self._unchecked.remove(call)
+
+    def _check_copies(self, when: str = "") -> None:
+        """Find what one of several environments returned that could not be put together."""
+        env = self.env.unwrapped
+        if isinstance(env, SyncVectorEnv):
+            for index, observation in enumerate(env._env_obs):
+                if observation is not None:  # not reset yet
+                    check_observation(env.single_observation_space, observation, f"{when}environment {index}")
 
     def _reset_done(self, done: Array, leaves: list[Array]) -> tuple[list[Array], list[Final]]:
         final = [np.array(leaf) for leaf in leaves]

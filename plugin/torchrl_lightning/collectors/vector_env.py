@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
+from torchrl_lightning.collectors._faults import CheckedEnv
 from torchrl_lightning.collectors.replayed import ResumableVectorEnv
 from torchrl_lightning.ranges import integer, one_of
 
@@ -79,11 +80,12 @@ def make_vector_env(
             )
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
-    factories = [_SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))] * num_envs
+    factory = _SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
+        factories = [_CheckedFactory(factory, index) for index in range(num_envs)]
         return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
-    return ResumableVectorEnv(factories, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def check_env_source(env: object, vectorization: str = "sync") -> None:
@@ -172,3 +174,13 @@ class _SingleEnv:
         for wrapper in self.wrappers:
             env = wrapper(env)
         return env
+
+
+class _CheckedFactory:
+    """A factory of an environment that runs in a process of its own."""
+
+    def __init__(self, factory: _SingleEnv, index: int) -> None:
+        self.factory, self.index = factory, index
+
+    def __call__(self) -> gymnasium.Env[Any, Any]:
+        return CheckedEnv(self.factory(), self.index)
