@@ -143,16 +143,26 @@ def test_a_data_module_is_built_with_its_buffer(compose_train, option):
         data.close()
 
 
-EXTRAS = {"lunarlander": ("Box2D", "pygame")}
+EXTRAS = {
+    "atari": ("ale_py", "cv2"),
+    "lunarlander": ("Box2D", "pygame"),
+    "minigrid": ("minigrid",),
+    "mujoco": ("mujoco", "imageio"),
+}
 
 
-@pytest.mark.parametrize("option", options("env"))
-def test_an_environment_is_built(compose_train, option):
-    for package in EXTRAS.get(option, ()):
+def need_extra(env: str) -> None:
+    for package in EXTRAS.get(env, ()):
         with warnings.catch_warnings():
             # SWIG's modules end the process where one of their warnings is an error.
             warnings.simplefilter("ignore")
             pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("option", options("env"))
+def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
+    need_extra(option)
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
     data = instantiate(compose_train(f"env={option}").data)
     data.setup("fit")
     try:
@@ -160,6 +170,24 @@ def test_an_environment_is_built(compose_train, option):
         assert data.specs.keys
     finally:
         data.close()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "env", "fewer"),
+    [
+        ("dqn_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
+        ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
+        ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
+    ],
+)
+def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):
+    need_extra(env)
+    monkeypatch.chdir(tmp_path)
+    cfg = compose_train(f"experiment={experiment}", "callbacks=none", "trainer.max_steps=1", *fewer)
+    model, trainer = instantiate(cfg.model), instantiate(cfg.trainer, logger=False)
+    trainer.fit(model, instantiate(cfg.data))
+    assert trainer.global_step == 1
+    assert all(value.isfinite() for value in trainer.callback_metrics.values())
 
 
 # The base of all others, which names no class.
