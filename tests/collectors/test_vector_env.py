@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.data import Binary, MultiCategorical
 
 from collectors.counting import CountingEnv, vector_env
-from torchrl_lightning.collectors import GymnasiumCollector, environment_specs, make_vector_env
+from torchrl_lightning.collectors import EnvironmentRecipe, GymnasiumCollector, environment_specs, make_vector_env
 from torchrl_lightning.collectors.specs import space_to_spec
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_builds_same_step_environments(vectorization: str) -> None:
-    env = make_vector_env("CartPole-v1", 2, vectorization=vectorization, env_kwargs={"max_episode_steps": 3})
+    recipe = EnvironmentRecipe("CartPole-v1", time_limit=3, vectorization=vectorization)
+    env = make_vector_env(recipe, 2)
+    assert isinstance(env, AsyncVectorEnv if vectorization == "async" else SyncVectorEnv)
     env.reset(seed=[0, 1])
     for _ in range(2):
         env.step(np.array([0, 1]))
@@ -57,6 +59,8 @@ def test_refuses_what_does_not_fit() -> None:
         make_vector_env(vector_env, 2)
     with pytest.raises(TypeError, match="int"):
         make_vector_env(3, 2)
+    with pytest.raises(ValueError, match="vectorization"):
+        EnvironmentRecipe("CartPole-v1", vectorization="threads")
     with pytest.raises(ValueError, match="vectorization"):
         make_vector_env("CartPole-v1", 2, vectorization="threads")
     with pytest.raises(ValueError, match="constructor"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tensordict.nn import TensorDictModule
+
+from torchrl_lightning import EnvironmentRecipe
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
 
@@ -22,6 +26,28 @@ def test_an_exception_ends_collector_and_environment(make_data, make_trainer, ma
     with pytest.raises(RuntimeError, match="out of luck"):
         make_trainer().fit(make_module(Failing), datamodule=data)
     assert data.collector is None
+
+
+def test_only_collection_steps_a_recipe_in_processes_which_end_with_it(
+    make_data, make_trainer, make_module, tiny_actor_critic
+):
+    children = []
+
+    class Failing(tiny_actor_critic):
+        def training_step(self, batch, batch_idx):
+            children.append(len(multiprocessing.active_children()))
+            raise RuntimeError("out of luck")
+
+    recipe = EnvironmentRecipe("CartPole-v1", vectorization="async")
+    data = make_data(env=recipe, eval_env=recipe, num_envs=2)
+    assert (data.specs.num_envs, data.fingerprint()["num_envs"]) == (2, 2)
+    left = TensorDictModule(lambda x: x[..., 0].long() * 0, ["observation"], ["action"])
+    assert len(data.evaluate(left, 2)) == 2
+    assert multiprocessing.active_children() == []
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_trainer().fit(make_module(Failing), datamodule=data)
+    assert children == [2]
+    assert multiprocessing.active_children() == []
 
 
 def test_closing_twice_and_before_anything_is_harmless(make_data):

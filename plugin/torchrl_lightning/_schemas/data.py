@@ -77,6 +77,7 @@ class EnvironmentRecipeSchema:
     flatten: bool = False
     frame_stack: int = 1
     clip_reward: float | None = None
+    vectorization: str = "sync"
 
 
 SCHEMAS: dict[tuple[str, str], Any] = {

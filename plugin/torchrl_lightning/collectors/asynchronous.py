@@ -45,7 +45,8 @@ class AsynchronousCollector(CollectorBase):
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
 
-    The other arguments are those of :class:`GymnasiumCollector`.
+    The other arguments are those of :class:`GymnasiumCollector`; each worker steps its environments itself, whatever
+    ``vectorization`` a recipe has.
 
     Raises:
         ValueError: Sizes do not fit, or the id is unknown.

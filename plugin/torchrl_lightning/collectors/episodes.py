@@ -70,7 +70,7 @@ def play_episodes(
     ready = isinstance(env, VectorEnv)
     if num_envs is None and not ready:
         num_envs = min(num_episodes, _MAX_ENVS)
-    stepper = VectorStepper(make_vector_env(env, num_envs))
+    stepper = VectorStepper(make_vector_env(env, num_envs, vectorization="sync"))
     try:
         with (
             torch.no_grad(),

@@ -21,7 +21,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array, ReplaySource, ResumableVectorEnv
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env
+from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env, vectorization_of
 
 
 class GymnasiumCollector(CollectorBase):
@@ -63,7 +63,7 @@ class GymnasiumCollector(CollectorBase):
 
     Raises:
         ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``,
-            or it cannot rest in part, as ``replay`` needs.
+            returns what its spaces do not allow or is not finite, or cannot rest in part, as ``replay`` needs.
         TypeError: The environment or policy is something else, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
 
@@ -93,11 +93,12 @@ class GymnasiumCollector(CollectorBase):
         return_same_td: bool = False,
         clip_actions: bool = False,
         replay: ReplaySource | None = None,
-        vectorization: str = "sync",
+        vectorization: str | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
     ) -> None:
-        check_env_source(env, vectorization)
+        vectorization = vectorization_of(env, vectorization)
+        check_env_source(env)
         can_rest = isinstance(env, ResumableVectorEnv) if isinstance(env, VectorEnv) else vectorization == "sync"
         if replay is not None and not can_rest:
             raise ValueError(

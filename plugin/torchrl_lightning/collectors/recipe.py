@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
-from torchrl_lightning.ranges import integer, optional, positive
+from torchrl_lightning.ranges import integer, one_of, optional, positive
 
 Environment = gym.Env[Any, Any]
 Wrapper = Callable[[Environment], Environment]
@@ -38,6 +38,8 @@ class EnvironmentRecipe:
         flatten: show the observation as one vector.
         frame_stack: show this many images, the newest last, along their channels.
         clip_reward: clip rewards to ``[-clip_reward, clip_reward]``; not if None.
+        vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
+            of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``). Evaluation stays in this process.
 
     Raises:
         ValueError: a number is out of range, or a target is unknown; when the environment is made, a setting that it
@@ -68,6 +70,7 @@ class EnvironmentRecipe:
         flatten: bool = False,
         frame_stack: int = 1,
         clip_reward: float | None = None,
+        vectorization: str = "sync",
     ) -> None:
         if not isinstance(id, str):
             _resolved(id, "id")
@@ -86,6 +89,7 @@ class EnvironmentRecipe:
         self.flatten = flatten
         self.frame_stack = integer(frame_stack, "frame_stack")
         self.clip_reward = optional(positive)(clip_reward, "clip_reward")
+        self.vectorization = one_of(vectorization, "vectorization", ("sync", "async"))
 
     def __call__(self, **kwargs: Any) -> Environment:
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
@@ -117,7 +121,7 @@ class EnvironmentRecipe:
     def __repr__(self) -> str:
         settings = {**vars(self), "wrappers": [_name(wrapper) for wrapper in self.wrappers]}
         id = settings.pop("id")
-        defaults = {"action_repeat": 1, "frame_stack": 1}
+        defaults = {"action_repeat": 1, "frame_stack": 1, "vectorization": "sync"}
         text = "".join(
             f", {name}={value!r}" for name, value in settings.items() if value and value != defaults.get(name)
         )

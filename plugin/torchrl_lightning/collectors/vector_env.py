@@ -10,6 +10,7 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from torchrl_lightning.collectors._faults import CheckedEnv
+from torchrl_lightning.collectors.recipe import EnvironmentRecipe
 from torchrl_lightning.collectors.replayed import ResumableVectorEnv
 from torchrl_lightning.ranges import integer, one_of
 
@@ -34,7 +35,7 @@ def make_vector_env(
     env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
     num_envs: int | None = 1,
     *,
-    vectorization: str = "sync",
+    vectorization: str | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
 ) -> VectorEnv[Any, Any, Any]:
@@ -47,7 +48,8 @@ def make_vector_env(
         env: A registered id, a factory of one environment, or a ready vector environment, which is returned as it is.
         num_envs: The number of copies; ``None`` means one, or as many as a ready vector environment has.
         vectorization: ``"sync"`` steps the copies in this process, ``"async"`` gives each copy a process of its own
-            (by ``spawn``: a script needs ``if __name__ == "__main__":``).
+            (by ``spawn``: a script needs ``if __name__ == "__main__":``); ``None`` means as the
+            :class:`~torchrl_lightning.EnvironmentRecipe` says, or ``"sync"``.
         env_kwargs: Keyword arguments for the id or the factory.
         wrappers: Functions that wrap each single environment, innermost first.
 
@@ -66,7 +68,8 @@ def make_vector_env(
         (2, 'SAME_STEP')
         >>> env.close()
     """
-    check_env_source(env, vectorization)
+    vectorization = vectorization_of(env, vectorization)
+    check_env_source(env)
     if isinstance(env, VectorEnv):
         if env_kwargs or wrappers:
             raise ValueError(
@@ -88,12 +91,19 @@ def make_vector_env(
     return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def check_env_source(env: object, vectorization: str = "sync") -> None:
-    """Check an environment as far as possible without building it: a ValueError for an unknown id or vectorization.
+def vectorization_of(env: object, asked: str | None = None) -> str:
+    """Return how copies of an environment are stepped: as is asked for, or as its recipe says; else ``"sync"``."""
+    if asked is not None:
+        one_of(asked, "vectorization", ("sync", "async"))
+        return asked
+    return env.vectorization if isinstance(env, EnvironmentRecipe) else "sync"
+
+
+def check_env_source(env: object) -> None:
+    """Check an environment as far as possible without building it: a ValueError for an unknown id.
 
     A TypeError if it is neither an id, a factory nor a vector environment.
     """
-    one_of(vectorization, "vectorization", ("sync", "async"))
     if isinstance(env, str):
         # As gymnasium.make does: ``module:Name-v0`` imports the module that registers the name.
         module, _, name = env.rpartition(":")

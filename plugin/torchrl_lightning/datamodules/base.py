@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -24,6 +26,7 @@ from torchrl_lightning.collectors import (
 from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
+from torchrl_lightning.collectors.vector_env import vectorization_of
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
@@ -129,7 +132,8 @@ class ExperienceDataModule(L.LightningDataModule):
     def specs(self) -> EnvironmentSpecs:
         """Observation and action specs of one environment, and how many there are."""
         if self._specs is None:
-            self._specs = environment_specs(self._environment())
+            with self._shown_environment() as env:
+                self._specs = replace(environment_specs(env), num_envs=self.num_envs)
         return self._specs
 
     @property
@@ -158,9 +162,10 @@ class ExperienceDataModule(L.LightningDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             self._own_collector_options()  # refuses what does not fit before anything is built
-            env = self._environment()
+            self._environment()
             if self._make_collector is None and self._eval_env_given:
-                self._check_evaluation(view_of(env))
+                with self._shown_environment() as env:
+                    self._check_evaluation(view_of(env))
 
     def train_dataloader(self) -> Batches:
         """Return the sized stream of training batches; nothing is collected before it is iterated.
@@ -335,6 +340,15 @@ class ExperienceDataModule(L.LightningDataModule):
             self._vector_env = make_vector_env(self.env, self.num_envs)
         return self._vector_env
 
+    @contextmanager
+    def _shown_environment(self) -> Iterator[VectorEnv]:
+        """Lend the environment to look at it, or a copy, so that no process starts for that."""
+        if vectorization_of(self.env) == "sync":
+            yield self._environment()
+        else:
+            with closing(make_vector_env(self.env, 1, vectorization="sync")) as env:
+                yield env
+
     def _collector_options(self) -> dict[str, Any]:
         """Return the stream's arguments for the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
@@ -385,7 +399,7 @@ class ExperienceDataModule(L.LightningDataModule):
         if stepped is None or self.trainer is None:
             return  # without a trainer nothing chooses by evaluations
         ready = isinstance(self.eval_env, VectorEnv)
-        env = make_vector_env(self.eval_env, None)
+        env = make_vector_env(self.eval_env, None, vectorization="sync")
         try:
             difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
         finally:
