@@ -105,7 +105,7 @@ def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
         assert {made.parts[-2] for made in new} == {"seed_0", "seed_1", "seed_2"}
     if "joblib" not in line:  # its workers speak for themselves
         assert done.stdout.count("mean evaluation return") == jobs
-    if "optuna" in line:
+    if "hparams_search" in line:
         (found,) = folder.glob("logs/train/sweep_*/optimization_results.yaml")
         assert set(yaml.safe_load(found.read_text())["best_params"]) == {
             "model.learning_rate",

@@ -73,11 +73,11 @@ def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_search_sweeps_over_its_grid(run, tmp_path):
+def test_a_sweep_over_a_grid_compares_what_each_run_printed(run, tmp_path):
     settings = ["data.total_frames=128", "eval_episodes=1", "seed=0"]
     overrides = ["model.learning_rate=0.001", "data.num_epochs=1,2"]
     tiny = [item for item in TINY if not item.startswith("data.num_epochs")]
-    done = run("train", "hparams_search=ppo_cartpole", *tiny, *settings, *overrides)
+    done = run("train", "--multirun", *tiny, *settings, *overrides)
     assert len(re.findall(LAST_LINE, done.stdout)) == 2
     assert len(list((tmp_path / "logs" / "train").glob("sweep_*/ppo_cartpole-*num_epochs_[12]-*/seed_0/[01]"))) == 2
     (sweep,) = (tmp_path / "logs" / "train").glob("sweep_*")
