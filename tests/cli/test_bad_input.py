@@ -75,7 +75,7 @@ def test_groups_run_without_the_experiment_and_with_it_are_told_of_it(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["env=pendulum"], "environment='CartPole-v1', but this run has environment='Pendulum-v1'"),
+        (["env=pendulum"], "environment differs: id: CartPole-v1 in the checkpoint, Pendulum-v1 here"),
         (["data.frames_per_batch=256"], "frames_per_batch=128, but this run has frames_per_batch=256"),
         (
             ["model.network.hidden_sizes=[64,32]"],

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
+from gymnasium.wrappers import ClipReward
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules.replay_parts import parameters
-from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning import EnvironmentRecipe, GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 # A resumed run writes beside the checkpoint that it came from.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -131,7 +134,7 @@ def test_a_run_by_steps_goes_on_without_a_rollout_too_many(steps, tmp_path, make
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"env": "Acrobot-v1"}, "environment='CartPole-v1', but this run has environment='Acrobot-v1'"),
+        ({"env": "Acrobot-v1"}, "environment differs: id: CartPole-v1 in the checkpoint, Acrobot-v1 here"),
         ({"num_envs": 8}, "num_envs=4, but this run has num_envs=8"),
         ({"frames_per_batch": 128}, "frames_per_batch=64, but this run has frames_per_batch=128"),
         ({"buffer": VTraceBuffer}, "buffer='GAEBuffer', but this run has buffer='VTraceBuffer'"),
@@ -145,6 +148,30 @@ def test_a_checkpoint_of_another_run_is_refused(settings, message, make_data):
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(written.state_dict())
     assert other.frames == 0
+
+
+def test_another_recipe_is_refused_field_by_field(tmp_path, make_data):
+    wide, shifted = ("gymnasium.wrappers.ClipReward", {"min_reward": -1, "max_reward": 2}), lambda env: env
+    written = make_data(
+        env=EnvironmentRecipe("CartPole-v1", wrappers=[{"_target_": wide[0], **wide[1]}, shifted], time_limit=9)
+    )
+    torch.save(written.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    same = partial(ClipReward, **wide[1])  # as a partial; and stepping is not part of an environment
+    recipe = EnvironmentRecipe("CartPole-v1", wrappers=[same, shifted], time_limit=9, vectorization="async")
+    make_data(env=recipe).check_state(state)
+    other = partial(ClipReward, **{**wide[1], "max_reward": 3})
+    with pytest.raises(ValueError, match="environment differs") as error:
+        make_data(env=EnvironmentRecipe("Acrobot-v1", wrappers=[other], action_repeat=2)).check_state(state)
+    name = f"{__name__}.{shifted.__qualname__}"
+    assert str(error.value) == (
+        "environment differs: id: CartPole-v1 in the checkpoint, Acrobot-v1 here; "
+        "time_limit: 9 in the checkpoint, not set here; wrappers[0].max_reward: 2 in the checkpoint, 3 here; "
+        f"wrappers[1]: {{'_target_': '{name}'}} in the checkpoint, not set here; "
+        "action_repeat: not set in the checkpoint, 2 here. Resume with the environment that the checkpoint was "
+        "written with."
+    )
+    make_data(env=EnvironmentRecipe("CartPole-v1")).check_state(make_data().state_dict())
 
 
 def test_a_state_of_another_version_is_refused(make_data):

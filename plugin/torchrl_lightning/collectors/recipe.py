@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import gymnasium as gym
@@ -105,7 +107,7 @@ class EnvironmentRecipe:
         if self.action_repeat > 1:
             env = RepeatAction(env, self.action_repeat)
         for number, wrapper in enumerate(self.wrappers):
-            env = _wrapped(env, _resolved(wrapper, f"wrappers[{number}]"), f"wrappers[{number}]={_name(wrapper)}")
+            env = _wrapped(env, _resolved(wrapper, f"wrappers[{number}]"), f"wrappers[{number}]={plain(wrapper)}")
         if self.keep is not None or self.drop:
             env = FilterObservation(env, _shown(env.observation_space, self.keep, self.drop))
         if self.observe is not None:
@@ -119,13 +121,27 @@ class EnvironmentRecipe:
         return env
 
     def __repr__(self) -> str:
-        settings = {**vars(self), "wrappers": [_name(wrapper) for wrapper in self.wrappers]}
-        id = settings.pop("id")
-        defaults = {"action_repeat": 1, "frame_stack": 1, "vectorization": "sync"}
-        text = "".join(
-            f", {name}={value!r}" for name, value in settings.items() if value and value != defaults.get(name)
-        )
-        return f"{type(self).__name__}({id if isinstance(id, str) else _name(id)!r}{text})"
+        id, *settings = self.settings().items()
+        text = "".join(f", {name}={value!r}" for name, value in settings)
+        return f"{type(self).__name__}({id[1]!r}{text})"
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is not as by default, as numbers, texts, lists and dicts; what is none of these by its name.
+
+        Example:
+            >>> EnvironmentRecipe("CartPole-v1", wrappers=[partial(TimeLimit, max_episode_steps=9)]).settings()
+            {'id': 'CartPole-v1', 'wrappers': [{'_target_': 'gymnasium.wrappers.common.TimeLimit', \
+'max_episode_steps': 9}]}
+        """
+        defaults = {name: each.default for name, each in inspect.signature(EnvironmentRecipe).parameters.items()}
+        given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
+        if not isinstance(self.id, str):
+            given["id"] = plain(_resolved(self.id, "id"))
+        if self.wrappers:
+            # As classes and functions, however they are given.
+            named = [plain(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
+            given["wrappers"] = [each if isinstance(each, dict) else {"_target_": each} for each in named]
+        return given
 
 
 class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
@@ -267,7 +283,41 @@ def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
     return made
 
 
-def _name(part: Any) -> Any:
-    if isinstance(part, partial):
-        return {"_target_": _name(part.func), **part.keywords}
-    return f"{part.__module__}.{part.__qualname__}" if hasattr(part, "__qualname__") else part
+def plain(value: Any) -> Any:
+    """Return a setting as numbers, texts, lists and dicts; what is none of these by its name.
+
+    Example:
+        >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
+        ['gymnasium.wrappers.common.TimeLimit', {'_target_': 'gymnasium.wrappers.common.TimeLimit', \
+'max_episode_steps': 9}, 2.0]
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, partial):
+        positional = {"_args_": value.args} if value.args else {}
+        return plain({"_target_": value.func, **positional, **value.keywords})
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Sequence | Set):
+        return [plain(each) for each in value]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def differences(there: Any, here: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields in which two plain values differ, with the value of each; None where one lacks it.
+
+    Example:
+        >>> list(differences({"stack": 4, "wrappers": [{"low": 0}]}, {"wrappers": [{"low": 1}]}))
+        [('stack', 4, None), ('wrappers[0].low', 0, 1)]
+    """
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            yield from differences(there.get(key), here.get(key), f"{field}.{key}" if field else key)
+    elif isinstance(there, list) and isinstance(here, list) and any(isinstance(each, dict) for each in there + here):
+        for number, (mine, yours) in enumerate(zip_longest(there, here)):
+            yield from differences(mine, yours, f"{field}[{number}]")
+    elif there != here:
+        yield field, there, here

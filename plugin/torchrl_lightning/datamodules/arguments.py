@@ -9,6 +9,9 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
+from torchrl_lightning.collectors import EnvironmentRecipe
+from torchrl_lightning.collectors.recipe import differences, plain
+
 
 def environment_name(env: Any) -> str:
     """Return the name of an environment given as an id, a factory or a ready vector environment."""
@@ -17,6 +20,40 @@ def environment_name(env: Any) -> str:
     if isinstance(env, VectorEnv):
         return env.spec.id if env.spec is not None else type(env).__name__
     return getattr(env, "__qualname__", None) or str(env)
+
+
+def environment_fields(env: Any) -> Any:
+    """Return by what a checkpoint knows an environment: the settings of a recipe, else a name.
+
+    How its copies are stepped is not part of it. A recipe of an id alone is that id.
+
+    Example:
+        >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
+        {'id': 'CartPole-v1', 'time_limit': 9}
+    """
+    if isinstance(env, EnvironmentRecipe):
+        fields = env.settings()
+        fields.pop("vectorization", None)
+        return fields["id"] if list(fields) == ["id"] else fields
+    return plain(env) if isinstance(env, partial) else environment_name(env)
+
+
+def environment_difference(stored: Any, here: Any) -> str:
+    """Describe how two environments differ, field by field; "" if they do not.
+
+    Example:
+        >>> environment_difference({"id": "Pong-v5", "frame_stack": 4}, "Pong-v5")
+        'frame_stack: 4 in the checkpoint, not set here'
+    """
+    there, now = (fields if isinstance(fields, dict) else {"id": fields} for fields in (stored, here))
+    shown = (
+        f"{field}: {_shown(old)} in the checkpoint, {_shown(new)} here" for field, old, new in differences(there, now)
+    )
+    return "; ".join(shown)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
 
 
 def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:

@@ -28,7 +28,13 @@ from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.collectors.vector_env import vectorization_of
 from torchrl_lightning.datamodules.adapters import Batches
-from torchrl_lightning.datamodules.arguments import call_with_policy, collector_options, environment_name
+from torchrl_lightning.datamodules.arguments import (
+    call_with_policy,
+    collector_options,
+    environment_difference,
+    environment_fields,
+    environment_name,
+)
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import (
     EnvironmentView,
@@ -250,6 +256,11 @@ class ExperienceDataModule(L.LightningDataModule):
         """
         check_state(state, {"fingerprint": mapping, "ranks": sequence}, "experience", STATE_VERSION)
         stored, here = state["fingerprint"], self.fingerprint()
+        differs = environment_difference(stored.get("environment"), here["environment"])
+        if differs:
+            raise ValueError(
+                f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
+            )
         for name in {**stored, **here}:
             if stored.get(name) != here.get(name):
                 raise ValueError(
@@ -268,7 +279,7 @@ class ExperienceDataModule(L.LightningDataModule):
         observation = {str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}
         return {
             "datamodule": type(self).__name__,
-            "environment": environment_name(self.env),
+            "environment": environment_fields(self.env),
             "observation": str(observation),
             "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
             "num_envs": self.num_envs,
