@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torchrl.data import Composite, OneHot
+from torchrl.data import Composite, MultiOneHot
 
 from torchrl_lightning.collectors.specs import space_to_spec, spec_from_state, spec_state
 
@@ -35,7 +35,7 @@ def test_a_spec_comes_back_from_plain_data(space):
 
 
 def test_other_kinds_are_refused():
-    with pytest.raises(TypeError, match="a OneHot spec cannot be kept"):
-        spec_state(Composite(action=OneHot(3)))
+    with pytest.raises(TypeError, match="a MultiOneHot spec cannot be kept"):
+        spec_state(Composite(action=MultiOneHot([3, 2])))
     with pytest.raises(ValueError, match="unknown kind of spec 'Other'"):
         spec_from_state({"kind": "Other", "shape": [], "dtype": "float32"})

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torchrl.envs import TensorDictPrimer
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
@@ -49,11 +50,8 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
 
     Returns the values at the start of an episode, ``[num_envs, *state]`` each; a ValueError if they are not constant.
     """
-    primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None
-    if primers is None:
-        return {}
     states: dict[NestedKey, Tensor] = {}
-    for primer in getattr(primers, "transforms", [primers]):
+    for primer in recurrent_primers(policy):
         for key, spec in primer.primers.items(include_nested=True, leaves_only=True):
             default = primer.default_value
             value = default.get(key, 0.0) if isinstance(default, Mapping) else default
@@ -66,6 +64,31 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
             shape = spec.shape[len(primer.primers.shape) :]
             states[unravel_key(key)] = torch.full((num_envs, *shape), value or 0.0, dtype=spec.dtype)
     return states
+
+
+def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
+    """List the primers that the policy's submodules make of their recurrent states."""
+    primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None
+    return [] if primers is None else list(getattr(primers, "transforms", [primers]))
+
+
+def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorDictBase:
+    """Return a step of a TorchRL environment with what the policy, on its device, writes into it.
+
+    Raises:
+        KeyError: It writes no action.
+        ValueError: Its actions are NaN.
+    """
+    here = step.device or torch.device("cpu")
+    written = policy(step if here == device else step.to(device))
+    action = written.get("action", None)
+    if action is None:
+        raise KeyError("The policy does not write 'action'. Name it in the policy's out_keys.")
+    if action.is_floating_point() and bool(action.isnan().any()):
+        raise ValueError("The policy chose NaN actions. Lower the learning rate, or clip gradients.")
+    if written is not step:
+        step.update(written if here == device else written.to(here))
+    return step
 
 
 def load_weights(policy: object, weights: object) -> None:

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
+from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, check_policy, policy_device, recurrent_states
+from torchrl_lightning.collectors._policy import Policy, acted, check_policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.vector_env import make_vector_env
+from torchrl_lightning.collectors.torchrl_env import close_environment, make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
 _MAX_ENVS = 32
 
 
 def play_episodes(
-    env: str | Callable[..., gymnasium.Env[Any, Any]] | VectorEnv[Any, Any, Any],
+    env: str | Callable[..., Any] | VectorEnv[Any, Any, Any] | EnvBase,
     policy: Policy,
     num_episodes: int,
     *,
@@ -41,11 +41,12 @@ def play_episodes(
     generators are afterwards as they were.
 
     Args:
-        env: An id, a factory of one environment, or a ready vector environment, which stays open.
+        env: An id, a factory of one environment, Gymnasium's or TorchRL's, or a ready (vector) environment, which
+            stays open.
         policy: Reads a TensorDict ``[N]`` and writes ``action``.
         num_episodes: How many episodes to play, ``E``.
         num_envs: How many run side by side; ``None`` means as many as there are episodes, at most 32, or as many as a
-            ready vector environment has.
+            ready one or one that TorchRL steps as a batch has, whatever is asked for.
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`),
             others than a collector with this seed has; with ``None`` both are random.
         deterministic: Whether the policy takes the mode of its distribution, or a sample.
@@ -67,10 +68,10 @@ def play_episodes(
     check_policy(policy)
     if seed is not None:
         check_seed(seed)
-    ready = isinstance(env, VectorEnv)
+    ready = isinstance(env, VectorEnv | EnvBase)
     if num_envs is None and not ready:
         num_envs = min(num_episodes, _MAX_ENVS)
-    stepper = VectorStepper(make_vector_env(env, num_envs, vectorization="sync"))
+    made = make_environment(env, num_envs, vectorization="sync", own_number=not ready)
     try:
         with (
             torch.no_grad(),
@@ -78,10 +79,12 @@ def play_episodes(
             IsolatedRng(None if seed is None else spawn_seed(seed, "episodes", "policy"), policy_device(policy)),
             set_exploration_type(ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM),
         ):
-            return _play(stepper, policy, num_episodes, seed)
+            if isinstance(made, EnvBase):
+                return _play_torchrl(made, policy, num_episodes, seed)
+            return _play(VectorStepper(made), policy, num_episodes, seed)
     finally:
         if not ready:
-            stepper.close()
+            close_environment(made)
 
 
 def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
@@ -90,30 +93,64 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     loop = RolloutLoop(stepper, specs, policy, recurrent_states(policy, count))
     memory = RolloutMemory(specs, stepper, 1, loop.states)
     loop.reset(None if seed is None else spawn_seeds(seed, "episodes", count=count))
-    quota = num_episodes // count + (np.arange(count) < num_episodes % count)
-    first_row = np.concatenate([[0], np.cumsum(quota)[:-1]])
-    played = np.zeros(count, dtype=np.int64)
-    returns, lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
-    figures: dict[str, Array] = {
-        "episode_return": returns,
-        "episode_length": lengths,
-        "terminated": memory.terminated[0],
-        "truncated": memory.truncated[0],
-    }
-    result = {name: np.zeros(num_episodes, dtype=now.dtype) for name, now in figures.items()}
+    record = _Record(num_episodes, count)
     device = policy_device(policy)
-    while (played < quota).any():
+    while not record.is_complete:
         for _ in loop.steps(memory, device):
-            returns += memory.rewards[0]
-            lengths += 1
-        ended = memory.done[0]
-        if not ended.any():
-            continue
-        counted = np.flatnonzero(ended & (played < quota))
-        rows = first_row[counted] + played[counted]
-        for name, now in figures.items():
-            result[name][rows] = now[counted]
-        played[counted] += 1
-        returns[ended], lengths[ended] = 0, 0
-    result["episode_return"] = result["episode_return"].astype(np.float32)
-    return TensorDict({name: torch.from_numpy(value) for name, value in result.items()}, [num_episodes])
+            record.add(memory.rewards[0], memory.terminated[0], memory.truncated[0], memory.done[0])
+    return record.result()
+
+
+def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | None) -> TensorDict:
+    env = with_bookkeeping(env, policy)
+    if seed is not None:
+        env.set_seed(spawn_seed(seed, "episodes"))
+    record = _Record(num_episodes, env.batch_size.numel())
+    device = policy_device(policy)
+    step = env.reset()
+    while not record.is_complete:
+        stepped, step = env.step_and_maybe_reset(acted(policy, step, device))
+        ends = stepped["next"]
+        terminated, done = ends["terminated"], ends["done"]
+        truncated = ends.get("truncated", done & ~terminated)
+        record.add(*(each.flatten().cpu().numpy() for each in (ends["reward"], terminated, truncated, done)))
+    return record.result()
+
+
+class _Record:
+    """What the first episodes of each of ``count`` environments came to, as many of each as make ``num_episodes``."""
+
+    def __init__(self, num_episodes: int, count: int) -> None:
+        self._quota = num_episodes // count + (np.arange(count) < num_episodes % count)
+        self._first_row = np.concatenate([[0], np.cumsum(self._quota)[:-1]])
+        self._played = np.zeros(count, dtype=np.int64)
+        self._returns, self._lengths = np.zeros(count), np.zeros(count, dtype=np.int64)
+        self._result: dict[str, Array] = {
+            "episode_return": np.zeros(num_episodes, dtype=np.float32),
+            "episode_length": np.zeros(num_episodes, dtype=np.int64),
+            "terminated": np.zeros(num_episodes, dtype=bool),
+            "truncated": np.zeros(num_episodes, dtype=bool),
+        }
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self._played < self._quota).any()
+
+    def add(self, rewards: Array, terminated: Array, truncated: Array, done: Array) -> None:
+        """Add one step of every environment, ``[N]`` each."""
+        self._returns += rewards
+        self._lengths += 1
+        if not done.any():
+            return
+        counted = np.flatnonzero(done & (self._played < self._quota))
+        rows = self._first_row[counted] + self._played[counted]
+        figures = (self._returns, self._lengths, terminated, truncated)
+        for value, now in zip(self._result.values(), figures, strict=True):
+            value[rows] = now[counted]
+        self._played[counted] += 1
+        self._returns[done], self._lengths[done] = 0, 0
+
+    def result(self) -> TensorDict:
+        """Return the episodes, ordered by environment and time."""
+        values = {name: torch.from_numpy(value) for name, value in self._result.items()}
+        return TensorDict(values, [len(values["terminated"])])

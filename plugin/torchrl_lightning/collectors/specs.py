@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,22 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict.utils import NestedKey
-from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, TensorSpec, Unbounded
 from torchrl.data.utils import numpy_to_torch_dtype_dict
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, Transform, TransformedEnv, transforms
+from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.entries import Path, join, path_of
 
 # TorchRL's transforms write these beside the observations; no network should read them as observations.
 _BOOKKEEPING = {"is_init", "step_count", "recurrent_state"}
+COUNTERS = (
+    transforms.InitTracker,
+    transforms.StepCounter,
+    transforms.RewardSum,
+    transforms.TrajCounter,
+    transforms.Timer,
+)
 
 
 @dataclass(frozen=True)
@@ -141,13 +150,44 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
 
 def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     observation = env.observation_spec_unbatched.clone().clear_device_()
+    with layers(env) as (_, around):
+        counted = {key for transform in around for key in _counted(transform)}
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
-        if {path_of(key)[0], path_of(key)[-1]} & _BOOKKEEPING:
+        if {path_of(key)[0], path_of(key)[-1]} & _BOOKKEEPING or key in counted:
             del observation[key]
     for key, spec in list(observation.items()):
         if isinstance(spec, Composite) and spec.is_empty():
             del observation[key]
     return EnvironmentSpecs(observation, env.action_spec_unbatched, max(1, env.batch_size.numel()))
+
+
+@contextmanager
+def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
+    """Open the innermost environment, of several alike one more copy, and list the transforms around it, inside out."""
+    if isinstance(env, TransformedEnv):
+        with layers(env.base_env) as (base, around):
+            yield base, [*around, *_flat(env.transform)]
+    elif isinstance(env, BatchedEnvBase):
+        # Its own may be in other processes.
+        with closing(env.create_env_fn[0](**env.create_env_kwargs[0])) as one, layers(one) as found:
+            yield found
+    else:
+        yield env, []
+
+
+def _flat(transform: Transform) -> Iterator[Transform]:
+    if isinstance(transform, transforms.Compose):
+        for each in transform:
+            yield from _flat(each)
+    else:
+        yield transform
+
+
+def _counted(transform: Transform) -> Iterable[NestedKey]:
+    """Return what a transform adds for the collector, which are no observations."""
+    if isinstance(transform, transforms.TensorDictPrimer):
+        return transform.primers.keys(True, True)
+    return transform.out_keys if isinstance(transform, COUNTERS) else ()
 
 
 def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
@@ -182,7 +222,7 @@ def spec_state(spec: TensorSpec) -> dict[str, Any]:
     if isinstance(spec, Composite):
         return {"kind": "Composite", "entries": {str(key): spec_state(entry) for key, entry in spec.items()}}
     state = spec_fields(spec)
-    if state["kind"] not in ("Unbounded", "Bounded", "Binary", "Categorical", "MultiCategorical"):
+    if state["kind"] not in ("Unbounded", "Bounded", "Binary", "Categorical", "OneHot", "MultiCategorical"):
         raise TypeError(f"a {type(spec).__name__} spec cannot be kept in a checkpoint: {spec}")
     return state
 
@@ -202,6 +242,8 @@ def spec_from_state(state: Mapping[str, Any]) -> Any:
             return Binary(shape[-1], shape=shape, dtype=dtype)
         case "Categorical":
             return Categorical(state["n"], shape=shape, dtype=dtype)
+        case "OneHot":
+            return OneHot(state["n"], shape=shape, dtype=dtype)
         case "MultiCategorical":
             return MultiCategorical(state["nvec"], shape=shape, dtype=dtype)
     raise ValueError(f"unknown kind of spec {kind!r}; resume or load with the release that wrote it")

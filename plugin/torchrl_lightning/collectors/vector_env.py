@@ -157,6 +157,17 @@ def _extra_for(error: Exception) -> str:
     return "" if extra is None else f" Here the extra {extra!r} brings it: torchrl-lightning[{extra}]."
 
 
+class NoGymnasiumEnvironmentError(TypeError):
+    """A factory has built something else than one Gymnasium environment, such as TorchRL's, which it hands on."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(
+            f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
+            "a vector environment is passed itself, not its factory."
+        )
+        self.env = env
+
+
 class _SingleEnv:
     """A factory of one environment; a class rather than a closure, so that it can be pickled for another process."""
 
@@ -177,10 +188,7 @@ class _SingleEnv:
                 f"The environment {self.env!r} needs what is not installed: {what}.{_extra_for(error)}"
             ) from error
         if not isinstance(env, gymnasium.Env):
-            raise TypeError(
-                f"The factory must build one gymnasium.Env, got {type(env).__name__}; "
-                "a vector environment is passed itself, not its factory."
-            )
+            raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:
             env = wrapper(env)
         return env

@@ -8,17 +8,20 @@ from functools import partial
 from typing import Any
 
 from gymnasium.vector import VectorEnv
+from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import EnvironmentRecipe
 from torchrl_lightning.collectors.recipe import differences, plain
 
 
 def environment_name(env: Any) -> str:
-    """Return the name of an environment given as an id, a factory or a ready vector environment."""
+    """Return the name of an environment given as an id, a factory or a ready (vector) environment."""
     if isinstance(env, str):
         return env
     if isinstance(env, VectorEnv):
         return env.spec.id if env.spec is not None else type(env).__name__
+    if isinstance(env, EnvBase):
+        return type(env).__name__
     return getattr(env, "__qualname__", None) or str(env)
 
 

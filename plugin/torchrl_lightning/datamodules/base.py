@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch
 from gymnasium.vector import VectorEnv
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors import (
     EnvironmentSpecs,
     GymnasiumCollector,
+    TorchRLCollector,
+    close_environment,
     environment_specs,
-    make_vector_env,
+    make_environment,
     play_episodes,
     spawn_seed,
 )
@@ -61,14 +64,16 @@ class ExperienceDataModule(L.LightningDataModule):
     networks in ``configure_model`` from ``trainer.datamodule.specs``.
 
     Args:
-        env: an environment id, a factory of one environment, or a ready :class:`gymnasium.vector.VectorEnv`.
-        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several.
+        env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
+            several: a :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
+        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several. An
+            environment that TorchRL steps as a batch has its own number, which is to be given here.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
         total_frames: frames, summed over ranks, after which training stops; -1 for never.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
-            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``. If it has parameters ``seed`` and
-            ``reset_at_each_batch``, it is given this rank's seed and the argument below; under several ranks it needs
-            the former.
+            :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
+            it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
+            under several ranks it needs the former.
         reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
             repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
@@ -107,9 +112,9 @@ class ExperienceDataModule(L.LightningDataModule):
                 f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
                 f"take {-(-frames_per_batch // num_envs) * num_envs}."
             )
-        if isinstance(env, VectorEnv) and eval_env is None:
+        if isinstance(env, VectorEnv | EnvBase) and eval_env is None:
             raise ValueError(
-                "env is a ready vector environment, which cannot be built a second time for evaluation. "
+                "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
                 "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
             )
         self.env = env
@@ -122,7 +127,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.collector: Any = None
         self.buffer: Any = None
         self._make_collector = collector
-        self._vector_env: VectorEnv | None = None
+        self._env: VectorEnv | EnvBase | None = None
         self._specs: EnvironmentSpecs | None = None
         self._stream: Iterator[TensorDictBase] | None = None
         self._origins = RowOrigins(None)
@@ -217,10 +222,10 @@ class ExperienceDataModule(L.LightningDataModule):
         collector, self.collector, self._stream = self.collector, None, None
         if collector is not None:
             collector.shutdown()
-        vector_env, self._vector_env = self._vector_env, None
+        env, self._env = self._env, None
         # A ready environment is closed by whoever made it.
-        if vector_env is not None and vector_env is not self.env:
-            vector_env.close()
+        if env is not None and env is not self.env:
+            close_environment(env)
 
     # ------------------------------------------------------------------ state
 
@@ -346,19 +351,22 @@ class ExperienceDataModule(L.LightningDataModule):
         """Derive the seed of one part of this rank's run."""
         return spawn_seed(self.seed or 0, purpose, self._rank, *numbers)
 
-    def _environment(self) -> VectorEnv:
-        if self._vector_env is None:
-            self._vector_env = make_vector_env(self.env, self.num_envs)
-        return self._vector_env
+    def _environment(self) -> VectorEnv | EnvBase:
+        if self._env is None:
+            self._env = make_environment(self.env, self.num_envs)
+        return self._env
 
     @contextmanager
-    def _shown_environment(self) -> Iterator[VectorEnv]:
+    def _shown_environment(self) -> Iterator[VectorEnv | EnvBase]:
         """Lend the environment to look at it, or a copy, so that no process starts for that."""
         if vectorization_of(self.env) == "sync":
             yield self._environment()
         else:
-            with closing(make_vector_env(self.env, 1, vectorization="sync")) as env:
+            env = make_environment(self.env, 1, vectorization="sync", own_number=True)
+            try:
                 yield env
+            finally:
+                close_environment(env)
 
     def _collector_options(self) -> dict[str, Any]:
         """Return the stream's arguments for the collector that is built here."""
@@ -369,7 +377,7 @@ class ExperienceDataModule(L.LightningDataModule):
         make, seed = self._make_collector, self._spawn_seed("collector")
         return collector_options(make, seed, self.reset_at_each_batch, self.world_size) if make is not None else {}
 
-    def _wrap_env(self, env: VectorEnv) -> Any:
+    def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         """Let the buffer wrap the environment that is collected from."""
         return env
 
@@ -385,12 +393,12 @@ class ExperienceDataModule(L.LightningDataModule):
                 self._restored["rng"] = torch.get_rng_state()
             policy = self._wrap_policy(policy)
             if self._make_collector is None:
-                self.collector = GymnasiumCollector(
-                    self._wrap_env(self._environment()),
-                    policy,
-                    num_envs=self.num_envs,
-                    frames_per_batch=self.frames_per_batch,
-                    **self._collector_options(),
+                env = self._wrap_env(self._environment())
+                frames, options = self.frames_per_batch, self._collector_options()
+                self.collector = (
+                    TorchRLCollector(env, policy, frames_per_batch=frames, **options)
+                    if isinstance(env, EnvBase)
+                    else GymnasiumCollector(env, policy, num_envs=self.num_envs, frames_per_batch=frames, **options)
                 )
             else:
                 self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
@@ -409,13 +417,13 @@ class ExperienceDataModule(L.LightningDataModule):
         """Refuse a run whose evaluation would play another environment than collection steps."""
         if stepped is None or self.trainer is None:
             return  # without a trainer nothing chooses by evaluations
-        ready = isinstance(self.eval_env, VectorEnv)
-        env = make_vector_env(self.eval_env, None, vectorization="sync")
+        ready = isinstance(self.eval_env, VectorEnv | EnvBase)
+        env = make_environment(self.eval_env, None, vectorization="sync")
         try:
             difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
         finally:
             if not ready:
-                env.close()
+                close_environment(env)
         if difference is not None:
             logger.warning("eval_env= is another environment than that of collection: %s.", difference)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from gymnasium import wrappers
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torchrl.data import Composite, TensorSpec
-from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
-from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
-from torchrl_lightning.collectors.specs import spec_fields
+from torchrl_lightning.collectors.specs import COUNTERS, layers, spec_fields
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
@@ -37,16 +34,8 @@ _NEUTRAL_WRAPPERS = (
     wrappers.vector.HumanRendering,
     wrappers.vector.DictInfoToList,
 )
-# They add entries for the collector, which are no observations.
-_COUNTERS = (
-    transforms.InitTracker,
-    transforms.StepCounter,
-    transforms.RewardSum,
-    transforms.TrajCounter,
-    transforms.Timer,
-)
 _NEUTRAL_TRANSFORMS = (
-    *_COUNTERS,
+    *COUNTERS,
     transforms.TensorDictPrimer,
     transforms.FiniteTensorDictCheck,
     transforms.DeviceCastTransform,
@@ -64,12 +53,13 @@ class EnvironmentView:
         specs: What a policy sees and does.
         wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None if it is no such
             environment, or out of reach.
-        transforms: Class names of TorchRL's transforms around it that may change observation, reward or end.
+        transforms: Class names of TorchRL's transforms around it that may change observation, reward or end; None if
+            it is no environment of TorchRL's.
     """
 
     specs: EnvironmentSpecs
     wrappers: list[str] | None = None
-    transforms: tuple[str, ...] = ()
+    transforms: tuple[str, ...] | None = None
 
 
 def view_of_collector(collector: Any) -> EnvironmentView | None:
@@ -91,9 +81,9 @@ def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
     specs = environment_specs(env)
     if isinstance(env, VectorEnv):
         return EnvironmentView(specs, _wrappers(env))
-    names, changing, counted = _look_into(env)
-    for key in counted & set(specs.keys):
-        del specs.observation[key]
+    with layers(env) as (base, around):
+        changing = tuple(type(each).__name__ for each in around if not isinstance(each, _NEUTRAL_TRANSFORMS))
+        names = _wrappers(base._env) if isinstance(base, GymWrapper) else None
     return EnvironmentView(specs, names, changing)
 
 
@@ -162,33 +152,6 @@ def _wrappers(env: Any) -> list[str] | None:
     return [type(env).__name__, *reversed(names)]
 
 
-def _look_into(env: EnvBase) -> tuple[list[str] | None, tuple[str, ...], set[NestedKey]]:
-    """Return the wrappers inside, the transforms that change something, and what the others count or carry."""
-    if isinstance(env, TransformedEnv):
-        names, changing, counted = _look_into(env.base_env)
-        for transform in _flat(env.transform):
-            if not isinstance(transform, _NEUTRAL_TRANSFORMS):
-                changing = (*changing, type(transform).__name__)
-            elif isinstance(transform, transforms.TensorDictPrimer):
-                counted.update(transform.primers.keys(True, True))
-            elif isinstance(transform, _COUNTERS):
-                counted.update(transform.out_keys)
-        return names, changing, counted
-    if isinstance(env, BatchedEnvBase):
-        # One more copy, as its own may be in other processes.
-        with closing(env.create_env_fn[0](**env.create_env_kwargs[0])) as one:
-            return _look_into(one)
-    return _wrappers(env._env) if isinstance(env, GymWrapper) else None, (), set()
-
-
-def _flat(transform: Transform) -> Iterator[Transform]:
-    if isinstance(transform, transforms.Compose):
-        for each in transform:
-            yield from _flat(each)
-    else:
-        yield transform
-
-
 def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> list[str]:
     expected, came = _fields(stepped), _fields(played)
     differences = []
@@ -236,13 +199,17 @@ def _shown(value: Any) -> str:
 
 
 def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
-    if stepped.wrappers is None or played.wrappers is None:
-        return None
-    same = played.wrappers == stepped.wrappers
-    if stepped.transforms:
-        # Wrappers in evaluation may stand for the transforms; none at all, or those that both have, do not.
-        same = len(played.wrappers) > 1 and not same
+    mine, theirs = stepped.transforms or (), played.transforms or ()
+    same = (stepped.wrappers, mine) == (played.wrappers, theirs)
+    if stepped.transforms is None or played.transforms is None:
+        if stepped.wrappers is None or played.wrappers is None:
+            return None
+        if mine or theirs:
+            # Wrappers of the one may stand for transforms of the other; none at all, or those that both have, do not.
+            same = len((played if mine else stepped).wrappers or ()) > 1 and stepped.wrappers != played.wrappers
     if same:
         return None
-    expected = " > ".join([*stepped.wrappers, *stepped.transforms])
-    return f"wrappers are {' > '.join(played.wrappers)} in evaluation, expected {expected} as in collection"
+    came, expected = (
+        " > ".join([*(each.wrappers or ["(not Gymnasium's)"]), *(each.transforms or ())]) for each in (played, stepped)
+    )
+    return f"wrappers are {came} in evaluation, expected {expected} as in collection"

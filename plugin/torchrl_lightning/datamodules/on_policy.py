@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
@@ -215,7 +216,7 @@ class OnPolicyDataModule(ExperienceDataModule):
             )
         return number, size
 
-    def _wrap_env(self, env: VectorEnv) -> Any:
+    def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         return self._require_buffer().wrap_env(env)
 
     def _wrap_policy(self, policy: Any) -> Any:

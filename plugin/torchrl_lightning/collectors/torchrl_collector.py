@@ -1,0 +1,182 @@
+"""A collector of TorchRL environments, with the seeds, counters and state of ours around TorchRL's own."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_lightning._modules import EvaluationMode
+from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors._policy import Policy, acted, policy_device, recurrent_states
+from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
+from torchrl_lightning.collectors.specs import environment_specs
+from torchrl_lightning.collectors.torchrl_env import close_environment, with_bookkeeping
+from torchrl_lightning.entries import join, next_key
+
+
+class TorchRLCollector(CollectorBase):
+    """Collect rollouts of a TensorDict policy in a TorchRL environment, by ``torchrl.collectors.Collector``.
+
+    It yields TensorDicts ``[N, T]`` named ``(None, "time")``, as :class:`~torchrl_lightning.GymnasiumCollector` does;
+    what is said there of modes, random streams, recurrent states and resuming holds here. ``is_init`` and recurrent
+    states are added where the environment lacks them.
+
+    Args:
+        env: The environment; with :func:`make_environment` it is built from a factory, and checked.
+        policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
+        frames_per_batch: Steps per batch over all environments; a multiple of their number.
+        total_frames: Iteration stops when this many frames are collected; -1 means never.
+        seed: Seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
+        reset_at_each_batch: Begin every batch with a seeded reset.
+        init_random_frames: Draw random actions until this many frames are collected (in whole batches).
+
+    Batches lie where the environment's tensors do.
+
+    Raises:
+        ValueError: Sizes do not fit, actions are NaN, or with ``reset_at_each_batch`` the environment does not begin
+            alike when it is seeded alike.
+        TypeError: The policy is something else.
+        KeyError: The policy writes no ``action``.
+
+    Example:
+        >>> from torchrl.envs import GymEnv, SerialEnv
+        >>> env = SerialEnv(2, lambda: GymEnv("Pendulum-v1"))
+        >>> collector = TorchRLCollector(env, frames_per_batch=8, total_frames=16, seed=0)
+        >>> [tuple(batch.shape) for batch in collector]
+        [(2, 4), (2, 4)]
+        >>> collector.shutdown()
+    """
+
+    _counters = (*CollectorBase._counters, "_trajectories")
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy | None = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        seed: int | None = None,
+        reset_at_each_batch: bool = False,
+        init_random_frames: int = 0,
+    ) -> None:
+        super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
+        self.env = env
+        self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames
+        self._specs = environment_specs(env)
+        self._evaluation = EvaluationMode(policy)
+        self._needs_reset = True
+        self._collector: Collector | None = None
+        self._acts_randomly = False
+        self._trajectories = self._shift = 0
+        states = recurrent_states(policy, self.num_envs)
+        self._next_states = {join((), next_key(key)): state for key, state in states.items()}
+
+    def rollout(self) -> TensorDict:
+        """Collect one batch, even beyond ``total_frames``."""
+        device = policy_device(self.policy)
+        begin_anew = self._needs_reset or self.reset_at_each_batch
+        self._needs_reset = True  # if this rollout fails half-way, the next one cannot continue it
+        stream = numbered_seed(spawn_seed(self.seed, "policy"), self._batches)
+        if begin_anew and self.reset_at_each_batch and self._collector is None:
+            self._check_seeding(stream, device)
+        self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
+        with self._evaluation, IsolatedRng(stream, device):
+            collector = self._built()  # tries the policy, which draws
+        with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
+            collector.reset_at_each_iter = begin_anew
+            if begin_anew:
+                self._seed_environment()
+            batch = collector.rollout()
+            self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
+        self._needs_reset = False
+        self._batches += 1
+        self.frames += self.frames_per_batch
+        if batch.ndim == 1:  # of an environment without a batch
+            batch = batch.unsqueeze(0)
+            batch.names = [None, "time"]
+        return batch
+
+    def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
+        """Count the trajectories from the beginning of the run, also where it was resumed."""
+        if begin_anew:
+            self._shift = self._trajectories - int(ids.min())
+        ids += self._shift
+        self._trajectories = int(ids.max()) + 1
+
+    def _built(self) -> Collector:
+        if self.closed:
+            raise RuntimeError("The collector was shut down; build a new one.")
+        if self._collector is None:
+            env = with_bookkeeping(self.env, self.policy)
+            self._collector = Collector(
+                env,
+                self._act,
+                frames_per_batch=self.frames_per_batch,
+                exploration_type=ExplorationType.RANDOM,
+                env_device=env.device,
+                policy_device=env.device,  # the policy's inputs are moved by the call
+                storing_device=env.device,
+                trust_policy=True,
+                use_buffers=False,
+                auto_register_policy_transforms=False,
+            )
+        return self._collector
+
+    def _act(self, step: TensorDictBase) -> TensorDictBase:
+        if not self._acts_randomly:
+            assert self.policy is not None
+            return acted(self.policy, step, policy_device(self.policy))
+        self.env.rand_action(step)
+        # The recurrent states keep their initial values, so that the batch has its usual keys.
+        for key, state in self._next_states.items():
+            step.set(key, state.reshape(*step.shape, *state.shape[1:]).clone())
+        return step
+
+    def _seed_environment(self) -> None:
+        self.env.set_seed(spawn_seed(self.seed, "environment", self._batches))
+
+    def _check_seeding(self, stream: int, device: torch.device) -> None:
+        """Refuse an environment that would begin otherwise in a resumed run."""
+        starts = []
+        for _ in range(2):
+            with torch.no_grad(), IsolatedRng(stream, device):
+                self._seed_environment()
+                starts.append(self.env.reset().select(*self.specs.keys).clone())
+        for key in self.specs.keys:
+            one, two = (start[key] for start in starts)
+            if not bool(((one == two) | ((one != one) & (two != two))).all()):
+                raise ValueError(
+                    f"reset_at_each_batch=True, but observation {key!r} differs between two resets after the same "
+                    f"set_seed of {type(self.env).__name__}: a resumed run would not repeat this one. Let _set_seed "
+                    "seed all that _reset draws from, or leave reset_at_each_batch out."
+                )
+
+    def reset(self) -> None:
+        """Reset the environment before the next batch."""
+        self._needs_reset = True
+
+    def set_seed(self, seed: int) -> int:
+        """Seed the environment, and return the seed; a reset follows."""
+        self.seed = check_seed(seed)
+        self._batches, self._needs_reset = 0, True
+        return self.seed
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environment and its processes; may be called any number of times. ``timeout`` has no effect."""
+        if self.closed:
+            return
+        self.closed = True
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.shutdown(close_env=False, raise_on_error=False)
+        try:
+            if close_env:
+                close_environment(self.env)
+        except Exception:
+            if raise_on_error:
+                raise

@@ -1,0 +1,143 @@
+"""TorchRL environments: unbatched ones side by side, and checks of what cannot be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gymnasium.vector import VectorEnv
+from torchrl.envs import (
+    EnvBase,
+    FrameSkipTransform,
+    InitTracker,
+    ParallelEnv,
+    SerialEnv,
+    Transform,
+    TransformedEnv,
+    VecGymEnvTransform,
+    VecNorm,
+    VecNormV2,
+)
+
+from torchrl_lightning.collectors._policy import recurrent_primers
+from torchrl_lightning.collectors.specs import layers
+from torchrl_lightning.collectors.vector_env import (
+    NoGymnasiumEnvironmentError,
+    make_vector_env,
+    vectorization_of,
+)
+from torchrl_lightning.ranges import integer
+
+# Transforms whose data cannot be trusted, why, and what to do instead.
+_REFUSED: dict[type[Transform], str] = {
+    VecNorm: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
+    VecNormV2: "keeps its own statistics in each environment. Take normalize_observation=True of the DataModule",
+    FrameSkipTransform: "steps on after an episode has ended. Give frame_skip= to GymEnv",
+    VecGymEnvTransform: (
+        "(Gymnasium's own vector environment) puts a bogus transition behind each episode. Leave num_envs out of "
+        "GymEnv, and give num_envs beside a factory of one environment"
+    ),
+}
+
+
+def make_environment(
+    env: str | Callable[..., Any] | VectorEnv[Any, Any, Any] | EnvBase,
+    num_envs: int | None = 1,
+    *,
+    vectorization: str | None = None,
+    own_number: bool = False,
+) -> VectorEnv[Any, Any, Any] | EnvBase:
+    """Build what is stepped from an id, a factory of either library's environments, or a ready environment.
+
+    Args:
+        env: what :func:`make_vector_env` takes; or a factory of a TorchRL environment, whose unbatched environments
+            are stepped one after another, in a ``SerialEnv``, or each in a process of its own, in a ``ParallelEnv``,
+            and whose batched ones as they are; or a ready TorchRL environment.
+        num_envs: how many; None means one, or as many as a batched or ready environment has.
+        vectorization: that of :func:`make_vector_env`.
+        own_number: a batched environment may have another number than ``num_envs``.
+
+    Raises:
+        ValueError: the number of environments, keys or shapes do not fit, or a transform spoils the data.
+        TypeError: it is neither an id, an environment nor a factory of one.
+
+    Example:
+        >>> from torchrl.envs import GymEnv
+        >>> env = make_environment(lambda: GymEnv("Pendulum-v1"), 3)
+        >>> env.batch_size
+        torch.Size([3])
+        >>> env.close()
+    """
+    if isinstance(env, EnvBase):
+        return _checked(env, num_envs, own_number)
+    try:
+        return make_vector_env(env, num_envs, vectorization=vectorization)
+    except NoGymnasiumEnvironmentError as found:
+        if not isinstance(found.env, EnvBase) or not callable(env):
+            raise
+        first = found.env
+    number = 1 if num_envs is None else integer(num_envs, "num_envs")
+    try:
+        _checked(first, num_envs if first.batch_size else None, own_number)
+    except BaseException:
+        close_environment(first)
+        raise
+    if first.batch_size:
+        return first
+    close_environment(first)
+    if (vectorization or vectorization_of(env)) == "async":
+        return ParallelEnv(number, env, mp_start_method="spawn")
+    return SerialEnv(number, env)
+
+
+def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
+    """Lay around an environment what marks the starts of episodes and carries a policy's recurrent states.
+
+    What is there already is not added. The environment itself stays as it is.
+    """
+    there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
+    added: list[Transform] = [] if "is_init" in there else [InitTracker()]
+    added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
+    for transform in added:
+        env = TransformedEnv(env, transform, auto_unwrap=False)
+    return env
+
+
+def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
+    """Close an environment, if it is open."""
+    if not isinstance(env, EnvBase):
+        env.close()
+    elif not env.is_closed:
+        threads = torch.get_num_threads()
+        env.close()
+        torch.set_num_threads(threads)  # a ParallelEnv takes as many as it had processes
+
+
+def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
+    """Return the environment, or say what does not fit."""
+    with layers(env) as (_, around):
+        for transform in around:
+            why = next((why for kind, why in _REFUSED.items() if isinstance(transform, kind)), None)
+            if why is not None:
+                raise ValueError(f"{type(transform).__name__} {why}.")
+    for what, keys, wanted in (("action", env.action_keys, "action"), ("reward", env.reward_keys, "reward")):
+        if keys != [wanted]:
+            raise ValueError(
+                f"the environment's {what} keys are {keys}, expected one named {wanted!r}. Rename or combine them by a "
+                "transform, such as torchrl.envs.RenameTransform."
+            )
+    if "done" not in env.done_keys or "terminated" not in env.done_keys:
+        raise ValueError(f"the environment's flags are {env.done_keys}, expected 'done' and 'terminated' among them.")
+    reward = env.reward_spec_unbatched.shape
+    if reward != (1,):
+        raise ValueError(f"the environment's rewards have shape {list(reward)}, expected one number, [1].")
+    if len(env.batch_size) > 1:
+        raise ValueError(
+            f"the environment has batch size {list(env.batch_size)}, expected one dimension. Flatten it by "
+            "torchrl.envs.BatchSizeTransform."
+        )
+    number = env.batch_size.numel()
+    if not own_number and num_envs not in (None, number):
+        raise ValueError(f"num_envs={num_envs}, but the environment has batch size {number}; give num_envs={number}.")
+    return env
