@@ -110,6 +110,10 @@ def test_spaces() -> None:
     assert space_to_spec(spaces.MultiDiscrete([2, 3]), "x") == MultiCategorical([2, 3], dtype=torch.int64)
     assert space_to_spec(spaces.MultiBinary(3), "x") == Binary(3, dtype=torch.int8)
     assert space_to_spec(spaces.MultiDiscrete([4, 4]), "x").shape == (2,)
+    assert space_to_spec(spaces.Discrete(3, start=2), "x").n == 5
+    assert space_to_spec(spaces.MultiDiscrete([4, 4], start=[0, 1]), "x").nvec.tolist() == [4, 5]
+    with pytest.raises(TypeError, match=r"starts at -1, .*TransformObservation"):
+        space_to_spec(spaces.Discrete(3, start=-1), "x")
     for space in (spaces.Text(3), spaces.Tuple([spaces.Discrete(2)]), spaces.Box(0, 1, (2,), np.uint16)):
         with pytest.raises(TypeError):
             space_to_spec(space, "x")
@@ -120,8 +124,12 @@ def test_actions_that_have_no_spec() -> None:
     env.single_action_space = spaces.Discrete(3, start=1)
     with pytest.raises(TypeError, match="starts at 1"):
         environment_specs(env)
-    env.single_action_space = spaces.Dict(a=spaces.Discrete(3))
-    with pytest.raises(TypeError, match="Flatten"):
+    env.single_action_space = spaces.MultiDiscrete([3, 3], start=[0, 1])
+    with pytest.raises(TypeError, match=r"starts at \[0 1\]"):
         environment_specs(env)
+    for space in (spaces.Dict(a=spaces.Discrete(3)), spaces.Tuple([spaces.Discrete(3)]), spaces.Text(3)):
+        env.single_action_space = space
+        with pytest.raises(TypeError, match=r"one tensor, of Discrete, .* Flatten"):
+            environment_specs(env)
     with pytest.raises(TypeError, match="VectorEnv"):
         environment_specs(CountingEnv())

@@ -102,7 +102,7 @@ def test_an_unsupported_observation_is_named_with_what_is_supported(composed):
 
 def test_an_unsupported_action_is_named_with_what_is_supported(composed):
     message = refused(composed(*REPLAY, setting="data.env=Pendulum-v1"))
-    assert message.startswith("model: DQN needs one choice among several actions (Categorical or OneHot), got Bounded")
+    assert message.startswith("model: DQN needs one choice among several actions (Discrete), got Box of shape")
 
 
 @pytest.mark.parametrize("base", [(), REPLAY])

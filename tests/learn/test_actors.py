@@ -15,7 +15,9 @@ from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning.learn import CNNNetwork, MLPNetwork, RecurrentNetwork, build_actor, build_critic
-from torchrl_lightning.learn.networks import mlp
+from torchrl_lightning.learn.networks import FlatEntries, mlp
+from torchrl_lightning.learn.q_networks import build_q_network
+from torchrl_lightning.learn.squashed import build_squashed_actor
 
 BOX = Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0]))
 ACTIONS = {
@@ -148,6 +150,20 @@ def test_pixels_of_any_layout(shape: tuple[int, ...]) -> None:
     assert torch.equal(td["pixels"], before)
 
 
+def test_choices_are_one_hot_and_bits_stay_bits() -> None:
+    parts, bits, same = MultiCategorical([2, 3]), Binary(2, dtype=torch.int8), Categorical(3, shape=(2,))
+    flat = FlatEntries([parts, bits, same, Categorical(2)])
+    entries = [torch.tensor([[[1, 2]]]), torch.tensor([[[1, 0]]]), torch.tensor([[[0, 1]]]), torch.tensor([[1]])]
+    assert flat(*entries).tolist() == [[[0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1]]]
+    assert flat.features == 15
+
+
+def test_of_several_entries_the_one_with_channels_is_the_image() -> None:
+    encoder = CNNNetwork(hidden_sizes=[8]).encoder([Unbounded((5, 3)), Unbounded((36, 36, 3)), Binary(4)])
+    assert encoder.pixels == 1
+    assert encoder(torch.zeros(2, 5, 3), torch.zeros(2, 36, 36, 3), torch.zeros(2, 4)).shape == (2, 8)
+
+
 def test_channels_last_equals_channels_first() -> None:
     first = CNNNetwork().encoder([Unbounded((3, 40, 40), dtype=torch.uint8)])
     last = CNNNetwork().encoder([Unbounded((40, 40, 3), dtype=torch.uint8)])
@@ -156,10 +172,10 @@ def test_channels_last_equals_channels_first() -> None:
     torch.testing.assert_close(first(image), last(image.movedim(1, -1)))
 
 
-@pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (20, 20, 12), (12, 20, 20), (7, 7)])
-def test_small_images_and_stacked_ones_have_their_channels_where_they_are_fewer(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (20, 20, 12), (12, 20, 20), (7, 7), (7, 7, 12), (12, 7, 7)])
+def test_small_images_and_stacked_ones_have_their_channels_beside_the_square(shape: tuple[int, ...]) -> None:
     encoder = CNNNetwork([4, 4, 4], [2, 2, 2], [1, 1, 1], [8]).encoder([Unbounded(shape, dtype=torch.uint8)])
-    channels = min(shape) if len(shape) == 3 else 1
+    channels = next((n for n in shape if shape.count(n) == 1), 1)
     assert encoder.convolutions[0].in_channels == channels
     assert encoder(torch.zeros(5, *shape, dtype=torch.uint8)).shape == (5, 8)
 
@@ -206,7 +222,16 @@ def test_primer_names_the_state(cell: str, keys: set[Any]) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "says"),
     [
-        (lambda: build_actor(specs_of(Bounded(0, 1, (2, 2)))), TypeError, "one-dimensional"),
+        (
+            lambda: build_actor(specs_of(Bounded(0, 1, (2, 2)))),
+            TypeError,
+            r"no .* fits Box of shape \(2, 2\).*TransformA",
+        ),
+        (lambda: build_actor(specs_of(Binary(3, (2, 3)))), TypeError, r"MultiBinary\(\[2, 3\]\) actions; Discrete, "),
+        (lambda: build_q_network(specs_of(MultiCategorical([2, 3]))), TypeError, r"got MultiDiscrete\(\[2, 3\]\); use"),
+        (lambda: build_q_network(specs_of(Binary(3))), TypeError, r"got MultiBinary\(3\); use SAC.*DiscretizeAction"),
+        (lambda: build_squashed_actor(specs_of(Categorical(3))), TypeError, r"got Discrete\(3\); use DQN"),
+        (lambda: build_squashed_actor(specs_of(Unbounded(3))), TypeError, r"\(3,\) and dtype float32 without bounds"),
         (lambda: build_actor(specs_of(Categorical(2)), distribution="normal"), ValueError, "continuous"),
         (lambda: build_actor(specs_of(BOX), distribution="beta"), ValueError, "tanh_normal"),
         (lambda: build_actor(specs_of(Unbounded(2)), distribution="tanh_normal"), ValueError, "finite bounds"),

@@ -233,13 +233,21 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def channels_are_last(shape: Sequence[int]) -> bool:
-    """Return whether images of three dimensions are ``[H, W, C]``: there are fewer channels than rows or columns.
+    """Return whether images of three dimensions are ``[H, W, C]``.
+
+    Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
+    are fewer than rows or columns.
 
     Example:
-        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84))
+        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))
+        (True, False, True)
+        >>> channels_are_last((7, 7, 12)), channels_are_last((12, 7, 7))
         (True, False)
     """
-    return len(shape) == 3 and shape[-1] < shape[0]
+    if len(shape) != 3:
+        return False
+    first, between, last = shape
+    return first == between != last or (between != last and last < first)
 
 
 def _is_image(space: spaces.Box) -> bool:

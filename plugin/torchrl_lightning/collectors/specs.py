@@ -75,32 +75,42 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     if not isinstance(observation, Composite):
         observation = Composite(observation=observation)
     action_space = env.single_action_space
-    if isinstance(action_space, spaces.Dict):
+    if not isinstance(action_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         raise TypeError(
-            f"Action space {action_space} is not supported: actions are one tensor. Flatten it by a wrapper."
+            f"Action space {action_space} is not supported: actions are one tensor, of Discrete, MultiDiscrete, "
+            "MultiBinary or Box. Flatten it by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
-    if isinstance(action_space, spaces.Discrete) and action_space.start != 0:
+    if np.any(getattr(action_space, "start", 0)):
         raise TypeError(
-            f"Action space {action_space} starts at {action_space.start}, but actions count from 0. "
+            f"Action space {action_space} starts at {action_space.start}, but actions count from 0. "  # type: ignore[union-attr]
             "Shift it by gymnasium.wrappers.TransformAction."
         )
     return EnvironmentSpecs(observation, space_to_spec(action_space, "action"), env.num_envs)
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
-    """Convert a space to the TorchRL spec that ``GymEnv`` gives it; a TypeError if it has none."""
+    """Convert a space to the TorchRL spec that ``GymEnv`` gives it; a TypeError if it has none.
+
+    Choices that start above 0 are some of those from 0 on.
+    """
     if isinstance(space, spaces.Dict):
         return Composite({_key(entry, space): space_to_spec(space[entry], entry) for entry in space})
     if isinstance(space, spaces.Box):
         return _box(space, name)
+    if np.any(np.asarray(getattr(space, "start", 0)) < 0):
+        raise TypeError(
+            f"The space of {name!r}, {space}, starts at {space.start}, but choices count from 0. "  # type: ignore[attr-defined]
+            "Shift it by gymnasium.wrappers.TransformObservation."
+        )
     if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), dtype=_dtype(space, name))
+        return Categorical(int(space.n + space.start), dtype=_dtype(space, name))
     if isinstance(space, spaces.MultiBinary):
         return Binary(space.shape[-1], shape=space.shape, dtype=_dtype(space, name))
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        if len(np.unique(space.nvec)) > 1:
-            return MultiCategorical(space.nvec.tolist(), dtype=_dtype(space, name))
-        return Categorical(int(space.nvec[0]), shape=space.shape, dtype=_dtype(space, name))
+        choices = space.nvec + space.start
+        if len(np.unique(choices)) > 1:
+            return MultiCategorical(choices.tolist(), dtype=_dtype(space, name))
+        return Categorical(int(choices[0]), shape=space.shape, dtype=_dtype(space, name))
     raise TypeError(
         f"The space of {name!r}, {space}, is not supported: expected Box, Discrete, one-dimensional MultiDiscrete, "
         "MultiBinary or Dict of those. Convert it by a gymnasium wrapper, for example FlattenObservation, or leave it "

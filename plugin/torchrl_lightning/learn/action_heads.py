@@ -13,6 +13,7 @@ from torchrl.data import Binary, Bounded, Categorical, OneHot, TensorSpec, Unbou
 from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
+from torchrl_lightning.collectors.specs import spec_fields
 from torchrl_lightning.learn.distributions import (
     ClippedNormal,
     MultiCategorical,
@@ -192,13 +193,38 @@ def build_head(
         distribution = "auto"
     else:
         raise TypeError(
-            f"no distribution for actions {spec}; supported are Categorical, MultiCategorical, Binary, OneHot, and "
-            "one-dimensional floating-point Bounded and Unbounded specs"
+            f"no distribution fits {action_name(spec)} actions; Discrete, MultiDiscrete, one-dimensional MultiBinary "
+            "and one-dimensional floating-point Box do. Convert them by a wrapper, such as "
+            "gymnasium.wrappers.TransformAction."
         )
     if distribution != "auto":
-        raise ValueError(f"distribution={distribution!r} is for continuous actions, but the actions are {spec}")
+        raise ValueError(
+            f"distribution={distribution!r} is for continuous actions, but the environment takes {action_name(spec)}"
+        )
     head.hidden = hidden
     return head
+
+
+def action_name(spec: TensorSpec) -> str:
+    """Name actions as Gymnasium's spaces are named.
+
+    Example:
+        >>> action_name(Categorical(3)), action_name(MultiCategoricalSpec([2, 3])), action_name(Bounded(0, 1, (2, 2)))
+        ('Discrete(3)', 'MultiDiscrete([2, 3])', 'Box of shape (2, 2) and dtype float32')
+    """
+    fields = spec_fields(spec)
+    match fields["kind"]:
+        case "Categorical" if not spec.shape:
+            return f"Discrete({fields['n']})"
+        case "OneHot":
+            return f"one-hot Discrete({fields['n']})"
+        case "Categorical" | "MultiCategorical":
+            return f"MultiDiscrete({_choices(spec) or tuple(spec.shape)})"
+        case "Binary":
+            return f"MultiBinary({spec.shape[0] if len(spec.shape) == 1 else list(spec.shape)})"
+        case "Bounded" | "Unbounded":
+            return f"Box of shape {tuple(spec.shape)} and dtype {fields['dtype']}"
+    return str(fields["kind"])
 
 
 def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrl.data import Categorical
+from torchrl.data import Binary, Categorical, MultiCategorical
 
 from torchrl_lightning.collectors.recipe import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
@@ -70,12 +70,12 @@ def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh")
 
 
 class FlatEntries:
-    """Flatten and concatenate observation entries: vectors as they are, discrete ones as one-hot."""
+    """Flatten and concatenate observation entries: vectors and bits as they are, choices as one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
-        self.classes = [int(spec.space.n) if isinstance(spec, Categorical) else 0 for spec in specs]
+        self.classes = [_choices(spec) for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
-        self.features = sum(max(n, 1) * math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
+        self.features = sum(sum(n) or math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
         self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
 
     def __call__(self, *entries: Tensor) -> Tensor:
@@ -84,11 +84,24 @@ class FlatEntries:
             return entries[0]
         flat = []
         for entry, classes, dims in zip(entries, self.classes, self.event_dims, strict=True):
-            if classes:
-                entry, dims = F.one_hot(entry.long(), classes), dims + 1
+            if len(set(classes)) == 1:
+                entry, dims = F.one_hot(entry.long(), classes[0]), dims + 1
+            elif classes:
+                parts = entry.long().flatten(-dims).unbind(-1)
+                entry = torch.cat([F.one_hot(part, n) for part, n in zip(parts, classes, strict=True)], -1)
+                dims = 1
             entry = entry.to(torch.float32)
             flat.append(entry.flatten(-dims) if dims else entry.unsqueeze(-1))
         return torch.cat(flat, -1) if len(flat) > 1 else flat[0]
+
+
+def _choices(spec: Any) -> list[int]:
+    """Return how many values each number of an entry has; none where it is no choice."""
+    if isinstance(spec, MultiCategorical):
+        return [int(n) for n in spec.nvec.flatten()]
+    if isinstance(spec, Binary) or not isinstance(spec, Categorical):
+        return []
+    return [int(spec.space.n)] * math.prod(spec.shape)
 
 
 class MLPEncoder(nn.Module):
@@ -108,17 +121,19 @@ class MLPEncoder(nn.Module):
 class CNNEncoder(nn.Module):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
-    Images may be ``[C, H, W]`` or ``[H, W, C]``, with fewer channels than rows, or ``[H, W]``.
+    Images may be ``[C, H, W]`` or ``[H, W, C]``, told apart as
+    :func:`~torchrl_lightning.collectors.recipe.channels_are_last` does, or ``[H, W]`` where no other is there.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:
         super().__init__()
-        pixels = [i for i, spec in enumerate(specs) if len(spec.shape) in (2, 3)]
+        dims = [len(spec.shape) for spec in specs]
+        pixels = [i for i, each in enumerate(dims) if each == (3 if 3 in dims else 2)]
         if len(pixels) != 1:
             shapes = [tuple(spec.shape) for spec in specs]
             raise ValueError(
                 f"a CNN needs exactly one image entry ([C, H, W], [H, W, C] or [H, W]), got shapes {shapes}; "
-                "use MLPNetwork for vectors"
+                "use MLPNetwork for vectors, and EnvironmentRecipe(drop=...) for an image too many"
             )
         self.pixels = pixels[0]
         shape = list(specs[self.pixels].shape)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
-from torchrl_lightning.learn.action_heads import Ranged
+from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
@@ -65,8 +65,8 @@ def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool
     spec = specs.action
     if not (isinstance(spec, OneHot) or (isinstance(spec, Categorical) and not spec.shape)):
         raise TypeError(
-            f"DQN needs one choice among several actions (Categorical or OneHot), got {spec}; use SAC or TD3 for "
-            "continuous actions"
+            f"DQN needs one choice among several actions (Discrete), got {action_name(spec)}; use SAC or TD3 for a Box "
+            "and PPO for any, or convert them by a wrapper, such as gymnasium.wrappers.DiscretizeAction"
         )
     network = network or MLPNetwork()
     trunk, actions = network.trunk(*observation_entries(specs)), int(spec.space.n)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.data import Bounded, TensorSpec
+from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
-from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, bounds_of
+from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, action_name, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
 from torchrl_lightning.learn.trunks import FEATURES
@@ -27,9 +27,11 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
         low, high = bounds_of(spec)
         if bool((low.isfinite() & high.isfinite()).all()):
             return (high + low) / 2, (high - low) / 2
+    unbounded = " without bounds" if isinstance(spec, Bounded | Unbounded) else ""
     raise TypeError(
-        f"SAC and TD3 need one vector of floating-point actions within finite bounds, got {spec}; use DQN for discrete "
-        "actions, and gymnasium.wrappers.RescaleAction or ClipAction to bound others"
+        "SAC and TD3 need one vector of floating-point actions within finite bounds (Box), got "
+        f"{action_name(spec)}{unbounded}; use DQN for Discrete and PPO for any, and "
+        "gymnasium.wrappers.RescaleAction or ClipAction to bound others"
     )
 
 
