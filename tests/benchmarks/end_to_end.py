@@ -148,6 +148,7 @@ def ours_off_policy(
     updates_per_step: int = 1,
     n_steps: int = 1,
     command: bool = False,
+    normalized: bool = False,
 ) -> Training:
     """Train with an update for each step of all environments."""
 
@@ -164,6 +165,8 @@ def ours_off_policy(
             updates_per_step=updates_per_step,
             frames_per_update=num_envs,
             warmup_frames=WARMUP,
+            normalize_observation=normalized,
+            normalize_reward=normalized,
             seed=seed,
         )
         return fit(make_module(), data, 3, command)
@@ -171,13 +174,22 @@ def ours_off_policy(
     return run
 
 
-def ours_ppo(env: str, num_envs: int, steps: int, rollouts: int, *, command: bool = False) -> Training:
+def ours_ppo(
+    env: str, num_envs: int, steps: int, rollouts: int, *, command: bool = False, normalized: bool = False
+) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
         data = OnPolicyDataModule(
-            env, num_envs=num_envs, frames_per_batch=num_envs * steps, num_epochs=4, mini_batch_size=256, seed=seed
+            env,
+            num_envs=num_envs,
+            frames_per_batch=num_envs * steps,
+            num_epochs=4,
+            mini_batch_size=256,
+            normalize_observation=normalized,
+            normalize_reward=normalized,
+            seed=seed,
         )
         return fit(PPOModule(learning_rate=3e-4), data, rollouts + 1, command)
 
@@ -248,10 +260,13 @@ def sb3_off_policy(
     return run
 
 
-def sb3_ppo(env: str, num_envs: int, steps: int, rollouts: int, *, lean: bool = False) -> Training:
+def sb3_ppo(
+    env: str, num_envs: int, steps: int, rollouts: int, *, lean: bool = False, normalized: bool = False
+) -> Training:
     """Train with mini-batches of 256 and 4 epochs."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import VecNormalize
 
     frames = num_envs * steps
 
@@ -272,6 +287,8 @@ def sb3_ppo(env: str, num_envs: int, steps: int, rollouts: int, *, lean: bool = 
     def run(seed: int) -> float:
         torch.manual_seed(seed)
         environments = sb3_environments(env, num_envs, seed, lean)
+        if normalized:
+            environments = VecNormalize(environments)
         model = PPO(
             "MlpPolicy",
             environments,

@@ -177,7 +177,7 @@ def test_another_recipe_is_refused_field_by_field(tmp_path, make_data):
 def test_a_state_of_another_version_is_refused(make_data):
     data = make_data()
     data.setup("fit")
-    with pytest.raises(ValueError, match="version 0, this release reads version 1"):
+    with pytest.raises(ValueError, match="version 0, this release reads version 2"):
         data.load_state_dict({**data.state_dict(), "schema_version": 0})
 
 

@@ -28,6 +28,9 @@ class OnPolicyDataSchema:
     eval_env: Any = None
     eval_episodes: int = 10
     eval_num_envs: int = 10
+    normalize_observation: Any = False
+    normalize_reward: bool = False
+    normalize_clip: float = 10.0
     seed: int | None = None
 
 
@@ -56,6 +59,9 @@ class ReplayDataSchema:
     eval_env: Any = None
     eval_episodes: int = 10
     eval_num_envs: int = 10
+    normalize_observation: Any = False
+    normalize_reward: bool = False
+    normalize_clip: float = 10.0
     seed: int | None = None
 
 

@@ -134,8 +134,7 @@ class RolloutLoop:
                 given = step.copy()
             else:
                 given = new_tensordict(dict(level_of(step)), step.batch_size)
-            before = dict(_leaves(given))
-            return policy_outputs(before, policy(given))
+            return policy_outputs(policy, given)
 
         return dispatched
 
@@ -199,8 +198,10 @@ class RolloutLoop:
                 target[mask] = replayed.next_observation[key]
 
 
-def policy_outputs(before: Mapping[Path, Tensor], written: object) -> dict[NestedKey, Tensor]:
-    """List what a policy wrote (``before`` is what it was given), without keys that have a leading underscore."""
+def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
+    """Call a policy and list what it wrote into what it was given, without keys that have a leading underscore."""
+    before = dict(_leaves(given))
+    written: object = policy(given)
     if not isinstance(written, TensorDictBase):
         raise TypeError(
             f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "

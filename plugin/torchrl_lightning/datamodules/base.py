@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning._modules import EvaluationMode
@@ -46,6 +47,7 @@ from torchrl_lightning.datamodules.evaluation import (
     view_of,
     view_of_collector,
 )
+from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import check_state, mapping, sequence
@@ -53,7 +55,7 @@ from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class ExperienceDataModule(L.LightningDataModule):
@@ -81,6 +83,12 @@ class ExperienceDataModule(L.LightningDataModule):
             ``eval_env`` that is given, a warning names them.
         eval_episodes: finished episodes that one evaluation plays.
         eval_num_envs: environments that play them side by side.
+        normalize_observation: show policy and module observations standardised by their running moments, over all
+            environments and ranks: all entries, or those that are named. Rollouts are normalised when they are
+            collected, by the moments of those before, and rings hold raw steps, normalised when they are drawn.
+        normalize_reward: divide rewards by the running standard deviation of their discounted sum; what is reported
+            are the environment's own.
+        normalize_clip: largest absolute value of what is normalised.
         seed: seed of the run, from which those of environments, evaluations and buffer are spawned, on each rank
             others; drawn from torch's global generator if None.
 
@@ -100,6 +108,9 @@ class ExperienceDataModule(L.LightningDataModule):
         eval_env: Any = None,
         eval_episodes: int = 10,
         eval_num_envs: int = 10,
+        normalize_observation: bool | Sequence[NestedKey] = False,
+        normalize_reward: bool = False,
+        normalize_clip: float = 10.0,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -135,13 +146,18 @@ class ExperienceDataModule(L.LightningDataModule):
         self._restored: dict[str, Any] | None = None
         self._num_evaluations = 0
         self._episodes = FinishedEpisodes(num_envs)
+        self._normalization = Normalization(normalize_observation, normalize_reward, normalize_clip)
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the LightningModule reads
 
     @property
     def specs(self) -> EnvironmentSpecs:
-        """Observation and action specs of one environment, and how many there are."""
+        """Observation (normalised, if asked for) and action specs of one environment, and how many there are."""
+        return self._normalization.specs(self._raw_specs)
+
+    @property
+    def _raw_specs(self) -> EnvironmentSpecs:
         if self._specs is None:
             with self._shown_environment() as env:
                 self._specs = replace(environment_specs(env), num_envs=self.num_envs)
@@ -234,7 +250,8 @@ class ExperienceDataModule(L.LightningDataModule):
         return {
             "schema_version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
-            "specs": specs_state(self.specs),
+            "specs": specs_state(self._raw_specs),
+            "normalization": self._normalization.state_dict(),
             "ranks": gather_states(self._rank_state()),
         }
 
@@ -248,6 +265,7 @@ class ExperienceDataModule(L.LightningDataModule):
             FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
         self.check_state(state)
+        self._normalization.load_state_dict(state["normalization"])
         if self._only_evaluates:
             self.frames = self.state_frames(state)
         else:
@@ -259,7 +277,9 @@ class ExperienceDataModule(L.LightningDataModule):
         Raises:
             ValueError: The message names the first difference.
         """
-        check_state(state, {"fingerprint": mapping, "ranks": sequence}, "experience", STATE_VERSION)
+        check_state(
+            state, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}, "experience", STATE_VERSION
+        )
         stored, here = state["fingerprint"], self.fingerprint()
         differs = environment_difference(stored.get("environment"), here["environment"])
         if differs:
@@ -289,6 +309,9 @@ class ExperienceDataModule(L.LightningDataModule):
             "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
             "num_envs": self.num_envs,
             "frames_per_batch": self.frames_per_batch,
+            "normalize_observation": self._normalization.observation,
+            "normalize_reward": self._normalization.reward,
+            "normalize_clip": self._normalization.clip,
         }
 
     def _rank_state(self) -> dict[str, Any]:
@@ -297,6 +320,7 @@ class ExperienceDataModule(L.LightningDataModule):
             "num_evaluations": self._num_evaluations,
             "rng": torch.get_rng_state(),
             "episodes": self._episodes.state_dict(),
+            "normalization": self._normalization.rank_state(),
         }
         if hasattr(self.collector, "load_state_dict"):
             state["collector"] = dict(self.collector.state_dict())
@@ -309,9 +333,11 @@ class ExperienceDataModule(L.LightningDataModule):
         self.frames = int(own["frames"])
         self._num_evaluations = int(own["num_evaluations"])
         self._episodes.load_state_dict(own["episodes"])
+        self._normalization.load_rank_state(own["normalization"])
         if not self.reset_at_each_batch:
             # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
+            self._normalization.forget_unfinished()
         # A buffer restores its part itself; its tensors are not needed twice.
         self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
@@ -391,7 +417,7 @@ class ExperienceDataModule(L.LightningDataModule):
             if self._restored is not None and "rng" not in self._restored:
                 # The run continues already; building a collector must not draw from its generator.
                 self._restored["rng"] = torch.get_rng_state()
-            policy = self._wrap_policy(policy)
+            policy = self._normalization.policy(self._wrap_policy(policy))
             if self._make_collector is None:
                 env = self._wrap_env(self._environment())
                 frames, options = self.frames_per_batch, self._collector_options()
@@ -408,7 +434,7 @@ class ExperienceDataModule(L.LightningDataModule):
             stream = self._rollouts(self.collector)
             if self._make_collector is not None:
                 self._check_evaluation(view_of_collector(self.collector))
-                stream = first_checked(stream, self.specs)
+                stream = first_checked(stream, self._raw_specs)
             self._stream = stream
             self._restore_run()
         return self._stream
@@ -483,7 +509,7 @@ class ExperienceDataModule(L.LightningDataModule):
         """Play finished episodes in separate environments, with seeds that training never sees.
 
         Args:
-            policy: the policy to evaluate.
+            policy: the policy to evaluate; one that was trained here sees what it saw in training.
             episodes: how many; ``eval_episodes`` if None.
             deterministic: take the mode of the policy's distribution instead of a sample.
 
@@ -494,6 +520,7 @@ class ExperienceDataModule(L.LightningDataModule):
         episodes = self.eval_episodes if episodes is None else episodes
         seed = self._spawn_seed("evaluation", self._num_evaluations)
         num_envs = min(self.eval_num_envs, episodes)
+        policy = self._normalization.policy(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:

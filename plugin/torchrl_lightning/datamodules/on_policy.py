@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector
@@ -73,6 +74,9 @@ class OnPolicyDataModule(ExperienceDataModule):
         eval_env: Any = None,
         eval_episodes: int = 10,
         eval_num_envs: int = 10,
+        normalize_observation: bool | Sequence[NestedKey] = False,
+        normalize_reward: bool = False,
+        normalize_clip: float = 10.0,
         seed: int | None = None,
     ) -> None:
         super().__init__(**passed_on(ExperienceDataModule, locals()))
@@ -152,15 +156,17 @@ class OnPolicyDataModule(ExperienceDataModule):
             return False
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
+        self._normalization.gamma = buffer.gamma
+        seen = self._normalization.rollout(rollout, env_ids(rollout), cut=self.reset_at_each_batch)
         # Of other collectors, some yield the same memory again.
         fresh = type(self.collector) is GymnasiumCollector and not self.collector.return_same_td
-        buffer.insert_data_slice(rollout, copy=not fresh)
+        buffer.insert_data_slice(seen, copy=not fresh)
         if hasattr(module, "annotate"):
             module.annotate(buffer.rollout)
         buffer.policy_version = getattr(self.collector, "policy_version", None)
         buffer.before_gradients()
         estimated = time.perf_counter()
-        self._measure(buffer.rollout, collected - began, estimated - collected)
+        self._measure(rollout, collected - began, estimated - collected)
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
         self._count(rollout)
         self._note_pass(buffer, -1)
@@ -242,8 +248,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
         buffer = self._require_buffer()
         self._metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
-        ids = env_ids(rollout, time_dim=0)
+        ids = env_ids(rollout)
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
-            reward, done = (rollout["next", name].transpose(0, 1) for name in ("reward", "done"))
-            self._episodes.add(reward, done, ids, cut=self.reset_at_each_batch)
+            self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
             self._metrics |= self._episodes.summary()

@@ -112,6 +112,9 @@ class ReplayDataModule(ExperienceDataModule):
         eval_env: Any = None,
         eval_episodes: int = 10,
         eval_num_envs: int = 10,
+        normalize_observation: bool | Sequence[NestedKey] = False,
+        normalize_reward: bool = False,
+        normalize_clip: float = 10.0,
         seed: int | None = None,
     ) -> None:
         frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
@@ -162,6 +165,7 @@ class ReplayDataModule(ExperienceDataModule):
         if stage == "fit":
             if self.buffer is None:
                 self.buffer = self._make_buffer(num_envs=self.num_envs)
+            self._normalization.gamma = self.buffer.gamma
             if self.trainer is not None:
                 self._check_module(self.trainer.lightning_module)
                 self._hooks.attach(self.trainer)
@@ -227,6 +231,9 @@ class ReplayDataModule(ExperienceDataModule):
                 return None
         drawing = time.perf_counter()
         batch = self._require_source().draw(self.batch_size)
+        if self._normalization:
+            self._normalization.advance_if_due()
+            self._normalization.normalize_(batch)
         self._snapshot = None
         self.updates += 1
         self._is_drawn = True
@@ -263,6 +270,8 @@ class ReplayDataModule(ExperienceDataModule):
         self._count(rollout)
         self._snapshot = None
         self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
+        if self._normalization:
+            self._normalization.note(rollout, ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             _cut_off(rollout)
         rollout = rollout.exclude(*self._left_out(buffer))
@@ -291,6 +300,8 @@ class ReplayDataModule(ExperienceDataModule):
         self._count(rows)
         self._snapshot = None
         self._episodes.add(*self._rows_ends, cut=self.reset_at_each_batch)
+        if self._normalization and self._rollout is not None:
+            self._normalization.note(self._rollout, None, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             _cut_off(self._rollout)
         if self._prepared is not None and self._prepared.buffer is buffer:

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
@@ -20,10 +21,10 @@ _OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gym
 
 
 class LoadedPolicy(TensorDictModuleBase):
-    """A policy for acting alone: in evaluation mode, without gradients.
+    """A policy for acting alone: in evaluation mode, without gradients, on observations as the environment shows them.
 
     Attributes:
-        policy: The trained TensorDict module.
+        policy: The trained TensorDict module, behind the normaliser of its observations if it was trained with one.
         specs: The specs of the environment that it was trained in.
         deterministic: Whether it takes the mode of its distribution instead of a sample.
     """
@@ -72,16 +73,18 @@ def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = T
 
 def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool) -> LoadedPolicy:
     """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
-    states = (state["specs"] for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
+    states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
         raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
-    specs = specs_from_state(state)
+    specs, normalizer = specs_from_state(state["specs"]), None
+    if state["normalization"]["observation"]:
+        normalizer = ObservationNormalizer.from_state(specs, state["normalization"]["observation"])
     if module is None:
         from hydra.utils import instantiate
 
         module = instantiate(config_in(stored, path, "model")["model"])
     # All that a module reads of its trainer before there is anything to fit.
-    data = SimpleNamespace(specs=specs)
+    data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     module.trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
     try:
         module.configure_model()
@@ -96,7 +99,8 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
         module.trainer = None
     if not callable(getattr(module, "policy", None)):
         raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
-    return LoadedPolicy(module.policy, specs, deterministic=deterministic)
+    policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
+    return LoadedPolicy(policy, specs, deterministic=deterministic)
 
 
 def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:

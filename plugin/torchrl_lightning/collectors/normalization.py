@@ -1,0 +1,215 @@
+"""Observations standardised by running moments, and a policy that sees them so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.collectors._loop import policy_outputs
+from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.entries import level_of, nested_key, path_of
+from torchrl_lightning.moments import Moments
+from torchrl_lightning.scan import LIKE, floats_at, row_kernel
+from torchrl_lightning.state import check_state, number, same, sequence
+
+EPSILON = 1e-8
+"""Added to variances, so that a constant column becomes 0."""
+
+
+class ObservationNormalizer(nn.Module):
+    r"""Standardise entries of observations, \(\mathrm{clip}((x - \bar x) / \sqrt{\mathrm{Var}[x] + \epsilon})\).
+
+    The moments change by :meth:`advance` alone; until then observations are only clipped. What is not normalised stays
+    as it is.
+
+    Args:
+        specs: Specs of the environment.
+        keys: Which entries; True for all.
+        clip: Largest absolute value of what comes out.
+
+    Raises:
+        ValueError: An entry is not there, or has no numbers to be normalised: it counts choices or is boolean.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> normalizer = ObservationNormalizer(environment_specs(make_vector_env("CartPole-v1", 1)), True, 10.0)
+        >>> normalizer.advance({"observation": Moments.of(torch.tensor([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]))})
+        >>> normalizer.normalized("observation", torch.tensor([2.0, 3.0, 3.0, 1.0]))
+        tensor([ 1.,  1.,  0., -3.])
+    """
+
+    def __init__(self, specs: EnvironmentSpecs, keys: bool | Sequence[NestedKey], clip: float) -> None:
+        super().__init__()
+        self.clip = float(clip)
+        self.keys: list[NestedKey] = list(specs.keys) if keys is True else [nested_key(key) for key in keys or ()]
+        observation = specs.observation.clone()
+        self._moments: dict[NestedKey, Moments] = {}
+        for place, key in enumerate(self.keys):
+            spec = _normalisable(observation, key, keys is True)
+            # What a policy in another process needs travels as buffers.
+            self.register_buffer(f"mean_{place}", torch.zeros(spec.shape))
+            self.register_buffer(f"factor_{place}", torch.ones(spec.shape))
+            self._moments[key] = Moments.none(*spec.shape)
+            observation[key] = Bounded(-clip, clip, spec.shape, dtype=torch.float32)
+        self.specs = replace(specs, observation=observation)
+        self._place = {key: place for place, key in enumerate(self.keys)}
+        self.is_flat = all(isinstance(key, str) for key in self.keys)
+
+    @property
+    def moments(self) -> Mapping[NestedKey, Moments]:
+        """The moments of each entry."""
+        return self._moments
+
+    def advance(self, moments: Mapping[NestedKey, Moments]) -> None:
+        """Take further samples of each entry into the statistics."""
+        self._set({key: self._moments[key].merged(more) for key, more in moments.items()})
+
+    def _set(self, moments: Mapping[NestedKey, Moments]) -> None:
+        for key, each in moments.items():
+            self._moments[key] = each
+            if each.count:
+                mean, factor = self._constants(key)
+                mean.copy_(each.mean)
+                factor.copy_((each.variance + EPSILON).rsqrt())
+
+    def _constants(self, key: NestedKey) -> tuple[Tensor, Tensor]:
+        place = self._place[key]
+        return self._buffers[f"mean_{place}"], self._buffers[f"factor_{place}"]  # type: ignore[return-value]
+
+    def normalized(self, key: NestedKey, value: Tensor) -> Tensor:
+        """Return an entry ``[*B, *F]`` normalised, float32."""
+        mean, factor = self._constants(key)
+        if mean.device != value.device:
+            self.to(value.device)
+            mean, factor = self._constants(key)
+        # Either way the same operations on each element, so the same bits.
+        if value.dtype is torch.float32 and value.is_cpu and value.is_contiguous() and not value.requires_grad:
+            out, width = torch.empty_like(value), mean.numel()
+            rows = value.numel() // width if width else 0
+            addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
+            row_kernel(_standardize_rows)(*addresses, rows, width, LIKE[torch.float32], self.clip)
+            return out
+        return torch.sub(value, mean).mul_(factor).clamp_(-self.clip, self.clip).float()
+
+    def normalize_(self, data: TensorDictBase) -> None:
+        """Put normalised entries, and those of ``next``, in the place of raw ones ``[*B, *F]``; others stay."""
+        following = data.get("next", None)
+        for key in self.keys:
+            for part in (data, following):
+                value = None if part is None else part.get(key, None)
+                if value is not None:
+                    part.set(key, self.normalized(key, value))
+
+    def moments_state(self) -> dict[str, Any]:
+        """Return the clip and the moments, as tensors and scalars."""
+        entries = [
+            {"key": list(path_of(key)), "moments": moments.state_dict()} for key, moments in self._moments.items()
+        ]
+        return {"clip": self.clip, "entries": entries}
+
+    def load_moments(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`moments_state` returned.
+
+        Raises:
+            ValueError: It is that of other entries or shapes; nothing is changed then.
+        """
+        check_state(state, {"clip": same(self.clip, "normaliser"), "entries": sequence}, "normaliser")
+        stored = {nested_key(entry["key"]): entry["moments"] for entry in state["entries"]}
+        if set(stored) != set(self.keys):
+            raise ValueError(
+                f"the state normalises the observations {sorted(map(str, stored))}, here are "
+                f"{sorted(map(str, self.keys))}; take the normalize_observation that it was written with."
+            )
+        self._set({key: self._moments[key].restored(each, f"moments of {key!r}") for key, each in stored.items()})
+
+    @classmethod
+    def from_state(cls, specs: EnvironmentSpecs, state: Mapping[str, Any]) -> ObservationNormalizer:
+        """Build the normaliser whose :meth:`moments_state` this is, for the same environment."""
+        check_state(state, {"clip": number(0.0), "entries": sequence}, "normaliser")
+        normalizer = cls(specs, [nested_key(entry["key"]) for entry in state["entries"]], state["clip"])
+        normalizer.load_moments(state)
+        return normalizer
+
+
+def _standardize_rows(
+    source: int, target: int, mean: int, factor: int, rows: int, width: int, like: Any, clip: float
+) -> None:
+    most = like.dtype.type(clip)
+    m, f = floats_at(mean, 0, width, like), floats_at(factor, 0, width, like)
+    for row in range(rows):
+        x = floats_at(source, row * width, (row + 1) * width, like)
+        y = floats_at(target, row * width, (row + 1) * width, like)
+        for i in range(width):
+            y[i] = min(max((x[i] - m[i]) * f[i], -most), most)
+
+
+def _normalisable(observation: Composite, key: NestedKey, all_keys: bool) -> TensorSpec:
+    leaves = dict(observation.items(True, True))
+    spec = leaves.get(key)
+    if spec is None:
+        raise ValueError(
+            f"normalize_observation names {key!r}, but the environment observes {sorted(map(str, leaves))}."
+        )
+    if not isinstance(spec, Bounded | Unbounded) or spec.dtype is torch.bool:
+        others = [k for k, s in leaves.items() if isinstance(s, Bounded | Unbounded) and s.dtype is not torch.bool]
+        mend = f"Name those that can be: normalize_observation={others}." if others else "Leave it out."
+        asked = "True" if all_keys else f"[{key!r}]"
+        raise ValueError(
+            f"normalize_observation={asked} cannot normalise {key!r}, whose values are choices and no magnitudes "
+            f"({type(spec).__name__}, {spec.dtype}). {mend}"
+        )
+    return spec
+
+
+class NormalizedPolicy(TensorDictModuleBase):
+    """A policy behind a normaliser: it takes what the environment shows, and the policy sees it normalised.
+
+    Attributes:
+        policy: The policy that sees normalised observations.
+        normalizer: The normaliser, shared with whoever advances it.
+    """
+
+    def __init__(self, policy: Policy, normalizer: ObservationNormalizer) -> None:
+        super().__init__()
+        self.policy, self.normalizer = policy, normalizer
+        self.in_keys = list(getattr(policy, "in_keys", []))
+        self.out_keys = list(getattr(policy, "out_keys", []))
+
+    def act_on(self, step: TensorDictBase) -> Outputs:
+        """Return what the policy writes into a step ``[N]``, and write nothing."""
+        # Looked up without asking the module for its parts, which takes a microsecond each.
+        policy, normalizer = self._modules.get("policy") or self.policy, self._modules["normalizer"]
+        assert isinstance(normalizer, ObservationNormalizer)
+        bare = bare_call(policy)
+        if normalizer.is_flat:
+            entries = dict(level_of(step))
+            for key in normalizer.keys:
+                entries[key] = normalizer.normalized(key, entries[key])
+            given: TensorDictBase = new_tensordict(entries, step.batch_size)
+        else:
+            given = step.copy()
+            normalizer.normalize_(given)
+        if bare is not None:
+            return bare(given)
+        return policy_outputs(policy, given)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write what the policy writes into a TensorDict ``[N]``, whose observations stay raw."""
+        for key, value in self.act_on(tensordict).items():
+            tensordict.set(key, value)
+        return tensordict
+
+
+def normalizes(policy: object) -> bool:
+    """Return whether a policy takes raw observations and normalises them itself."""
+    return isinstance(policy, nn.Module) and any(isinstance(part, NormalizedPolicy) for part in policy.modules())

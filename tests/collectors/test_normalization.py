@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+
+from torchrl_lightning import EnvironmentSpecs, GymnasiumCollector
+from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
+from torchrl_lightning.moments import Moments
+
+SPECS = EnvironmentSpecs(
+    Composite(
+        position=Unbounded(3),
+        image=Bounded(0, 255, (2, 2), dtype=torch.uint8),
+        goal=Categorical(4),
+        inner=Composite(speed=Unbounded(2)),
+    ),
+    Categorical(2),
+    2,
+)
+
+
+def advanced(keys, rows):
+    normalizer = ObservationNormalizer(SPECS, keys, 5.0)
+    normalizer.advance({key: Moments.of(value) for key, value in rows.items()})
+    return normalizer
+
+
+def test_entries_are_standardised_and_clipped():
+    rows = torch.randn(100, 3) * torch.tensor([1.0, 10.0, 0.0]) + 4
+    normalizer = advanced(["position"], {"position": rows})
+    out = normalizer.normalized("position", rows)
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out[:, :2].mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out[:, :2].std(0, correction=0), torch.ones(2))
+    assert (out[:, 2] == 0).all()  # a constant
+    assert normalizer.normalized("position", torch.tensor([1e9, -1e9, 5.0])).tolist() == [5.0, -5.0, 5.0]
+
+
+def test_before_the_first_sample_observations_are_only_clipped():
+    normalizer = ObservationNormalizer(SPECS, ["position"], 5.0)
+    assert normalizer.normalized("position", torch.tensor([1.0, 9.0, -2.0])).tolist() == [1.0, 5.0, -2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.int64])
+def test_whatever_comes_in_single_precision_goes_out(dtype):
+    normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
+    assert normalizer.normalized("position", torch.ones(3, dtype=dtype)).dtype is torch.float32
+
+
+def test_specs_show_what_a_learner_sees():
+    specs = ObservationNormalizer(SPECS, ["image", ("inner", "speed")], 5.0).specs
+    assert specs.observation["image"] == Bounded(-5.0, 5.0, (2, 2), dtype=torch.float32)
+    assert specs.observation["inner", "speed"] == Bounded(-5.0, 5.0, (2,), dtype=torch.float32)
+    assert specs.observation["position"] == SPECS.observation["position"]
+    assert SPECS.observation["image"].dtype is torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (True, r"normalize_observation=True cannot normalise 'goal'.*normalize_observation=\['position', 'image'"),
+        (["goal"], r"normalize_observation=\['goal'\] cannot normalise 'goal', whose values are choices"),
+        (["positon"], r"names 'positon', but the environment observes"),
+    ],
+)
+def test_what_has_no_magnitude_or_is_not_there_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        ObservationNormalizer(SPECS, keys, 5.0)
+
+
+def test_state_and_specs_make_the_same_normaliser():
+    normalizer = advanced(["position", ("inner", "speed")], {"position": torch.rand(9, 3)})
+    again = ObservationNormalizer.from_state(SPECS, normalizer.moments_state())
+    assert again.specs.observation == normalizer.specs.observation
+    value = torch.rand(4, 3)
+    assert torch.equal(again.normalized("position", value), normalizer.normalized("position", value))
+    with pytest.raises(ValueError, match="take the normalize_observation that it was written with"):
+        ObservationNormalizer(SPECS, ["position"], 5.0).load_moments(normalizer.moments_state())
+
+
+class Echo(nn.Module):
+    """Writes what it sees as its action, without a way to act on a step."""
+
+    def forward(self, tensordict):
+        tensordict["seen"] = tensordict["position"].clone()
+        return tensordict
+
+
+def test_a_policy_sees_normalised_entries_and_the_environments_stay_raw():
+    normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
+    policy = NormalizedPolicy(Echo(), normalizer)
+    raw = torch.rand(2, 3)
+    data = TensorDict({"position": raw.clone(), "goal": torch.zeros(2)}, [2])
+    policy(data)
+    assert torch.equal(data["position"], raw)
+    assert torch.equal(data["seen"], normalizer.normalized("position", raw))
+    assert normalizes(policy)
+    assert normalizes(nn.Sequential(policy))
+    assert not normalizes(Echo())
+
+
+class Watching(TensorDictModule):
+    """Keeps what it sees, and goes left."""
+
+    def __init__(self):
+        super().__init__(
+            lambda seen: (seen.clone(), seen[..., 0].long() * 0), in_keys=["observation"], out_keys=["seen", "action"]
+        )
+
+
+class Bare(Watching):
+    """Acts on a step without writing into it."""
+
+    def act_on(self, step):
+        return {"seen": step["observation"].clone(), "action": step["observation"][..., 0].long() * 0}
+
+
+@pytest.mark.parametrize("kind", [Watching, Bare])
+def test_collected_with_it_rollouts_are_raw_and_the_policy_saw_the_same_bits_as_a_learner(kind):
+    collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=40, seed=0)
+    normalizer = ObservationNormalizer(collector.specs, True, 10.0)
+    normalizer.advance({"observation": Moments.of(torch.rand(50, 4))})
+    collector.policy = NormalizedPolicy(kind(), normalizer)
+    batch = collector.rollout()
+    collector.shutdown()
+    seen = batch.copy()
+    normalizer.normalize_(seen)
+    assert not torch.equal(seen["observation"], batch["observation"])
+    assert torch.equal(seen["observation"], batch["seen"])
+    assert torch.equal(seen["next", "observation"][:, 0], batch["seen"][:, 1])
+    assert (batch["observation"][:, 0].abs() < 0.1).all()

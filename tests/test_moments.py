@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from torchrl_lightning.moments import Moments
+
+samples = arrays(np.float64, st.tuples(st.integers(1, 40), st.just(3)), elements=st.floats(-1e3, 1e3, width=32))
+
+
+@given(samples, st.lists(st.integers(0, 40), max_size=4))
+def test_merged_in_parts_they_are_those_of_all_samples(values, cuts):
+    cuts = sorted(min(cut, len(values)) for cut in cuts)
+    moments = Moments.none(3)
+    for part in np.split(values, cuts):
+        if len(part):
+            moments = moments.merged(Moments.of(torch.from_numpy(part)))
+    assert moments.count == len(values)
+    np.testing.assert_allclose(moments.mean, values.mean(0), rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(moments.variance, values.var(0), rtol=1e-9, atol=1e-9)
+
+
+def test_merging_keeps_what_single_precision_would_lose():
+    values = torch.arange(20_000, dtype=torch.float64)[:, None] % 2 + 1e6
+    moments = Moments.none(1)
+    for part in values.float().split(7):
+        moments = moments.merged(Moments.of(part))
+    assert moments.variance.item() == pytest.approx(0.25, rel=1e-9)
+
+
+def test_a_state_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="expected a tensor \\[2\\]"):
+        Moments.none(2).restored(Moments.none(3).state_dict(), "moments")
+
+
+def test_a_state_is_a_copy_and_comes_back():
+    moments = Moments.of(torch.rand(5, 2))
+    state = moments.state_dict()
+    state["mean"].add_(1)
+    back = Moments.none(2).restored(moments.state_dict(), "moments")
+    assert back.count == 5
+    assert torch.equal(back.mean, moments.mean)
+    assert not torch.equal(state["mean"], moments.mean)
