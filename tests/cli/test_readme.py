@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
 import yaml
+from hydra.utils import instantiate
 from joblib.externals.loky import get_reusable_executor
 
 from cli.commands import Done, call, last_line
 from configs.processes import PROJECT
+from extras import need_extra
 
 README = (PROJECT / "README.md").read_text()
 SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -35,6 +41,12 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     return done
 
 
+def blocks(language: str, section: str) -> list[str]:
+    """Return what a section of the README fences in this language."""
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def runs_below(folder: Path) -> set[Path]:
     return {path.parents[1] for path in folder.glob("logs/train/**/csv/metrics.csv")}
 
@@ -49,6 +61,9 @@ def no_workers_left() -> Iterator[None]:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
     """The working directory, the folder of the first command's run, and what it said."""
     folder = tmp_path_factory.mktemp("readme")
+    shutil.copy(PROJECT / "examples" / "own_environment.py", folder)
+    (folder / "env").mkdir()
+    (folder / "env" / "treasure.yaml").write_text(blocks("yaml", "Your own environment")[0])
     done = run_line(FIRST, folder, 1024)
     (run,) = runs_below(folder)
     return folder, run.relative_to(folder), done
@@ -80,6 +95,7 @@ def test_the_first_command_leaves_what_the_readme_says(first):
 @pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 @pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
 def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
+    need_extra((re.findall(r" env=(\w+)", line) or [""])[0])
     folder, run, _ = first
     before = runs_below(folder)
     resumed = "last.ckpt" in line
@@ -114,3 +130,29 @@ def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
         }
     if resumed:
         assert last_line(done.stdout)[4] == "2048"
+
+
+def test_the_recipes_of_an_own_environment_are_the_same_on_the_command_line_and_in_python(first, monkeypatch):
+    folder, *_ = first
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    made: dict[str, Any] = {}
+    exec(blocks("python", "Your own environment")[0], made)
+    written = [made[name] for name in ("hopper", "acrobot", "treasure")]
+    assert made["data"].num_envs == 8
+    (lines,) = blocks("bash", "Your own environment")
+    for line, recipe in zip(lines.splitlines(), written, strict=True):
+        said = call("train", *shlex.split(line)[1:], "--cfg", "job", "--package", "data.env", cwd=folder).stdout
+        composed = instantiate(yaml.safe_load(said))
+        with contextlib.suppress(gymnasium.error.DependencyNotInstalled):
+            assert composed().observation_space == recipe().observation_space
+
+
+def test_a_trained_policy_is_loaded_as_the_readme_says(first, monkeypatch):
+    folder, run, _ = first
+    monkeypatch.chdir(folder)
+    made: dict[str, Any] = {}
+    (python,) = blocks("python", "Load a trained policy")
+    exec(python.replace("RUN", str(run)), made)
+    assert made["action"] in (0, 1)
+    assert made["action"].shape == made["policy"].specs.action.shape == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from pathlib import Path
 
 import lightning as L
@@ -18,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from extras import need_extra
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
@@ -141,22 +141,6 @@ def test_a_data_module_is_built_with_its_buffer(compose_train, option):
                 assert type(getattr(data.buffer, part)).__name__ == cfg.buffer[part]._target_.split(".")[-1]
     finally:
         data.close()
-
-
-EXTRAS = {
-    "atari": ("ale_py", "cv2"),
-    "lunarlander": ("Box2D", "pygame"),
-    "minigrid": ("minigrid",),
-    "mujoco": ("mujoco", "imageio"),
-}
-
-
-def need_extra(env: str) -> None:
-    for package in EXTRAS.get(env, ()):
-        with warnings.catch_warnings():
-            # SWIG's modules end the process where one of their warnings is an error.
-            warnings.simplefilter("ignore")
-            pytest.importorskip(package)
 
 
 @pytest.mark.parametrize("option", options("env"))

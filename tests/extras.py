@@ -1,0 +1,23 @@
+"""Packages of extras: tests that need one are skipped without it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+PACKAGES = {
+    "atari": ("ale_py", "cv2"),
+    "lunarlander": ("Box2D", "pygame"),
+    "minigrid": ("minigrid",),
+    "mujoco": ("mujoco", "imageio"),
+}
+
+
+def need_extra(env: str) -> None:
+    """Skip the test if a package is missing that an option of the group ``env`` needs."""
+    for package in PACKAGES.get(env, ()):
+        with warnings.catch_warnings():
+            # SWIG's modules end the process where one of their warnings is an error.
+            warnings.simplefilter("ignore")
+            pytest.importorskip(package)
