@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 
 from torchrl_lightning import EnvironmentRecipe, make_vector_env
-from torchrl_lightning.collectors.recipe import FrameStack
+from torchrl_lightning.collectors.frame_stack import FrameStack
 
 
 class Counter(gym.Env[Any, Any]):

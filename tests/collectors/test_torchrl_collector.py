@@ -23,12 +23,11 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule
 
 from collectors.test_parity import compare
-from collectors.torchrl_envs import Walk, cart_pole
+from collectors.torchrl_envs import Walk, cart_pole, still
 from torchrl_lightning import environment_specs, play_episodes
 from torchrl_lightning.collectors import TorchRLCollector, make_environment, spawn_seed
 
 ahead = TensorDictModule(lambda x: x[..., :1] * 0 + 1, in_keys=["observation"], out_keys=["action"])
-still = TensorDictModule(lambda x: x[..., :1] * 0, in_keys=["observation"], out_keys=["action"])
 noisy = TensorDictModule(lambda x: torch.rand_like(x[..., :1]), in_keys=["observation"], out_keys=["action"])
 
 

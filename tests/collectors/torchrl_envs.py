@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, GymEnv
+
+still = TensorDictModule(lambda x: x[..., :1] * 0, in_keys=["observation"], out_keys=["action"])
 
 
 class Walk(EnvBase):

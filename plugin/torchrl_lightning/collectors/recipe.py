@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
@@ -15,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
+from torchrl_lightning.collectors.frame_stack import FrameStack
 from torchrl_lightning.ranges import integer, one_of, optional, positive
 
 Environment = gym.Env[Any, Any]
@@ -26,14 +26,15 @@ class EnvironmentRecipe:
 
     What is asked for is laid around the environment from the inside out, in the order of the arguments. Wrappers and a
     factory may also be given as in a config: a mapping of ``_target_``, the name of a class or function, and its
-    arguments.
+    arguments. Around a TorchRL environment go TorchRL's transforms; settings without a fitting one are refused.
 
     Args:
-        id: an environment id, also ``module:id``, or a factory of one environment.
+        id: an environment id, also ``module:id``, or a factory of one environment, Gymnasium's or TorchRL's.
         env_kwargs: passed on to :func:`gymnasium.make`, or to the factory.
         time_limit: steps after which an episode is truncated; the environment's own limit if None.
         action_repeat: steps for which each action is taken; their rewards are added.
-        wrappers: what takes the environment and returns it wrapped, e.g. partials of Gymnasium's wrappers.
+        wrappers: what takes the environment and returns it wrapped, e.g. partials of Gymnasium's wrappers; what makes
+            a transform, for a TorchRL environment.
         keep: entries of a Dict observation that are shown; all if None.
         drop: entries of a Dict observation that are not shown.
         observe: numbers of a flat observation that are shown, in this order; all if None.
@@ -93,7 +94,7 @@ class EnvironmentRecipe:
         self.clip_reward = optional(positive)(clip_reward, "clip_reward")
         self.vectorization = one_of(vectorization, "vectorization", ("sync", "async"))
 
-    def __call__(self, **kwargs: Any) -> Environment:
+    def __call__(self, **kwargs: Any) -> Any:
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
         kwargs = {**self.env_kwargs, **kwargs}
         env: Environment
@@ -102,6 +103,8 @@ class EnvironmentRecipe:
             env = gym.make(self.id, **{**limit, **kwargs})
         else:
             env = _resolved(self.id, "id")(**kwargs)
+            if not isinstance(env, gym.Env):
+                return self._around_torchrl(env)
             if self.time_limit is not None:
                 env = TimeLimit(env, self.time_limit)
         if self.action_repeat > 1:
@@ -119,6 +122,18 @@ class EnvironmentRecipe:
         if self.clip_reward is not None:
             env = ClipReward(env, -self.clip_reward, self.clip_reward)
         return env
+
+    def _around_torchrl(self, env: Any) -> Any:
+        # Imported here: a process that only steps Gymnasium's environments needs no torch.
+        from torchrl_lightning.collectors.torchrl_recipe import transformed
+
+        apart = ("id", "env_kwargs", "wrappers", "vectorization")
+        wrappers = {
+            f"wrappers[{number}]={plain(each)}": _resolved(each, f"wrappers[{number}]")
+            for number, each in enumerate(self.wrappers)
+        }
+        others = {name: value for name, value in vars(self).items() if name not in apart}
+        return transformed(env, wrappers=wrappers, **others)
 
     def __repr__(self) -> str:
         id, *settings = self.settings().items()
@@ -172,86 +187,6 @@ class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):
     def observation(self, observation: Any) -> Any:
         """Return the selected entries."""
         return observation[self._indices]
-
-
-class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
-    """Show the last images as one, along their channels; what else there is in a Dict observation stays as it is.
-
-    ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``.
-    An episode begins with ``K`` copies of its first image.
-
-    Args:
-        env: an environment that shows images, alone or in a Dict.
-        count: how many, ``K``.
-
-    Raises:
-        ValueError: the environment shows no image.
-    """
-
-    def __init__(self, env: Environment, count: int) -> None:
-        super().__init__(env)
-        space = env.observation_space
-        entries = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-        images = {name: entry for name, entry in entries.items() if isinstance(entry, spaces.Box) and _is_image(entry)}
-        if not images:
-            raise ValueError(
-                f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
-                "for vectors there is gymnasium.wrappers.FrameStackObservation among wrappers=."
-            )
-        self._count = count
-        self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
-        self._last = {name: channels_are_last(entry.shape) for name, entry in images.items()}
-        stacked = {
-            name: spaces.Box(
-                self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
-            )
-            for name, entry in images.items()
-        }
-        self._is_dict = isinstance(space, spaces.Dict)
-        self.observation_space = spaces.Dict({**entries, **stacked}) if self._is_dict else stacked[""]
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._stacked(observation, self._count), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and show the newest image behind those before."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._stacked(observation, 1), reward, terminated, truncated, info
-
-    def _stacked(self, observation: Any, times: int) -> Any:
-        for name, frames in self._frames.items():
-            frames.extend([observation[name] if self._is_dict else observation] * times)
-        images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
-        return {**observation, **images} if self._is_dict else images[""]
-
-    def _joined(self, name: str, frames: Sequence[Any]) -> Any:
-        if frames[0].ndim == 2:
-            return np.stack(frames)
-        return np.concatenate(frames, -1 if self._last[name] else 0)
-
-
-def channels_are_last(shape: Sequence[int]) -> bool:
-    """Return whether images of three dimensions are ``[H, W, C]``.
-
-    Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
-    are fewer than rows or columns.
-
-    Example:
-        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))
-        (True, False, True)
-        >>> channels_are_last((7, 7, 12)), channels_are_last((12, 7, 7))
-        (True, False)
-    """
-    if len(shape) != 3:
-        return False
-    first, between, last = shape
-    return first == between != last or (between != last and last < first)
-
-
-def _is_image(space: spaces.Box) -> bool:
-    return len(space.shape) in (2, 3)
 
 
 def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[str]) -> list[str]:

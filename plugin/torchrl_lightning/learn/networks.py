@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Binary, Categorical, MultiCategorical
 
-from torchrl_lightning.collectors.recipe import channels_are_last
+from torchrl_lightning.collectors.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import one_of
 

@@ -1,0 +1,91 @@
+"""The last images of a Gymnasium environment as one, and where the channels of an image are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
+    """Show the last images as one, along their channels; what else there is in a Dict observation stays as it is.
+
+    ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``.
+    An episode begins with ``K`` copies of its first image.
+
+    Args:
+        env: an environment that shows images, alone or in a Dict.
+        count: how many, ``K``.
+
+    Raises:
+        ValueError: the environment shows no image.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], count: int) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        entries = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        images = {name: entry for name, entry in entries.items() if isinstance(entry, spaces.Box) and _is_image(entry)}
+        if not images:
+            raise ValueError(
+                f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
+                "for vectors there is gymnasium.wrappers.FrameStackObservation among wrappers=."
+            )
+        self._count = count
+        self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
+        self._last = {name: channels_are_last(entry.shape) for name, entry in images.items()}
+        stacked = {
+            name: spaces.Box(
+                self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
+            )
+            for name, entry in images.items()
+        }
+        self._is_dict = isinstance(space, spaces.Dict)
+        self.observation_space = spaces.Dict({**entries, **stacked}) if self._is_dict else stacked[""]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._stacked(observation, self._count), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step, and show the newest image behind those before."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._stacked(observation, 1), reward, terminated, truncated, info
+
+    def _stacked(self, observation: Any, times: int) -> Any:
+        for name, frames in self._frames.items():
+            frames.extend([observation[name] if self._is_dict else observation] * times)
+        images = {name: self._joined(name, frames) for name, frames in self._frames.items()}
+        return {**observation, **images} if self._is_dict else images[""]
+
+    def _joined(self, name: str, frames: Sequence[Any]) -> Any:
+        if frames[0].ndim == 2:
+            return np.stack(frames)
+        return np.concatenate(frames, -1 if self._last[name] else 0)
+
+
+def channels_are_last(shape: Sequence[int]) -> bool:
+    """Return whether images of three dimensions are ``[H, W, C]``.
+
+    Squares show where the channels are, as a stack of small images has more channels than rows; of others the channels
+    are fewer than rows or columns.
+
+    Example:
+        >>> channels_are_last((64, 64, 12)), channels_are_last((4, 84, 84)), channels_are_last((210, 160, 3))
+        (True, False, True)
+        >>> channels_are_last((7, 7, 12)), channels_are_last((12, 7, 7))
+        (True, False)
+    """
+    if len(shape) != 3:
+        return False
+    first, between, last = shape
+    return first == between != last or (between != last and last < first)
+
+
+def _is_image(space: spaces.Box) -> bool:
+    return len(space.shape) in (2, 3)

@@ -1,0 +1,99 @@
+"""A recipe lays TorchRL's transforms around a TorchRL environment, as it lays wrappers around Gymnasium's."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torchrl.envs import GymWrapper, RewardScaling, SerialEnv, StepCounter
+
+from collectors.test_recipe import Counter, Image
+from collectors.torchrl_envs import Walk, still
+from torchrl_lightning import EnvironmentRecipe, environment_specs
+from torchrl_lightning.collectors import make_environment
+
+CART_POLE = {"_target_": "torchrl.envs.GymEnv", "env_name": "CartPole-v1", "categorical_action_encoding": True}
+SCALED = {"_target_": "torchrl.envs.RewardScaling", "loc": 0.0, "scale": 0.5}
+
+
+def image(layout):
+    return GymWrapper(Image(Counter(), layout), categorical_action_encoding=True)
+
+
+def test_an_environment_by_its_target() -> None:
+    recipe = EnvironmentRecipe(CART_POLE, time_limit=5, wrappers=[SCALED], clip_reward=0.4)
+    env = make_environment(pickle.loads(pickle.dumps(recipe)), 2)
+    assert isinstance(env, SerialEnv)
+    assert environment_specs(env).keys == ["observation"]
+    rollout = env.rollout(9)
+    assert rollout["next", "reward"].unique().tolist() == [pytest.approx(0.4)]
+    assert rollout.shape == (2, 5)
+    assert rollout["next", "truncated"][:, -1].all()
+    assert eval(repr(recipe)).settings() == recipe.settings()
+    assert recipe.settings()["wrappers"][0]["scale"] == 0.5
+
+
+@pytest.mark.parametrize("wrapper", [partial(RewardScaling, 0.0, 0.5), RewardScaling(0.0, 0.5), SCALED])
+def test_a_transform_in_each_form_serves_several_environments(wrapper) -> None:
+    recipe = EnvironmentRecipe(Walk, wrappers=[wrapper])
+    for _ in range(2):
+        bare, env = Walk(), recipe()
+        for each in (bare, env):
+            each.set_seed(0)
+        runs = [each.rollout(2, still) for each in (bare, env)]
+        assert torch.equal(runs[0]["next", "reward"] * 0.5, runs[1]["next", "reward"])
+
+
+@pytest.mark.parametrize("layout", ["hwc", "chw"])
+def test_stacked_images_are_those_of_gymnasiums_environment(layout) -> None:
+    ours = EnvironmentRecipe(lambda: Image(Counter(), layout), frame_stack=3)()
+    theirs = EnvironmentRecipe(partial(image, layout), frame_stack=3)()
+    step = theirs.reset()
+    shown = "pixels" if "pixels" in step.keys() else "observation"  # noqa: SIM118
+    seen = [(ours.reset()[0], step[shown])]
+    for _ in range(4):
+        step = theirs.step(step.set("action", torch.tensor(0)))["next"]
+        seen.append((ours.step(0)[0], step[shown]))
+    for mine, yours in seen:
+        assert torch.equal(torch.as_tensor(mine), yours)
+
+
+def test_entries_that_are_shown() -> None:
+    def make():
+        return GymWrapper(Counter(), categorical_action_encoding=True)
+
+    for asked in ({"keep": ["place"]}, {"drop": ["image", "mission"]}):
+        env = EnvironmentRecipe(make, **asked)()
+        assert environment_specs(env).keys == ["place"]
+        assert "image" not in env.rollout(2)["next"]
+    flat = EnvironmentRecipe(make, keep=["image"], flatten=True)()
+    assert environment_specs(flat).observation["image"].shape == (50,)
+    assert flat.rollout(2)["image"].shape == (2, 50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"action_repeat": 2}, "action_repeat=2 is for Gymnasium's .* Give frame_skip=2 to GymEnv"),
+        ({"observe": [0]}, r"observe=\[0\] is for Gymnasium's"),
+        ({"frame_stack": 4}, r"frame_stack=4 stacks images of three dimensions, but .* \{'observation': \(2,\)\}"),
+        ({"keep": ["place"]}, r"keep=\['place'\] names \['place'\], which are not there; .*\['observation'\]"),
+        ({"drop": ["observation"]}, r"drop=\['observation'\] leaves nothing"),
+        ({"wrappers": [{"_target_": "torchrl.envs.RewardScaling"}]}, r"wrappers\[0\]=.* makes no TorchRL transform"),
+        ({"wrappers": [{"_target_": "torchrl.envs.CatTensors", "in_keys": ["a"]}]}, r"wrappers\[0\]=.* does not fit"),
+        ({"wrappers": [{"_target_": "gymnasium.wrappers.TimeLimit"}]}, r"wrappers\[0\]=.* makes no TorchRL transform"),
+        ({"wrappers": [StepCounter], "time_limit": 3}, "there is one already; leave one of them out"),
+    ],
+)
+def test_what_does_not_fit_is_named(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnvironmentRecipe(Walk, **settings)()
+
+
+def test_what_is_no_environment_or_transform() -> None:
+    with pytest.raises(TypeError, match=r"id made a dict; expected a gymnasium.Env or a torchrl EnvBase"):
+        EnvironmentRecipe(dict)()
+    with pytest.raises(TypeError, match=r"wrappers\[0\]=.* made a dict; a TorchRL environment needs"):
+        EnvironmentRecipe(Walk, wrappers=[dict])()
