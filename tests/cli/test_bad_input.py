@@ -24,9 +24,12 @@ from configs.processes import environment
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file; checkpoints lie in"),
         (["data.frames_per_batch=1001"], "frames_per_batch=1001 is no multiple of num_envs=8; take 1008."),
         (["data.buffer.gamma=1.5"], "error: data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
-        (["data.env=Nope-v0"], "error: Gymnasium does not know the environment 'Nope-v0'"),
+        (["data.env=Nope-v0"], "error: data.env: Gymnasium does not know the environment 'Nope-v0'"),
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
         (["data.env=gymnasium:Nope-v0"], "know the environment 'gymnasium:Nope-v0': Environment `Nope` doesn't"),
+        (["env=recipe", "data.env.id=Nope-v0"], "error: data.env: Gymnasium does not know the environment 'Nope-v0'"),
+        (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2 stacks images, but the environment"),
+        (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight'] names entries of a Dict, but the"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
     ],
 )
@@ -35,6 +38,33 @@ def test_a_mistake_is_named(arguments, message, run, tmp_path):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "run").glob("**/*.ckpt"))
+
+
+def test_an_id_over_a_recipe_in_an_experiment_is_explained(run, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [override /env: recipe]\ndata: {env: Acrobot-v1, total_frames: 9}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
+    assert (
+        "error: data.env is a recipe here, as env=recipe has it, not Acrobot-v1. Say `data: {env: {id: Acrobot" in said
+    )
+
+
+NANS = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+class Nans(CartPoleEnv):
+    def step(self, action):
+        return super().step(action)[0], float("nan"), False, False, {}
+gymnasium.register("Nans-v0", Nans, disable_env_checker=True)
+"""
+
+
+def test_an_environment_that_fails_in_training_is_told_in_one_line(run, tmp_path):
+    (tmp_path / "own_nans.py").write_text(NANS)
+    said = run("train", "data.env=own_nans:Nans-v0", *TINY, "hydra.run.dir=run", expect=1).stderr
+    assert "error: At step 0 of the rollout, environment 0 returned reward with nan, expected finite numbers." in said
+    assert "Traceback" not in said
 
 
 def test_a_mistake_ends_a_process_with_status_one_and_one_line(tmp_path):

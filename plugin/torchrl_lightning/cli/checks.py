@@ -54,7 +54,15 @@ def explain_experiment() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        failed = re.match(r"In 'experiment/(\w+)'", str(end.__context__))
+        said = str(end.__context__)
+        over_recipe = re.search(r"not a subclass of EnvironmentRecipeSchema\. value: (\S+)", said)
+        if over_recipe is not None:
+            print(
+                f"error: data.env is a recipe here, as env=recipe has it, not {over_recipe[1]}. Say "
+                f"`data: {{env: {{id: {over_recipe[1]}}}}}`, or choose a group without a recipe, such as env=cartpole.",
+                file=sys.stderr,
+            )
+        failed = re.match(r"In 'experiment/(\w+)'", said)
         chosen = chosen_groups(sys.argv[1:])
         if failed is not None and chosen and "experiment" not in chosen:
             asked = " ".join(f"{group}={option}" for group, option in chosen.items())
@@ -141,18 +149,6 @@ def check_command(cfg: DictConfig) -> None:
             f"--multirun with trainer.strategy={strategy} would start the whole sweep again in each process; "
             "take trainer.strategy=ddp_spawn, or one run at a time."
         )
-
-
-def check_data(data: Any) -> None:
-    """Build the environment once and close it, so that a mistake in it is found before anything is written."""
-    if not hasattr(type(data), "specs"):
-        return
-    try:
-        data.specs  # noqa: B018  # a property that builds the environment
-    except (ValueError, TypeError, ImportError) as error:
-        raise UsageError(" ".join(str(error).split())) from error
-    finally:
-        data.close()
 
 
 def check_checkpoint(

@@ -25,7 +25,8 @@ def evaluate(cfg: DictConfig) -> float:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_data, check_is_file
+    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_is_file
+    from torchrl_lightning.cli.parts import check_data
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.learn.loading import policy_in
 
@@ -41,7 +42,7 @@ def evaluate(cfg: DictConfig) -> float:
     torch.set_num_threads(run.get("torch_threads", 1))
     data = instantiate(run.data, seed=cfg.seed)
     model = instantiate(run.model)
-    check_data(data)
+    check_data(run, data)
     check_checkpoint(checkpoint, stored, data, model)
     try:
         policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)

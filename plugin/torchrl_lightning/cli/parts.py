@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_lightning.cli.checks import UsageError, check_data
+from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.learn.loading import CONFIG
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
@@ -39,7 +39,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     import torch
 
     _check_stream(data, model)
-    check_data(data)
+    check_data(cfg, data)
     before = torch.get_rng_state()
     if hasattr(data, "fingerprint"):
         with _named(cfg, "data.buffer"):
@@ -50,6 +50,17 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     # What was built for a trial must not move the run's own generator.
     torch.set_rng_state(before)
     data.close()
+
+
+def check_data(cfg: DictConfig, data: Any) -> None:
+    """Build the environment once and close it, so that a mistake in it is found before anything is written."""
+    if not hasattr(type(data), "specs"):
+        return
+    try:
+        with _named(cfg, "data.env"):
+            data.specs  # noqa: B018  # a property that builds the environment
+    finally:
+        data.close()
 
 
 def _check_stream(data: Any, model: Any) -> None:
@@ -79,9 +90,10 @@ def _named(cfg: DictConfig, key: str) -> Iterator[None]:
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    node, begin = OmegaConf.select(cfg, key), re.match(r"\w+", text)
-    if isinstance(node, DictConfig) and begin is not None and begin[0] in node:
-        return f"{key}.{begin[0]}={node[begin[0]]}: {text}"
+    node, begin = OmegaConf.select(cfg, key), re.match(r"(\w+)([=\[]?)", text)
+    if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
+        # A message may show the value itself: frame_stack=2 stacks ...
+        return f"{key}.{text}" if begin[2] else f"{key}.{begin[1]}={node[begin[1]]}: {text}"
     return f"{key}: {text}"
 
 

@@ -104,6 +104,8 @@ def check_env_source(env: object) -> None:
 
     A TypeError if it is neither an id, a factory nor a vector environment.
     """
+    if isinstance(env, EnvironmentRecipe) and isinstance(env.id, str):
+        env = env.id
     if isinstance(env, str):
         # As gymnasium.make does: ``module:Name-v0`` imports the module that registers the name.
         module, _, name = env.rpartition(":")
