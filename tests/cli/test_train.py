@@ -3,14 +3,18 @@ from __future__ import annotations
 import csv
 import logging
 import re
+from types import SimpleNamespace
 
 import gymnasium
+import lightning as L
 import pytest
 import torch
 import yaml
 
 from cli.commands import LAST_LINE, TINY, last_line
+from torchrl_lightning import MLPNetwork, OnPolicyDataModule, PPOModule
 from torchrl_lightning.cli.sweeps import read_trials
+from torchrl_lightning.cli.train import load_weights
 
 
 def rows(folder):
@@ -62,6 +66,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, run, tmp_path):
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not all(torch.equal(expected[name], value) for name, value in weights(half).items())
     assert [int(row["step"]) for row in rows(tmp_path / "second") if row["train/grad_norm"]] == [384, 512]
+
+
+def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_with(tmp_path):
+    def made():
+        data = OnPolicyDataModule(
+            "CartPole-v1", num_envs=2, frames_per_batch=32, normalize_observation=True, normalize_reward=True, seed=0
+        )
+        return PPOModule(MLPNetwork([4])), data
+
+    def fit(epochs, path):
+        module, data = made()
+        trainer = L.Trainer(max_epochs=epochs, limit_val_batches=0, logger=False, enable_checkpointing=False)
+        trainer.fit(module, datamodule=data)
+        trainer.save_checkpoint(path)
+        return module, data
+
+    fit(1, tmp_path / "best.ckpt")
+    module, data = fit(2, tmp_path / "last.ckpt")
+    chooser = SimpleNamespace(checkpoint_callbacks=[SimpleNamespace(best_model_path=str(tmp_path / "best.ckpt"))])
+    assert load_weights(module, data, chooser, "last") is None
+    assert load_weights(module, data, chooser, "best") == str(tmp_path / "best.ckpt")
+    stored = torch.load(tmp_path / "best.ckpt", weights_only=True)
+    assert str(data.state_dict()["normalization"]) == str(stored["OnPolicyDataModule"]["normalization"])
+    assert data.state_dict()["normalization"]["reward"]["count"] == 32
 
 
 def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):

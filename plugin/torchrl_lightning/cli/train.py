@@ -53,7 +53,7 @@ def train(cfg: DictConfig) -> float:
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     seconds = time.perf_counter() - began
 
-    checkpoint = load_weights(model, trainer, cfg.eval_checkpoint)
+    checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)
     episodes = data.evaluate(model.policy, cfg.eval_episodes)
     returns = episodes["episode_return"]
     if trainer.is_global_zero:
@@ -64,15 +64,17 @@ def train(cfg: DictConfig) -> float:
     return float(returns.mean())
 
 
-def load_weights(model: Any, trainer: Any, which: str) -> str | None:
-    """Load the best weights into the model and return their path, or keep the last ones and return ``None``."""
+def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
+    """Load the best policy, weights and what it normalises by, and return its path; None if the last one stays."""
     import torch
 
     paths = (getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks)
     path = next(filter(None, paths), "")
     if which == "last" or not path:
         return None
-    model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    stored = torch.load(path, weights_only=True)
+    model.load_state_dict(stored["state_dict"])
+    data.load_statistics(stored[type(data).__qualname__])
     return str(path)
 
 

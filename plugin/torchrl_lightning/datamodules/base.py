@@ -265,11 +265,15 @@ class ExperienceDataModule(L.LightningDataModule):
             FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
         self.check_state(state)
-        self._normalization.load_state_dict(state["normalization"])
+        self.load_statistics(state)
         if self._only_evaluates:
             self.frames = self.state_frames(state)
         else:
             self._restore_rank(state_of_rank(state["ranks"], self._rank, self.world_size))
+
+    def load_statistics(self, state: dict[str, Any]) -> None:
+        """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
+        self._normalization.load_state_dict(state["normalization"])
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that was written with other settings.
