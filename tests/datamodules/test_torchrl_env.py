@@ -147,3 +147,30 @@ def test_a_copy_in_each_process(fit, caplog) -> None:
     assert env.is_closed
     assert torch.get_num_threads() == threads
     assert not multiprocessing.active_children()
+
+
+class Broken(Walk):
+    """Returns NaN in its third step."""
+
+    def _step(self, tensordict):
+        step = super()._step(tensordict)
+        step[self.entry][self.steps[..., 0] == 3] = torch.nan
+        return step
+
+
+@pytest.mark.parametrize("entry", ["observation", "reward"])
+@pytest.mark.parametrize("length", [1, 16])
+def test_numbers_that_are_not_finite_are_refused(entry, length, fit, monkeypatch) -> None:
+    monkeypatch.setattr(Broken, "entry", entry, raising=False)
+    module = PPOModule()
+    sizes = {"frames_per_batch": 2 * length, "mini_batch_size": 2 * length}
+    with pytest.raises(ValueError, match=rf"The environment returned {entry}.* with nan, expected finite numbers"):
+        fit(on_policy(Broken, **sizes), module, epochs=5)
+
+
+@pytest.mark.parametrize("settings", [{"normalize_observation": True}, {"normalize_reward": True}])
+def test_normalisation(settings, fit) -> None:
+    data, module = on_policy(Walk, **settings), PPOModule()
+    fit(data, module, limit_val_batches=1)
+    assert data.frames == 64
+    assert data.evaluate(module.policy, 1)["episode_length"] <= 7

@@ -43,6 +43,8 @@ def evaluate(cfg: DictConfig) -> float:
     data = instantiate(run.data, seed=cfg.seed)
     model = instantiate(run.model)
     check_data(run, data)
+    if cfg.video is not None:
+        check_films(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model)
     try:
         policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)
@@ -108,6 +110,19 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def check_films(env: Any) -> None:
+    """Refuse a video of an environment that is not Gymnasium's."""
+    from torchrl.envs import EnvBase
+
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.collectors import close_environment, make_environment
+
+    made = make_environment(env, None, vectorization="sync")
+    close_environment(made)
+    if isinstance(made, EnvBase):
+        raise UsageError("video= films Gymnasium's environments, but that of this run is TorchRL's; leave video out.")
 
 
 def record_video(env: Any, policy: Any, folder: Path, seed: int, *, deterministic: bool = True) -> Path:

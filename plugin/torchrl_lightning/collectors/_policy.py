@@ -13,6 +13,7 @@ from torchrl.envs import TensorDictPrimer
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
+from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.entries import path_of
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -77,6 +78,7 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorD
 
     Raises:
         KeyError: It writes no action.
+        EnvironmentFault: It reads what is not finite.
         ValueError: Its actions are NaN.
     """
     here = step.device or torch.device("cpu")
@@ -85,10 +87,24 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorD
     if action is None:
         raise KeyError("The policy does not write 'action'. Name it in the policy's out_keys.")
     if action.is_floating_point() and bool(action.isnan().any()):
-        raise ValueError("The policy chose NaN actions. Lower the learning rate, or clip gradients.")
+        read = {key: step.get(key) for key in getattr(policy, "in_keys", ())}
+        check_finite({f"observation {key!r}": value for key, value in read.items() if value is not None})
+        raise ValueError(
+            "The policy chose NaN actions: its weights are not finite. Look at the learning rate and the gradient norm."
+        )
     if written is not step:
         step.update(written if here == device else written.to(here))
     return step
+
+
+def check_finite(values: Mapping[str, Tensor]) -> None:
+    """Refuse what a TorchRL environment returned, by name, by an EnvironmentFault if it is not finite."""
+    for name, value in values.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise EnvironmentFault(
+                f"The environment returned {name} with {value[~value.isfinite()][0].item()}, expected finite numbers. "
+                "Mend the environment or the transform that computes it."
+            )
 
 
 def load_weights(policy: object, weights: object) -> None:

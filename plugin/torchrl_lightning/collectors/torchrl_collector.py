@@ -11,7 +11,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
-from torchrl_lightning.collectors._policy import Policy, acted, policy_device, recurrent_states
+from torchrl_lightning.collectors._policy import Policy, acted, check_finite, policy_device, recurrent_states
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.torchrl_env import close_environment, with_bookkeeping
@@ -37,8 +37,8 @@ class TorchRLCollector(CollectorBase):
     Batches lie where the environment's tensors do.
 
     Raises:
-        ValueError: Sizes do not fit, actions are NaN, or with ``reset_at_each_batch`` the environment does not begin
-            alike when it is seeded alike.
+        ValueError: Sizes do not fit, the environment's values or actions are not finite, or with
+            ``reset_at_each_batch`` the environment does not begin alike when it is seeded alike.
         TypeError: The policy is something else.
         KeyError: The policy writes no ``action``.
 
@@ -92,6 +92,8 @@ class TorchRLCollector(CollectorBase):
             if begin_anew:
                 self._seed_environment()
             batch = collector.rollout()
+            returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
+            check_finite({"reward": batch["next", "reward"], **returned})
             self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
         self._needs_reset = False
         self._batches += 1

@@ -17,7 +17,18 @@ from torchrl_lightning.collectors.normalization import NormalizedPolicy, Observa
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
-_OURS = re.compile(r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.(?!Record)[A-Z]\w*")
+# Of TorchRL, environments that a name selects, and transforms that are built from numbers and names: others load models
+# from the net, or connect to other machines.
+_OF_TORCHRL = (
+    "GymEnv|DMControlEnv|ActionMask|BinarizeReward|CatFrames|CatTensors|CenterCrop|ClipTransform|Crop|"
+    "DiscreteActionProjection|DoubleToFloat|DTypeCastTransform|EndOfLifeTransform|ExcludeTransform|FlattenObservation|"
+    "GrayScale|NoopResetEnv|ObservationNorm|PermuteTransform|RenameTransform|Resize|RewardClipping|RewardScaling|"
+    "RewardSum|SelectTransform|SignTransform|SqueezeTransform|StepCounter|TimeMaxPool|ToTensorImage|UnsqueezeTransform"
+)
+_OURS = re.compile(
+    r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.(?!Record)[A-Z]\w*|"
+    rf"torchrl\.envs\.({_OF_TORCHRL})"
+)
 
 
 class LoadedPolicy(TensorDictModuleBase):
