@@ -133,3 +133,13 @@ def test_collected_with_it_rollouts_are_raw_and_the_policy_saw_the_same_bits_as_
     assert torch.equal(seen["observation"], batch["seen"])
     assert torch.equal(seen["next", "observation"][:, 0], batch["seen"][:, 1])
     assert (batch["observation"][:, 0].abs() < 0.1).all()
+
+
+def test_the_statistics_travel_with_the_weights():
+    normalizer = advanced(["position"], {"position": torch.rand(9, 3)})
+    policy, copy = (
+        NormalizedPolicy(Echo(), each) for each in (normalizer, ObservationNormalizer(SPECS, ["position"], 5.0))
+    )
+    copy.load_state_dict(policy.state_dict())  # as a worker takes them
+    raw = TensorDict({"position": torch.rand(2, 3)}, [2])
+    assert torch.equal(copy(raw.clone())["seen"], policy(raw.clone())["seen"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +12,18 @@ import torch.distributed as dist
 
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import trainer
-from torchrl_lightning import LastCheckpoint, OnPolicyDataModule
+from torchrl_lightning import GymnasiumCollector, LastCheckpoint, OnPolicyDataModule
 
 FOLDER = Path(sys.argv[1])
+
+
+class Recording(GymnasiumCollector):
+    """Remembers the observations that it has collected."""
+
+    def rollout(self):
+        batch = super().rollout()
+        self.__dict__.setdefault("collected", []).append(batch["observation"].clone())
+        return batch
 
 
 class Reporting(TinyActorCritic):
@@ -30,12 +40,19 @@ class Reporting(TinyActorCritic):
 
     def on_train_end(self):
         data = self.trainer.datamodule
+        normalization = data.state_dict()["normalization"]  # which all ranks return together
+        (observed,) = normalization["observation"]["entries"]
         report = {
             "seed": data.collector.seed,
             "observations": self.first,
             "updates": self.updates,
             "frames": data.frames,
             "parameters": torch.cat([p.detach().flatten() for p in self.parameters()]).tolist(),
+            "count": observed["moments"]["count"],
+            "mean": observed["moments"]["mean"].tolist(),
+            "spread": observed["moments"]["spread"].tolist(),
+            "rewards": normalization["reward"]["count"],
+            "seen": [row for rows in data.collector.collected for row in rows.flatten(0, 1).tolist()],
         }
         (FOLDER / f"{self.name}_{dist.get_rank()}.json").write_text(json.dumps(report))
 
@@ -50,6 +67,9 @@ def fit(name, epochs, ckpt_path=None):
         num_epochs=2,
         eval_episodes=1,
         seed=0,
+        collector=partial(Recording, "CartPole-v1", num_envs=2, frames_per_batch=32),
+        normalize_observation=True,
+        normalize_reward=True,
         reset_at_each_batch=True,
     )
     run = trainer(

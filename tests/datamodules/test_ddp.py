@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,3 +33,17 @@ def test_two_ranks_go_on_as_if_never_stopped(two_ranks):
     for whole, resumed in zip(reports(two_ranks, "whole"), reports(two_ranks, "resumed"), strict=True):
         assert resumed["frames"] == whole["frames"]
         assert resumed["parameters"] == whole["parameters"]
+
+
+def test_observations_are_normalised_by_the_moments_of_all_ranks(two_ranks):
+    first, second = reports(two_ranks, "whole")
+    assert (first["mean"], first["spread"]) == (second["mean"], second["spread"])
+    rows = np.array(first["seen"] + second["seen"])
+    assert first["count"] == first["rewards"] == len(rows) == 3 * 32 * 2
+    np.testing.assert_allclose(first["mean"], rows.mean(0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(np.array(first["spread"]) / len(rows), rows.var(0), rtol=1e-11)
+
+
+def test_a_resumed_run_normalises_as_if_never_stopped(two_ranks):
+    for whole, resumed in zip(reports(two_ranks, "whole"), reports(two_ranks, "resumed"), strict=True):
+        assert (resumed["mean"], resumed["spread"]) == (whole["mean"], whole["spread"])
