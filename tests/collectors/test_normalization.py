@@ -51,6 +51,16 @@ def test_whatever_comes_in_single_precision_goes_out(dtype):
     assert normalizer.normalized("position", torch.ones(3, dtype=dtype)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_and_a_rollout_come_out_in_the_same_bits(dtype):
+    normalizer = advanced(["position"], {"position": torch.randn(50, 3) * 100})
+    rollout = (torch.randn(6, 5, 3, dtype=torch.float64) * 300).to(dtype)
+    whole = normalizer.normalized("position", rollout.transpose(0, 1))
+    rows = torch.stack([normalizer.normalized("position", rows) for rows in rollout], 1)
+    assert torch.equal(whole, rows)
+    assert whole.abs().max() == 5.0
+
+
 def test_specs_show_what_a_learner_sees():
     specs = ObservationNormalizer(SPECS, ["image", ("inner", "speed")], 5.0).specs
     assert specs.observation["image"] == Bounded(-5.0, 5.0, (2, 2), dtype=torch.float32)

@@ -93,11 +93,11 @@ class ObservationNormalizer(nn.Module):
             self.to(value.device)
             mean, factor = self._constants(key)
         # Either way the same operations on each element, so the same bits.
-        if value.dtype is torch.float32 and value.is_cpu and value.is_contiguous() and not value.requires_grad:
-            out, width = torch.empty_like(value), mean.numel()
+        if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
+            out, width = torch.empty_like(value, dtype=torch.float32), mean.numel()
             rows = value.numel() // width if width else 0
             addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
-            row_kernel(_standardize_rows)(*addresses, rows, width, LIKE[torch.float32], self.clip)
+            row_kernel(_standardize_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], self.clip)
             return out
         return torch.sub(value, mean).mul_(factor).clamp_(-self.clip, self.clip).float()
 
@@ -142,12 +142,12 @@ class ObservationNormalizer(nn.Module):
 
 
 def _standardize_rows(
-    source: int, target: int, mean: int, factor: int, rows: int, width: int, like: Any, clip: float
+    source: int, target: int, mean: int, factor: int, rows: int, width: int, given: Any, like: Any, clip: float
 ) -> None:
-    most = like.dtype.type(clip)
+    most = given.dtype.type(clip)
     m, f = floats_at(mean, 0, width, like), floats_at(factor, 0, width, like)
     for row in range(rows):
-        x = floats_at(source, row * width, (row + 1) * width, like)
+        x = floats_at(source, row * width, (row + 1) * width, given)
         y = floats_at(target, row * width, (row + 1) * width, like)
         for i in range(width):
             y[i] = min(max((x[i] - m[i]) * f[i], -most), most)
