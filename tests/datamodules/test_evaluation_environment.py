@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import gymnasium as gym
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import (
+    ClipReward,
     DtypeObservation,
     RecordEpisodeStatistics,
     TimeLimit,
@@ -17,6 +19,7 @@ from gymnasium.wrappers import (
     TransformReward,
 )
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.data import Unbounded
 from torchrl.envs import (
@@ -34,8 +37,17 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from collectors.counting import CountingEnv
-from torchrl_lightning import AsynchronousCollector, GymnasiumCollector, make_vector_env
+from collectors.counting import CountingEnv, still_policy
+from collectors.test_recipe import Counter
+from torchrl_lightning import (
+    AsynchronousCollector,
+    EnvironmentRecipe,
+    GymnasiumCollector,
+    make_vector_env,
+    play_episodes,
+)
+from torchrl_lightning.collectors import episodes
+from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}
@@ -153,6 +165,106 @@ def test_wrappers_that_leave_each_step_as_it_is_do_not_count(wrap) -> None:
 def test_wrappers_are_named_from_the_inside_out() -> None:
     clipped = gym.wrappers.vector.ClipReward(ready(partial(TransformReward, func=np.sign), Shift), -1, 1)
     assert view_of(clipped).wrappers == ["CartPoleEnv", "TransformReward", "Shift", "ClipReward"]
+
+
+class Bare(gym.Wrapper):
+    """Keeps no arguments."""
+
+    def __init__(self, env, shown=0):
+        super().__init__(env)
+
+
+def pendulum(*around, **arguments):
+    return make_vector_env(EnvironmentRecipe("Pendulum-v1", arguments, wrappers=around), 1)
+
+
+@pytest.mark.parametrize(
+    ("stepped", "played", "message"),
+    [
+        ({"g": 9.0}, {"g": 9.0, "render_mode": "rgb_array"}, None),
+        ({"g": 9.0}, {"g": 8.0}, "PendulumEnv has g=8.0 in evaluation, expected 9.0 as in collection"),
+        ({}, {"g": 8.0}, "PendulumEnv has g=8.0 in evaluation, expected its default as in collection"),
+        (partial(TransformReward, func=np.sign), partial(TransformReward, func=np.sign), None),
+        (
+            partial(TransformReward, func=np.sign),
+            partial(TransformReward, func=np.tanh),
+            "TransformReward has func=numpy.t",
+        ),
+        (
+            partial(ClipReward, min_reward=-1, max_reward=1),
+            partial(ClipReward, min_reward=-1, max_reward=np.float32(0.5)),
+            "ClipReward has max_reward=0.5 in evaluation, expected 1 as in collection",
+        ),
+        (partial(Bare, shown=1), partial(Bare, shown=2), None),
+    ],
+)
+def test_arguments_of_environments_and_wrappers_count_where_they_are_told(stepped, played, message) -> None:
+    made = [pendulum(**each) if isinstance(each, dict) else pendulum(each) for each in (stepped, played)]
+    if message is None:
+        assert difference(*made, given=False) is None
+        return
+    assert message in difference(*made)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        difference(*made, given=False)
+
+
+def test_clipped_rewards_are_for_learning() -> None:
+    clipping, bare = (EnvironmentRecipe("Pendulum-v1", time_limit=9, clip_reward=clip) for clip in (0.1, None))
+    still = TensorDictModule(lambda x: x[..., :1] * 0, ["observation"], ["action"])
+    earned, of_bare = (play_episodes(env, still, 2, seed=0)["episode_return"] for env in (clipping, bare))
+    assert earned.min() < -9 * 0.1
+    assert torch.equal(earned, of_bare)
+    stepped, played = make_vector_env(clipping, 1), make_vector_env(bare, 1)
+    assert difference(stepped, played, given=False) is None
+    assert difference(stepped, stepped, given=False) is None
+    assert "> ClipReward in evaluation" in difference(played, stepped)
+
+
+RECIPE = EnvironmentRecipe(
+    Counter,
+    action_repeat=2,
+    time_limit=7,
+    wrappers=[partial(TransformReward, func=np.sqrt)],
+    drop=["mission"],
+    frame_stack=3,
+)
+WAYS_IN = {
+    "id": {"env": "CartPole-v1"},
+    "recipe": {"env": RECIPE},
+    "recipe that clips": {"env": EnvironmentRecipe("CartPole-v1", clip_reward=1.0, observe=[2, 0])},
+    "factory": {"env": shifted},
+    "ready vector environment": {"env": lambda: ready(Shift), "eval_env": shifted},
+    "collector of an id": {"env": "CartPole-v1", "collector": partial(ours, env="CartPole-v1")},
+    "collector of a recipe": {"env": RECIPE, "collector": partial(ours, env=RECIPE)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_evaluation_steps_as_training_does(way, make_data, monkeypatch) -> None:
+    settings = dict(WAYS_IN[way])
+    if "eval_env" in settings:
+        settings["env"] = settings["env"]()
+    data = make_data(**settings, **SIZES, eval_episodes=2)
+    stepped = data._make_collector(None, seed=1).env if "collector" in settings else data._environment()
+    monkeypatch.setattr(episodes, "_play", lambda stepper, *_: steps_of(stepper))
+    played = data.evaluate(still_policy())
+    assert sum(np.any(step[-1]) for step in played) > 1  # episodes end in between
+    for mine, theirs in zip(steps_of(VectorStepper(stepped)), played, strict=True):
+        for here, there in zip(mine, theirs, strict=True):
+            assert np.array_equal(here, there)
+
+
+def steps_of(stepper):
+    """Step with fixed seeds and actions; list observations, rewards and ends, also the last of an episode."""
+    kept = [[*map(np.copy, stepper.reset([3, 4])), False]]
+    actions = np.random.default_rng(0).integers(0, 2, (40, stepper.env.num_envs))
+    for action in actions:
+        leaves, *figures, info = stepper.step(action)
+        done = np.logical_or(*figures[1:])
+        kept.append([*map(np.copy, (*leaves, *figures)), done])
+        if done.any():
+            kept.extend([*final, True] for _, final in stepper.finish(done, leaves, info)[1])
+    return kept
 
 
 def test_what_is_out_of_reach_is_left_alone() -> None:

@@ -16,6 +16,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, acted, check_policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors.recipe import EnvironmentRecipe
 from torchrl_lightning.collectors.replayed import Array
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
@@ -68,6 +69,8 @@ def play_episodes(
     check_policy(policy)
     if seed is not None:
         check_seed(seed)
+    if isinstance(env, EnvironmentRecipe):
+        env = env.for_evaluation()
     ready = isinstance(env, VectorEnv | EnvBase)
     if num_envs is None and not ready:
         num_envs = min(num_episodes, _MAX_ENVS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -40,7 +41,8 @@ class EnvironmentRecipe:
         observe: numbers of a flat observation that are shown, in this order; all if None.
         flatten: show the observation as one vector.
         frame_stack: show this many images, the newest last, along their channels.
-        clip_reward: clip rewards to ``[-clip_reward, clip_reward]``; not if None.
+        clip_reward: clip rewards to ``[-clip_reward, clip_reward]`` for learning; not if None. Evaluation earns the
+            rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
             of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``). Evaluation stays in this process.
 
@@ -134,6 +136,12 @@ class EnvironmentRecipe:
         }
         others = {name: value for name, value in vars(self).items() if name not in apart}
         return transformed(env, wrappers=wrappers, **others)
+
+    def for_evaluation(self) -> EnvironmentRecipe:
+        """Return the recipe with unclipped rewards."""
+        made = copy.copy(self)
+        made.clip_reward = None
+        return made
 
     def __repr__(self) -> str:
         id, *settings = self.settings().items()
@@ -245,6 +253,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Sequence | Set):
         return [plain(each) for each in value]
+    if isinstance(value, np.ufunc):
+        return f"numpy.{value.__name__}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -16,6 +16,7 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase, GymWrapper, transforms
 
 from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
+from torchrl_lightning.collectors.recipe import differences, plain
 from torchrl_lightning.collectors.specs import COUNTERS, layers, spec_fields
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
@@ -53,12 +54,14 @@ class EnvironmentView:
         specs: What a policy sees and does.
         wrappers: Class names of one Gymnasium environment and its wrappers, from the inside out; None if it is no such
             environment, or out of reach.
+        arguments: For each of these its arguments as plain values; None where it does not tell them.
         transforms: Class names of TorchRL's transforms around it that may change observation, reward or end; None if
             it is no environment of TorchRL's.
     """
 
     specs: EnvironmentSpecs
     wrappers: list[str] | None = None
+    arguments: list[dict[str, Any] | None] | None = None
     transforms: tuple[str, ...] | None = None
 
 
@@ -80,15 +83,17 @@ def view_of(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentView:
     """
     specs = environment_specs(env)
     if isinstance(env, VectorEnv):
-        return EnvironmentView(specs, _wrappers(env))
+        return EnvironmentView(specs, *_wrappers(env))
     with layers(env) as (base, around):
         changing = tuple(type(each).__name__ for each in around if not isinstance(each, _NEUTRAL_TRANSFORMS))
-        names = _wrappers(base._env) if isinstance(base, GymWrapper) else None
-    return EnvironmentView(specs, names, changing)
+        names, arguments = _wrappers(base._env) if isinstance(base, GymWrapper) else (None, None)
+    return EnvironmentView(specs, names, arguments, changing)
 
 
 def check_evaluation(stepped: EnvironmentView, played: EnvironmentView, given: bool) -> str | None:
     """Refuse an evaluation in another environment than that of collection.
+
+    Evaluation may show rewards that collection clips, as the score of a game is that of its own rewards.
 
     Args:
         stepped: what collection steps.
@@ -136,7 +141,8 @@ def first_checked(stream: Iterable[TensorDictBase], specs: EnvironmentSpecs) -> 
     yield from rollouts
 
 
-def _wrappers(env: Any) -> list[str] | None:
+def _wrappers(env: Any) -> tuple[list[str] | None, list[dict[str, Any] | None] | None]:
+    """Return the class names of one environment and its wrappers, from the inside out, and their arguments."""
     around: list[Any] = []
     while isinstance(env, VectorWrapper):
         around.append(env)
@@ -147,9 +153,18 @@ def _wrappers(env: Any) -> list[str] | None:
         around.append(env)
         env = env.env
     if not isinstance(env, gymnasium.Env):
-        return None
-    names = [type(each).__name__ for each in around if not isinstance(each, _NEUTRAL_WRAPPERS)]
-    return [type(env).__name__, *reversed(names)]
+        return None, None
+    shown = [env, *(each for each in reversed(around) if not isinstance(each, _NEUTRAL_WRAPPERS))]
+    return [type(each).__name__ for each in shown], [_arguments(each) for each in shown]
+
+
+def _arguments(part: Any) -> dict[str, Any] | None:
+    """Return the arguments of a wrapper or environment, if Gymnasium has kept them."""
+    if isinstance(part, gymnasium.Env) and not isinstance(part, gymnasium.Wrapper):
+        given = None if part.spec is None else part.spec.kwargs
+    else:
+        given = getattr(part, "_saved_kwargs", None)
+    return None if given is None else {name: plain(value) for name, value in given.items() if name != "render_mode"}
 
 
 def _spec_differences(stepped: EnvironmentSpecs, played: EnvironmentSpecs) -> list[str]:
@@ -199,6 +214,7 @@ def _shown(value: Any) -> str:
 
 
 def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
+    stepped = _without_clipping(stepped, played)
     mine, theirs = stepped.transforms or (), played.transforms or ()
     same = (stepped.wrappers, mine) == (played.wrappers, theirs)
     if stepped.transforms is None or played.transforms is None:
@@ -208,8 +224,35 @@ def _wrapper_difference(stepped: EnvironmentView, played: EnvironmentView) -> st
             # Wrappers of the one may stand for transforms of the other; none at all, or those that both have, do not.
             same = len((played if mine else stepped).wrappers or ()) > 1 and stepped.wrappers != played.wrappers
     if same:
-        return None
+        return _argument_differences(stepped, played)
     came, expected = (
         " > ".join([*(each.wrappers or ["(not Gymnasium's)"]), *(each.transforms or ())]) for each in (played, stepped)
     )
     return f"wrappers are {came} in evaluation, expected {expected} as in collection"
+
+
+def _without_clipping(stepped: EnvironmentView, played: EnvironmentView) -> EnvironmentView:
+    """Leave the clipping of rewards out of what collection steps, where evaluation does not clip."""
+    clip = wrappers.ClipReward.__name__
+    if stepped.wrappers is None or stepped.arguments is None or clip in (played.wrappers or ()):
+        return stepped
+    kept = [pair for pair in zip(stepped.wrappers, stepped.arguments, strict=True) if pair[0] != clip]
+    return replace(stepped, wrappers=[name for name, _ in kept], arguments=[arguments for _, arguments in kept])
+
+
+def _argument_differences(stepped: EnvironmentView, played: EnvironmentView) -> str | None:
+    if stepped.wrappers != played.wrappers:
+        return None  # transforms stand for some
+    found = [
+        f"{name} has {field}={_told(came)} in evaluation, expected {_told(expected)} as in collection"
+        for name, mine, theirs in zip(
+            stepped.wrappers or (), stepped.arguments or (), played.arguments or (), strict=True
+        )
+        if mine is not None and theirs is not None
+        for field, expected, came in differences(mine, theirs)
+    ]
+    return "; ".join(found) or None
+
+
+def _told(value: Any) -> str:
+    return "its default" if value is None else _shown(value)
