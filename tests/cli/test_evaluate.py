@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
+from torchrl.envs import GymEnv
 
 from cli.commands import last_line
+from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.cli.evaluate import check_films
 
 
 def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
@@ -48,3 +52,9 @@ def test_a_video_of_one_episode_is_written(trained, run, tmp_path):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     run("evaluate", f"ckpt_path={checkpoint}", "video=films", "episodes=1", "hydra.run.dir=run")
     assert [path.suffix for path in (tmp_path / "films").iterdir()] == [".mp4"]
+
+
+def test_a_video_of_an_environment_of_torchrls_is_refused():
+    with pytest.raises(UsageError, match="video= films Gymnasium's environments, but that of this run is TorchRL's"):
+        check_films(partial(GymEnv, "CartPole-v1"))
+    check_films("CartPole-v1")

@@ -167,3 +167,8 @@ def test_played_episodes() -> None:
 def test_what_does_not_fit(env, num_envs, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_environment(env, num_envs)
+
+
+def test_a_name_that_is_unknown() -> None:
+    with pytest.raises(ValueError, match="cannot be made: Environment `Nope` doesn't exist"):
+        make_environment(partial(GymEnv, "Nope-v0"))

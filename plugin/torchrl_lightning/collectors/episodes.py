@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,10 @@ from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.torchrl_env import close_environment, make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
+logger = logging.getLogger(__name__)
+
 _MAX_ENVS = 32
+_MANY_STEPS = 100_000
 
 
 def play_episodes(
@@ -144,6 +148,12 @@ class _Record:
         self._returns += rewards
         self._lengths += 1
         if not done.any():
+            if not self._played.any() and (self._lengths == _MANY_STEPS).all():
+                logger.warning(
+                    "no episode has ended after %d steps: an environment without an end needs a time limit "
+                    "(time_limit= of an EnvironmentRecipe).",
+                    _MANY_STEPS,
+                )
             return
         counted = np.flatnonzero(done & (self._played < self._quota))
         rows = self._first_row[counted] + self._played[counted]

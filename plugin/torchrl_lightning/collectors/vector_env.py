@@ -189,6 +189,8 @@ class _SingleEnv:
             raise ImportError(
                 f"The environment {self.env!r} needs what is not installed: {what}.{_extra_for(error)}"
             ) from error
+        except gymnasium.error.Error as error:  # of an id that a factory looks up
+            raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:
