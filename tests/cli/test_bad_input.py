@@ -28,8 +28,8 @@ from configs.processes import environment
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
         (["data.env=gymnasium:Nope-v0"], "know the environment 'gymnasium:Nope-v0': Environment `Nope` doesn't"),
         (["env=recipe", "data.env.id=Nope-v0"], "error: data.env: Gymnasium does not know the environment 'Nope-v0'"),
-        (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2 stacks images, but the environment"),
-        (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight'] names entries of a Dict, but the"),
+        (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2: frame_stack=2 stacks images, but"),
+        (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight']: drop=['sight'] names entries of"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
     ],
 )

@@ -90,9 +90,9 @@ def _named(cfg: DictConfig, key: str) -> Iterator[None]:
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    node, begin = OmegaConf.select(cfg, key), re.match(r"(\w+)([=\[]?)", text)
+    node, begin = OmegaConf.select(cfg, key), re.match(r"(\w+)(\[\d+\])?", text)
     if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
-        # A message may show the value itself: frame_stack=2 stacks ...
+        # Of a list the message shows the entry itself.
         return f"{key}.{text}" if begin[2] else f"{key}.{begin[1]}={node[begin[1]]}: {text}"
     return f"{key}: {text}"
 
