@@ -53,6 +53,14 @@ def entries_of(data: TensorDictBase) -> dict[str, Any]:
     return data._tensordict if type(data) is TensorDict else dict(data.items())
 
 
+def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
+    """Put a tensor that fits under a plain name, into a plain TensorDict without the checks of ``set``."""
+    if type(data) is TensorDict and not data.is_locked:
+        data._tensordict[name] = value
+    else:
+        data.set(name, value)
+
+
 class StorageBase(OwnFiles, LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 

@@ -109,12 +109,13 @@ def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path
     assert (rewards > 0).all()
 
 
+@pytest.mark.parametrize("frames", [2, 6])
 @pytest.mark.parametrize("cut", [False, True])
-def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut):
+def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
     """Our collector writes rows of the same memory again and again."""
     moments = {}
-    for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, 2, init_random_frames=40)}}.items():
-        data = replay_data(**NORMALISED, num_envs=2, reset_at_each_batch=cut, frames_per_batch=2, **extra)
+    for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, frames, init_random_frames=40)}}.items():
+        data = replay_data(**NORMALISED, num_envs=2, reset_at_each_batch=cut, frames_per_batch=frames, **extra)
         fit(tmp_path, data)
         data._normalization.advance()
         moments[name] = data._normalization.state_dict()

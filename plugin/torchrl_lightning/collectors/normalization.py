@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
-from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning._compat import new_tensordict, put_entry
 from torchrl_lightning.collectors._loop import policy_outputs
 from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
@@ -103,11 +103,14 @@ class ObservationNormalizer(nn.Module):
 
     def normalize_(self, data: TensorDictBase) -> None:
         """Put normalised entries, and those of ``next``, in the place of raw ones ``[*B, *F]``; others stay."""
-        following = data.get("next", None)
-        for key in self.keys:
-            for part in (data, following):
-                value = None if part is None else part.get(key, None)
-                if value is not None:
+        parts = [data, data.get("next", None)]
+        for part in parts if parts[1] is not None else parts[:1]:
+            entries = level_of(part)
+            for key in self.keys:
+                value = entries.get(key) if isinstance(key, str) else part.get(key, None)
+                if value is not None and isinstance(key, str):
+                    put_entry(part, key, self.normalized(key, value))
+                elif value is not None:
                     part.set(key, self.normalized(key, value))
 
     def moments_state(self) -> dict[str, Any]:

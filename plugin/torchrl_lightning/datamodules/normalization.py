@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning._compat import put_entry
 from torchrl_lightning.collectors import EnvironmentSpecs
 from torchrl_lightning.collectors.normalization import EPSILON, NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.datamodules.ranks import gather_states
@@ -50,6 +51,9 @@ class Normalization:
         self._ends: list[tuple[Tensor, Tensor]] = []  # rewards and ends that were noted, all of the same environments
         self._env_ids: Tensor | None = None  # which ones
         self._waiting = self._steps = 0  # how many rows, and ends in time
+        self._noted_last: TensorDictBase | None = None  # the rollout, its observations and where they go, its ends
+        self._observed: list[tuple[list[Tensor], Tensor]] = []
+        self._rewarded: tuple[Tensor, Tensor] = (self._sums, self._sums)
         self._noted: dict[NestedKey, Moments] = {}  # what was noted before those
         self._count = 0  # frames noted since the statistics advanced
         self._total = 0  # frames in the statistics of this rank
@@ -89,6 +93,7 @@ class Normalization:
         if self._normalizer is not None:
             self._normalizer.normalize_(seen)
         self.note(rollout, env_ids, cut)
+        self._noted_last, self._observed = None, []  # is not kept alive: the next one has other memory
         self.advance()
         self._scale_reward_(seen)
         return seen
@@ -103,7 +108,7 @@ class Normalization:
         if self.reward:
             following = data.get("next")
             reward = following.get("reward") * self._factor
-            following.set("reward", reward.clamp_(-self.clip, self.clip))
+            put_entry(following, "reward", reward.clamp_(-self.clip, self.clip))
 
     # ------------------------------------------------------------------ statistics
 
@@ -112,20 +117,27 @@ class Normalization:
 
         With ``cut`` the environments are reset afterwards.
         """
-        self._count += rollout.numel()
+        if rollout is not self._noted_last:
+            # Looked up once where the collector delivers the same memory again and again.
+            keys = [] if self._normalizer is None else self._normalizer.keys
+            self._observed = [(self._rows.setdefault(key, []), rollout.get(key)) for key in keys]
+            self._rewarded = (rollout.get(("next", "reward")), rollout.get(("next", "done")))
+            self._noted_last = rollout
+        frames = rollout.numel()
+        self._count += frames
         if self._normalizer is not None:
-            for key in self._normalizer.keys:
-                rows = self._rows.setdefault(key, [])
-                rows.append(rollout.get(key).flatten(0, 1).clone())  # a collector may reuse its memory
-            self._waiting += rollout.numel()
+            for rows, value in self._observed:
+                rows.append(value.clone())
+            self._waiting += frames
             if self._waiting >= _CHUNK:
                 self._reduce_rows()
         if self.reward:
             if env_ids is not self._env_ids:
                 self._reduce_ends()
                 self._env_ids = env_ids
-            self._ends.append(tuple(rollout.get(("next", name)).clone() for name in ("reward", "done")))
-            self._steps += rollout.shape[1]
+            reward, done = self._rewarded
+            self._ends.append((reward.clone(), done.clone()))
+            self._steps += done.shape[1]
             if cut:
                 self.forget_unfinished()
             elif self._steps >= _CHUNK:
@@ -159,9 +171,12 @@ class Normalization:
         self._sums.zero_()
 
     def _reduce_rows(self) -> None:
-        rows, self._rows, self._waiting = self._rows, {}, 0
-        for key, parts in rows.items():
-            moments = Moments.of(torch.cat(parts))
+        self._waiting = 0
+        for key, parts in self._rows.items():
+            if not parts:
+                continue
+            moments = Moments.of(torch.cat([part.flatten(0, 1) for part in parts]))
+            parts.clear()
             if not moments.mean.isfinite().all():
                 raise ValueError(f"observation {key!r} holds values that are not finite; its environment is at fault.")
             self._note_moments(key, moments)
@@ -223,8 +238,8 @@ class Normalization:
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank has noted and not yet taken into the statistics, copied."""
         state: dict[str, Any] = {"count": self._count, "total": self._total, "sums": self._sums.clone()}
-        state["rows"] = [torch.cat(self._rows[key]).clone() for key in self._rows]
-        state["ends"] = [torch.cat(each, 1).clone() for each in zip(*self._ends, strict=True)]
+        state["rows"] = [torch.cat(rows, 1) for rows in self._rows.values() if rows]
+        state["ends"] = [torch.cat(each, 1) for each in zip(*self._ends, strict=True)]
         state["env_ids"] = None if self._env_ids is None else self._env_ids.clone()
         state["noted"] = [
             None if (moments := self._noted.get(key)) is None else moments.state_dict() for key in self._keys()
@@ -239,9 +254,10 @@ class Normalization:
         observed = [] if self._normalizer is None else self._normalizer.keys
         self._count, self._total, self._sums = state["count"], state["total"], state["sums"].clone()
         self._rows = {key: [rows.clone()] for key, rows in zip(observed, state["rows"], strict=False)}
+        self._noted_last = None
         self._ends = [tuple(each.clone() for each in state["ends"])] if state["ends"] else []
         self._env_ids = state["env_ids"]
-        self._waiting = len(state["rows"][0]) if state["rows"] else 0
+        self._waiting = state["rows"][0].shape[:2].numel() if state["rows"] else 0
         self._steps = state["ends"][0].shape[1] if state["ends"] else 0
         self._noted = {
             key: Moments.none(*self._shape(key)).restored(moments, f"moments of {key}")
