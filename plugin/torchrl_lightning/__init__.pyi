@@ -17,6 +17,7 @@ from torchrl_lightning.datamodules import ExperienceDataModule as ExperienceData
 from torchrl_lightning.datamodules import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules import OnPolicyDataModule as OnPolicyDataModule
 from torchrl_lightning.datamodules import ReplayDataModule as ReplayDataModule
+from torchrl_lightning.demonstrations import Demonstration as Demonstration
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer
 from torchrl_lightning.estimators import discount_cumsum as discount_cumsum
 from torchrl_lightning.estimators import discounted_returns as discounted_returns

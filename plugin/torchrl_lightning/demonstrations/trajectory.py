@@ -1,0 +1,219 @@
+"""One demonstration: the steps of an episode that was played once, and what is known of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning.ranges import integer
+
+ACTION = "action"
+REWARD = ("next", "reward")
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """An episode to replay or to learn from: ``T`` steps of one environment, without a frame stack.
+
+    Attributes:
+        steps: The observation before each step under its own keys, ``action`` and ``("next", "reward")``
+            (``[T, 1]`` of float32), all with ``T`` rows; kept as a locked TensorDict ``[T]`` over the same tensors.
+        last_observation: What followed the last step, a TensorDict ``[]`` of the same observation entries, if known.
+        is_human: Whether it was given, not mined from the agent's own episodes.
+        value: The largest estimate of a state's value in it, ``-inf`` where none was made.
+        frame_skip: How many frames of the environment one step took.
+        name: Where it is from, for messages.
+        metadata: What else is known of it.
+
+    Raises:
+        TypeError: ``steps`` or ``last_observation`` is no TensorDict of dense tensors.
+        ValueError: It has no steps, action or reward, an entry of another length, a number that is not finite, or
+            another field makes no sense.
+
+    Example:
+        >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
+        >>> steps["next", "reward"] = torch.tensor([[0.0], [0.0], [1.0]])
+        >>> demonstration = Demonstration(steps, is_human=True, name="goal.npz")
+        >>> demonstration.length, demonstration.total_reward, demonstration.observation_keys
+        (3, 1.0, ['observation'])
+    """
+
+    steps: TensorDictBase
+    last_observation: TensorDictBase | None = None
+    is_human: bool = False
+    value: float = -math.inf
+    frame_skip: int = 1
+    name: str = "without a name"
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        owner = f"Demonstration {self.name!r}"
+        steps = _dense(self.steps, owner)
+        own: dict[str, object] = {"steps": _checked_steps(steps, owner), "metadata": dict(self.metadata)}
+        if self.last_observation is not None:
+            own["last_observation"] = _checked_last(steps, _dense(self.last_observation, owner), owner)
+        integer(self.frame_skip, f"{owner}: frame_skip")
+        if not self.value < math.inf:
+            raise ValueError(f"{owner}: value must be a finite number, or -inf where none was made, got {self.value}.")
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return self.steps.batch_size[0]
+
+    @property
+    def rewards(self) -> Tensor:
+        """The reward of each step, ``[T]``."""
+        rewards: Tensor = self.steps.get(REWARD)
+        return rewards.squeeze(-1)
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of the rewards."""
+        return self.rewards.sum(dtype=torch.float64).item()
+
+    @property
+    def observation_keys(self) -> list[NestedKey]:
+        """The keys of the observation."""
+        return _observation_keys(self.steps)
+
+    def shortened(self, length: int) -> Demonstration:
+        """Return the first ``length`` steps, over the same tensors; the observation after them is known.
+
+        Raises:
+            ValueError: ``length`` is not in ``[1, T]``.
+
+        Example:
+            >>> steps = TensorDict({"observation": torch.arange(3.0)[:, None], "action": torch.tensor([0, 1, 1])}, [3])
+            >>> steps["next", "reward"] = torch.tensor([[0.0], [1.0], [0.0]])
+            >>> short = Demonstration(steps).shortened(2)
+            >>> short.length, short.last_observation["observation"].item()
+            (2, 2.0)
+        """
+        if not 1 <= length <= self.length:
+            raise ValueError(f"Demonstration {self.name!r} has {self.length} steps, {length} of them were asked for.")
+        if length == self.length:
+            return self
+        return replace(
+            self, steps=self.steps[:length], last_observation=self.steps[length].select(*self.observation_keys)
+        )
+
+    def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1) -> None:
+        """Refuse to be replayed in an environment that it is not from.
+
+        Args:
+            specs: The environment's specs, without a frame stack.
+            frame_skip: How many frames the environment takes in one step.
+
+        Raises:
+            ValueError: The environment has another frame skip, other observation entries, or another shape or dtype of
+                an entry, or lacks an action; the message names the demonstration and what differs.
+
+        Example:
+            >>> from torchrl_lightning import environment_specs, make_vector_env
+            >>> steps = TensorDict({"observation": torch.zeros(1, 4), "action": torch.tensor([2])}, [1])
+            >>> steps["next", "reward"] = torch.zeros(1, 1)
+            >>> Demonstration(steps, name="goal.npz").fits(environment_specs(make_vector_env("CartPole-v1", 1)))
+            Traceback (most recent call last):
+                ...
+            ValueError: Demonstration 'goal.npz': 'action' holds values from 2 to 2, which the environment's action \
+space does not have (...); replay it in the environment that it was recorded in.
+        """
+        owner, mend = f"Demonstration {self.name!r}", "replay it in the environment that it was recorded in"
+        if self.frame_skip != frame_skip:
+            raise ValueError(
+                f"{owner} has frame_skip={self.frame_skip}, the environment frame_skip={frame_skip}; "
+                "set the environment's to the former, or record it anew."
+            )
+        wanted = {path_of(key): specs.observation[key] for key in specs.keys}
+        found = {path_of(key) for key in self.observation_keys}
+        if set(wanted) != found:
+            raise ValueError(
+                f"{owner} has the observation entries {_named(found)}, the environment {_named(set(wanted))}; {mend}."
+            )
+        for path, spec in {**wanted, (ACTION,): specs.action}.items():
+            leaf = self.steps.get(path)
+            if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
+                raise ValueError(
+                    f"{owner}: {name_of(path)} is {list(leaf.shape[1:])} of {_dtype(leaf.dtype)} in each step, in the "
+                    f"environment {list(spec.shape)} of {_dtype(spec.dtype)}; {mend}."
+                )
+        actions = self.steps.get(ACTION)
+        if not actions.is_floating_point() and not specs.action.expand(actions.shape).is_in(actions):
+            raise ValueError(
+                f"{owner}: {ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's "
+                f"action space does not have ({' '.join(repr(specs.action).split())}); {mend}."
+            )
+
+
+def _dense(data: TensorDictBase, owner: str) -> TensorDict:
+    try:
+        check_tensordict(data)
+        return to_tensordict(tree_of(data), torch.Size([]))
+    except TypeError as error:
+        raise TypeError(f"{owner}: {error}") from None
+
+
+def _checked_steps(steps: TensorDict, owner: str) -> TensorDict:
+    for key in (ACTION, REWARD):
+        if not isinstance(steps.get(key), Tensor):
+            keys = [name for name, _ in keyed_leaves(steps)]
+            raise ValueError(f"{owner} lacks the entry {key!r}; it has {keys}.")
+    if not _observation_keys(steps):
+        raise ValueError(f"{owner} lacks an observation; put it beside {ACTION!r}, before each step.")
+    reward = steps.get(REWARD)
+    if reward.ndim != 2 or reward.shape[1] != 1 or reward.dtype != torch.float32:
+        raise ValueError(
+            f"{owner}: {REWARD!r} is {list(reward.shape)} of {_dtype(reward.dtype)}, expected [T, 1] of float32."
+        )
+    length = len(reward)
+    if not length:
+        raise ValueError(f"{owner} has no steps.")
+    for key, leaf in keyed_leaves(steps):
+        if leaf.shape[:1] != (length,):
+            raise ValueError(f"{owner}: {key!r} is {list(leaf.shape)}, but there are {length} rewards, one a step.")
+        _check_finite(leaf, key, owner)
+    return to_tensordict(tree_of(steps), torch.Size([length])).lock_()
+
+
+def _checked_last(steps: TensorDict, last: TensorDict, owner: str) -> TensorDict:
+    keys = _observation_keys(steps)
+    if {path_of(key) for key, _ in keyed_leaves(last)} != {path_of(key) for key in keys}:
+        found = [key for key, _ in keyed_leaves(last)]
+        raise ValueError(f"{owner}: last_observation has the entries {found}, the steps have {keys}.")
+    for key, leaf in keyed_leaves(last):
+        step = steps.get(key)
+        if leaf.shape != step.shape[1:] or leaf.dtype != step.dtype:
+            raise ValueError(
+                f"{owner}: {key!r} of last_observation is {list(leaf.shape)} of {_dtype(leaf.dtype)}, "
+                f"in each step {list(step.shape[1:])} of {_dtype(step.dtype)}."
+            )
+        _check_finite(leaf, key, f"{owner}: last_observation")
+    return last.lock_()
+
+
+def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
+    if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.isfinite().all():
+        raise ValueError(f"{owner}: {key!r} holds NaN or infinity; a step like that cannot be replayed.")
+
+
+def _observation_keys(steps: TensorDictBase) -> list[NestedKey]:
+    return [key for key, _ in keyed_leaves(steps) if key != ACTION and path_of(key)[0] != "next"]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _named(paths: set[tuple[str, ...]]) -> str:
+    return ", ".join(sorted(map(name_of, paths)))
