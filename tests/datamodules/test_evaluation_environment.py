@@ -245,7 +245,7 @@ def test_evaluation_steps_as_training_does(way, make_data, monkeypatch) -> None:
     if "eval_env" in settings:
         settings["env"] = settings["env"]()
     data = make_data(**settings, **SIZES, eval_episodes=2)
-    stepped = data._make_collector(None, seed=1).env if "collector" in settings else data._environment()
+    stepped = data._make_collector(None, seed=1).env if "collector" in settings else data._environments.built()
     monkeypatch.setattr(episodes, "_play", lambda stepper, *_: steps_of(stepper))
     played = data.evaluate(still_policy())
     assert sum(np.any(step[-1]) for step in played) > 1  # episodes end in between

@@ -175,7 +175,7 @@ def test_a_loaded_policy_acts_as_in_evaluation(tmp_path, make_data):
     loaded = load_policy(tmp_path / "at.ckpt", ppo(seed=5))
     played = play_episodes("CartPole-v1", loaded, 4, num_envs=2, seed=seed)
     assert (evaluated == played).all(), (evaluated["episode_return"], played["episode_return"])
-    assert loaded.specs.observation == data._raw_specs.observation
+    assert loaded.specs.observation == data._environments.specs.observation
     # It normalises itself, and is not given normalised observations a second time.
     data._num_evaluations -= 1
     assert (data.evaluate(loaded, 4) == evaluated).all()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -21,16 +19,12 @@ from torchrl_lightning.collectors import (
     EnvironmentSpecs,
     GymnasiumCollector,
     TorchRLCollector,
-    close_environment,
-    environment_specs,
-    make_environment,
     play_episodes,
     spawn_seed,
 )
 from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
-from torchrl_lightning.collectors.vector_env import vectorization_of
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import (
     call_with_policy,
@@ -39,12 +33,10 @@ from torchrl_lightning.datamodules.arguments import (
     environment_fields,
     environment_name,
 )
+from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import (
-    EnvironmentView,
-    check_evaluation,
     first_checked,
-    view_of,
     view_of_collector,
 )
 from torchrl_lightning.datamodules.normalization import Normalization
@@ -123,23 +115,15 @@ class ExperienceDataModule(L.LightningDataModule):
                 f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
                 f"take {-(-frames_per_batch // num_envs) * num_envs}."
             )
-        if isinstance(env, VectorEnv | EnvBase) and eval_env is None:
-            raise ValueError(
-                "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
-                "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
-            )
-        self.env = env
+        self._environments = RunEnvironments(env, num_envs, eval_env)
+        self.env, self.eval_env = env, self._environments.eval_env
         self.total_frames = total_frames
         self.reset_at_each_batch = reset_at_each_batch
-        self.eval_env = env if eval_env is None else eval_env
-        self._eval_env_given = eval_env is not None
         self.seed = seed
         self.frames = 0
         self.collector: Any = None
         self.buffer: Any = None
         self._make_collector = collector
-        self._env: VectorEnv | EnvBase | None = None
-        self._specs: EnvironmentSpecs | None = None
         self._stream: Iterator[TensorDictBase] | None = None
         self._origins = RowOrigins(None)
         self._acting = EvaluationMode()
@@ -154,14 +138,7 @@ class ExperienceDataModule(L.LightningDataModule):
     @property
     def specs(self) -> EnvironmentSpecs:
         """Observation (normalised, if asked for) and action specs of one environment, and how many there are."""
-        return self._normalization.specs(self._raw_specs)
-
-    @property
-    def _raw_specs(self) -> EnvironmentSpecs:
-        if self._specs is None:
-            with self._shown_environment() as env:
-                self._specs = replace(environment_specs(env), num_envs=self.num_envs)
-        return self._specs
+        return self._normalization.specs(self._environments.specs)
 
     @property
     def world_size(self) -> int:
@@ -189,10 +166,9 @@ class ExperienceDataModule(L.LightningDataModule):
         self.seed = check_seed(self.seed)
         if stage == "fit":
             self._own_collector_options()  # refuses what does not fit before anything is built
-            self._environment()
-            if self._make_collector is None and self._eval_env_given:
-                with self._shown_environment() as env:
-                    self._check_evaluation(view_of(env))
+            self._environments.built()
+            if self._make_collector is None and trainer is not None:
+                self._warn_of(self._environments.check_evaluation())
 
     def train_dataloader(self) -> Batches:
         """Return the sized stream of training batches; nothing is collected before it is iterated.
@@ -238,10 +214,7 @@ class ExperienceDataModule(L.LightningDataModule):
         collector, self.collector, self._stream = self.collector, None, None
         if collector is not None:
             collector.shutdown()
-        env, self._env = self._env, None
-        # A ready environment is closed by whoever made it.
-        if env is not None and env is not self.env:
-            close_environment(env)
+        self._environments.close()
 
     # ------------------------------------------------------------------ state
 
@@ -250,7 +223,7 @@ class ExperienceDataModule(L.LightningDataModule):
         return {
             "schema_version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
-            "specs": specs_state(self._raw_specs),
+            "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.state_dict(),
             "ranks": gather_states(self._rank_state()),
         }
@@ -381,23 +354,6 @@ class ExperienceDataModule(L.LightningDataModule):
         """Derive the seed of one part of this rank's run."""
         return spawn_seed(self.seed or 0, purpose, self._rank, *numbers)
 
-    def _environment(self) -> VectorEnv | EnvBase:
-        if self._env is None:
-            self._env = make_environment(self.env, self.num_envs)
-        return self._env
-
-    @contextmanager
-    def _shown_environment(self) -> Iterator[VectorEnv | EnvBase]:
-        """Lend the environment to look at it, or a copy, so that no process starts for that."""
-        if vectorization_of(self.env) == "sync":
-            yield self._environment()
-        else:
-            env = make_environment(self.env, 1, vectorization="sync", own_number=True)
-            try:
-                yield env
-            finally:
-                close_environment(env)
-
     def _collector_options(self) -> dict[str, Any]:
         """Return the stream's arguments for the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
@@ -421,9 +377,9 @@ class ExperienceDataModule(L.LightningDataModule):
             if self._restored is not None and "rng" not in self._restored:
                 # The run continues already; building a collector must not draw from its generator.
                 self._restored["rng"] = torch.get_rng_state()
-            policy = self._normalization.policy(self._wrap_policy(policy))
+            policy = self._of_raw(self._wrap_policy(policy))
             if self._make_collector is None:
-                env = self._wrap_env(self._environment())
+                env = self._wrap_env(self._environments.built())
                 frames, options = self.frames_per_batch, self._collector_options()
                 self.collector = (
                     TorchRLCollector(env, policy, frames_per_batch=frames, **options)
@@ -437,25 +393,24 @@ class ExperienceDataModule(L.LightningDataModule):
             self._acting = EvaluationMode(policy if self._make_collector is not None else None)
             stream = self._rollouts(self.collector)
             if self._make_collector is not None:
-                self._check_evaluation(view_of_collector(self.collector))
-                stream = first_checked(stream, self._raw_specs)
+                view = view_of_collector(self.collector)
+                if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
+                    self._warn_of(self._environments.check_evaluation(view))
+                stream = first_checked(stream, self._environments.specs)
             self._stream = stream
             self._restore_run()
         return self._stream
 
-    def _check_evaluation(self, stepped: EnvironmentView | None) -> None:
-        """Refuse a run whose evaluation would play another environment than collection steps."""
-        if stepped is None or self.trainer is None:
-            return  # without a trainer nothing chooses by evaluations
-        ready = isinstance(self.eval_env, VectorEnv | EnvBase)
-        env = make_environment(self.eval_env, None, vectorization="sync")
-        try:
-            difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
-        finally:
-            if not ready:
-                close_environment(env)
+    @staticmethod
+    def _warn_of(difference: str | None) -> None:
         if difference is not None:
             logger.warning("eval_env= is another environment than that of collection: %s.", difference)
+
+    def _of_raw(self, policy: Any) -> Any:
+        """Return a policy that sees what learning sees as one of what the environment shows."""
+        if self._normalization:
+            self.specs  # noqa: B018  # the property builds the normaliser
+        return self._normalization.policy(policy)
 
     def _restore_run(self) -> None:
         restored, self._restored = self._restored, None
@@ -524,7 +479,7 @@ class ExperienceDataModule(L.LightningDataModule):
         episodes = self.eval_episodes if episodes is None else episodes
         seed = self._spawn_seed("evaluation", self._num_evaluations)
         num_envs = min(self.eval_num_envs, episodes)
-        policy = self._normalization.policy(policy)
+        policy = self._of_raw(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
 
     def _evaluation(self) -> Iterator[TensorDictBase]:

@@ -1,0 +1,105 @@
+"""The environment that a run collects from and the one that it is evaluated in: built when needed, compared, closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from torchrl.envs import EnvBase
+
+from torchrl_lightning.collectors import (
+    EnvironmentSpecs,
+    close_environment,
+    environment_specs,
+    make_environment,
+)
+from torchrl_lightning.collectors.vector_env import vectorization_of
+from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
+
+
+class RunEnvironments:
+    """Build, show and close what a run steps, and hold evaluation to the same.
+
+    Args:
+        env: an id, a factory of one environment, or a ready one.
+        num_envs: how many are stepped side by side.
+        eval_env: what evaluation plays, as ``env``; ``env`` anew if None.
+
+    Raises:
+        ValueError: ``env`` is ready, so that evaluation cannot build it a second time.
+    """
+
+    def __init__(self, env: Any, num_envs: int, eval_env: Any) -> None:
+        if _is_ready(env) and eval_env is None:
+            raise ValueError(
+                "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
+                "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
+            )
+        self.env, self.num_envs = env, num_envs
+        self.eval_env = env if eval_env is None else eval_env
+        self._eval_env_given = eval_env is not None
+        self._built: VectorEnv | EnvBase | None = None
+        self._specs: EnvironmentSpecs | None = None
+
+    @property
+    def specs(self) -> EnvironmentSpecs:
+        """Specs of one environment, and how many there are."""
+        if self._specs is None:
+            with self._shown() as env:
+                self._specs = replace(environment_specs(env), num_envs=self.num_envs)
+        return self._specs
+
+    def built(self) -> VectorEnv | EnvBase:
+        """Return what collection steps, built once."""
+        if self._built is None:
+            self._built = make_environment(self.env, self.num_envs)
+        return self._built
+
+    def check_evaluation(self, stepped: EnvironmentView | None = None) -> str | None:
+        """Refuse an evaluation that would play another environment than collection steps.
+
+        Args:
+            stepped: what is seen of the environment that a collector of the user's steps; None for ``env``.
+
+        Returns:
+            The difference that the user may want, in words; None if there is none.
+
+        Raises:
+            ValueError: The message names each difference.
+        """
+        if stepped is None:
+            if not self._eval_env_given:
+                return None
+            with self._shown() as env:
+                stepped = view_of(env)
+        env = make_environment(self.eval_env, None, vectorization="sync")
+        try:
+            return check_evaluation(stepped, view_of(env), given=self._eval_env_given)
+        finally:
+            if not _is_ready(self.eval_env):
+                close_environment(env)
+
+    @contextmanager
+    def _shown(self) -> Iterator[VectorEnv | EnvBase]:
+        """Lend the environment to look at it, or a copy, so that no process starts for that."""
+        if vectorization_of(self.env) == "sync":
+            yield self.built()
+        else:
+            env = make_environment(self.env, 1, vectorization="sync", own_number=True)
+            try:
+                yield env
+            finally:
+                close_environment(env)
+
+    def close(self) -> None:
+        """Close what was built here: a ready environment is closed by whoever made it."""
+        env, self._built = self._built, None
+        if env is not None and env is not self.env:
+            close_environment(env)
+
+
+def _is_ready(env: object) -> bool:
+    return isinstance(env, VectorEnv | EnvBase)
