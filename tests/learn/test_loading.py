@@ -5,12 +5,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torchrl.envs import GymEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import dqn, fit, replay_data
 from learn.fakes import trainer
-from torchrl_lightning import OnPolicyDataModule, load_policy, play_episodes
+from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.loading import CONFIG, config_in
@@ -127,7 +128,9 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
     ("wrapper", "is_taken"),
     [
         ("gymnasium.wrappers.TimeAwareObservation", True),
+        ("gymnasium.wrappers.common.TimeAwareObservation", True),
         ("gymnasium.wrappers.RecordVideo", False),
+        ("gymnasium.wrappers.rendering.RecordVideo", False),
         ("torchrl.envs.RewardScaling", True),
         ("torchrl.envs.R3MTransform", False),
         ("torchrl.envs.llm.PythonInterpreter", False),
@@ -142,3 +145,37 @@ def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_lo
     else:
         with pytest.raises(ValueError, match=f"other packages: {wrapper}"):
             config_in(stored, "a.ckpt", "data")
+
+
+class Shifted(gymnasium.ObservationWrapper):
+    """A wrapper of one's own."""
+
+    def observation(self, observation):
+        return observation + 1
+
+
+@pytest.mark.parametrize(
+    ("env", "length"),
+    [
+        ("CartPole-v1", 4),
+        (EnvironmentRecipe("CartPole-v1", time_limit=9, observe=[0, 2]), 2),
+        (EnvironmentRecipe("CartPole-v1", wrappers=[gymnasium.wrappers.TimeAwareObservation]), 5),
+        (EnvironmentRecipe(GymEnv, {"env_name": "CartPole-v1", "categorical_action_encoding": True}, time_limit=9), 4),
+    ],
+)
+def test_a_loaded_policy_knows_how_its_environment_is_made(env, length, tmp_path):
+    train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), env=env)
+    policy = load_policy(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])))
+    played = play_episodes(policy.recipe(), policy, 2, num_envs=2, seed=3)
+    assert (played == play_episodes(env, policy, 2, num_envs=2, seed=3)).all()
+    assert policy.specs.observation["observation"].shape == (length,)
+
+
+def test_classes_of_ones_own_are_named_before_they_are_imported(tmp_path):
+    train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), env=EnvironmentRecipe("CartPole-v1", wrappers=[Shifted]))
+    policy = load_policy(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])))
+    with pytest.raises(ValueError, match=r"other packages: \S*Shifted. If you trust .* recipe\(trusted=True\)"):
+        policy.recipe()
+    assert isinstance(policy.recipe(trusted=True)(), Shifted)
+    with pytest.raises(ValueError, match="does not say how its environment was made"):
+        LoadedPolicy(policy.policy, policy.specs).recipe()

@@ -158,12 +158,11 @@ class EnvironmentRecipe:
         """
         defaults = {name: each.default for name, each in inspect.signature(EnvironmentRecipe).parameters.items()}
         given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
+        # As classes and functions, however they are given.
         if not isinstance(self.id, str):
-            given["id"] = plain(_resolved(self.id, "id"))
+            given["id"] = _target(_resolved(self.id, "id"))
         if self.wrappers:
-            # As classes and functions, however they are given.
-            named = [plain(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
-            given["wrappers"] = [each if isinstance(each, dict) else {"_target_": each} for each in named]
+            given["wrappers"] = [_target(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
         return given
 
 
@@ -257,6 +256,11 @@ def plain(value: Any) -> Any:
         return f"numpy.{value.__name__}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _target(part: Callable[..., Any]) -> dict[str, Any]:
+    named = plain(part)
+    return named if isinstance(named, dict) else {"_target_": named}
 
 
 def differences(there: Any, here: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -37,7 +37,7 @@ def environment_fields(env: Any) -> Any:
     if isinstance(env, EnvironmentRecipe):
         fields = env.settings()
         fields.pop("vectorization", None)
-        return fields["id"] if list(fields) == ["id"] else fields
+        return fields["id"] if list(fields) == ["id"] and isinstance(fields["id"], str) else fields
     return plain(env) if isinstance(env, partial) else environment_name(env)
 
 

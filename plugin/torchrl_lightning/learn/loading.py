@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_lightning.collectors import EnvironmentRecipe
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
 
@@ -26,8 +27,8 @@ _OF_TORCHRL = (
     "RewardSum|SelectTransform|SignTransform|SqueezeTransform|StepCounter|TimeMaxPool|ToTensorImage|UnsqueezeTransform"
 )
 _OURS = re.compile(
-    r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.(?!Record)[A-Z]\w*|"
-    rf"torchrl\.envs\.({_OF_TORCHRL})"
+    r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.([a-z_]+\.)?(?!Record)[A-Z]\w*|"
+    rf"torchrl\.envs\.([a-z_.]+\.)?({_OF_TORCHRL})"
 )
 
 
@@ -38,11 +39,14 @@ class LoadedPolicy(TensorDictModuleBase):
         policy: The trained TensorDict module, behind the normaliser of its observations if it was trained with one.
         specs: The specs of the environment that it was trained in.
         deterministic: Whether it takes the mode of its distribution instead of a sample.
+        environment: By what the checkpoint knows that environment: its id, or the settings of its recipe.
     """
 
-    def __init__(self, policy: Any, specs: EnvironmentSpecs, *, deterministic: bool = True) -> None:
+    def __init__(
+        self, policy: Any, specs: EnvironmentSpecs, *, deterministic: bool = True, environment: Any = None
+    ) -> None:
         super().__init__()
-        self.policy, self.specs, self.deterministic = policy, specs, deterministic
+        self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
         self.requires_grad_(False)
         self.eval()
@@ -53,6 +57,27 @@ class LoadedPolicy(TensorDictModuleBase):
         with torch.no_grad(), set_exploration_type(mode):
             acted: TensorDictBase = self.policy(tensordict)
         return acted
+
+    def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
+        """Return how the environment of training was made; called, it makes another one.
+
+        Args:
+            trusted: Whether the recipe may name classes of other packages, such as your own; whoever made the
+                checkpoint says which.
+
+        Raises:
+            ValueError: The checkpoint does not say, or names such classes.
+        """
+        settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
+        if settings.get("id") is None:
+            raise ValueError("the checkpoint does not say how its environment was made; make it as in training")
+        foreign = _foreign(settings)
+        if foreign and not trusted:
+            raise ValueError(
+                f"the environment was made by classes of other packages: {', '.join(foreign)}. If you trust whoever "
+                "made the checkpoint, call recipe(trusted=True)"
+            )
+        return EnvironmentRecipe(**settings)
 
 
 def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = True) -> LoadedPolicy:
@@ -68,7 +93,7 @@ def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = T
         deterministic: Whether the policy takes the mode of its distribution instead of a sample.
 
     Returns:
-        The policy, with the environment's ``specs``.
+        The policy, with the environment's ``specs`` and ``recipe()``.
 
     Raises:
         ValueError: The checkpoint holds no specs or no config, its config names classes of other packages, or its
@@ -87,6 +112,8 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
     states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
         raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    if "normalization" not in state:
+        raise ValueError(f"{path} was written by an earlier development version; train anew")
     specs, normalizer = specs_from_state(state["specs"]), None
     if state["normalization"]["observation"]:
         normalizer = ObservationNormalizer.from_state(specs, state["normalization"]["observation"])
@@ -111,7 +138,8 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
     if not callable(getattr(module, "policy", None)):
         raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
     policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
-    return LoadedPolicy(policy, specs, deterministic=deterministic)
+    environment = state["fingerprint"]["environment"]
+    return LoadedPolicy(policy, specs, deterministic=deterministic, environment=environment)
 
 
 def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:
@@ -126,8 +154,7 @@ def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict
             "load_policy(path, module=MyModule(...))"
         )
     chosen = {group: config[group] for group in groups}
-    foreign = sorted(target for target in _targets(chosen) if not _OURS.fullmatch(target))
-    if foreign:
+    if foreign := _foreign(chosen):
         raise ValueError(
             f"the config in {path} names classes of other packages: {', '.join(foreign)}. Build the module yourself "
             "and pass it: load_policy(path, module=MyModule(...))"
@@ -135,8 +162,13 @@ def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict
     return chosen
 
 
+def _foreign(node: Any) -> list[str]:
+    """Return the classes that a config names and that are neither ours nor among those that we know."""
+    return sorted(target for target in _targets(node) if not _OURS.fullmatch(target))
+
+
 def _targets(node: Any) -> set[str]:
-    if isinstance(node, dict):
+    if isinstance(node, Mapping):
         own = {str(node["_target_"])} if "_target_" in node else set()
         return own.union(*map(_targets, node.values()))
     return set().union(*map(_targets, node)) if isinstance(node, list) else set()
