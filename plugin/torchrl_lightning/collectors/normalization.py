@@ -92,14 +92,7 @@ class ObservationNormalizer(nn.Module):
         if mean.device != value.device:
             self.to(value.device)
             mean, factor = self._constants(key)
-        # Either way the same operations on each element, so the same bits.
-        if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
-            out, width = torch.empty_like(value, dtype=torch.float32), mean.numel()
-            rows = value.numel() // width if width else 0
-            addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
-            row_kernel(_standardize_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], self.clip)
-            return out
-        return torch.sub(value, mean).mul_(factor).clamp_(-self.clip, self.clip).float()
+        return scaled(value, mean, factor, self.clip)
 
     def normalize_(self, data: TensorDictBase) -> None:
         """Put normalised entries, and those of ``next``, in the place of raw ones ``[*B, *F]``; others stay."""
@@ -144,7 +137,19 @@ class ObservationNormalizer(nn.Module):
         return normalizer
 
 
-def _standardize_rows(
+def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
+    r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32; ``[*F]`` are the other two."""
+    # Either way the same operations on each element, so the same bits.
+    if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
+        out, width = torch.empty_like(value, dtype=torch.float32), mean.numel()
+        rows = value.numel() // width if width else 0
+        addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
+        row_kernel(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
+        return out
+    return torch.sub(value, mean).mul_(factor).clamp_(-clip, clip).float()
+
+
+def _scale_rows(
     source: int, target: int, mean: int, factor: int, rows: int, width: int, given: Any, like: Any, clip: float
 ) -> None:
     most = given.dtype.type(clip)

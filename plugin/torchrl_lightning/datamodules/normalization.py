@@ -12,8 +12,15 @@ from torch import Tensor
 
 from torchrl_lightning._compat import put_entry
 from torchrl_lightning.collectors import EnvironmentSpecs
-from torchrl_lightning.collectors.normalization import EPSILON, NormalizedPolicy, ObservationNormalizer, normalizes
+from torchrl_lightning.collectors.normalization import (
+    EPSILON,
+    NormalizedPolicy,
+    ObservationNormalizer,
+    normalizes,
+    scaled,
+)
 from torchrl_lightning.datamodules.ranks import gather_states
+from torchrl_lightning.entries import level_of
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import positive
 from torchrl_lightning.scan import discounted_scan
@@ -45,7 +52,7 @@ class Normalization:
         self.gamma = 0.99  # the buffer's, as soon as there is one
         self._normalizer: ObservationNormalizer | None = None
         self._scale = Moments.none()  # of the discounted sums
-        self._factor = 1.0  # one over their standard deviation
+        self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over their standard deviation
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
         self._rows: dict[NestedKey, list[Tensor]] = {}  # observations that were noted
         self._ends: list[tuple[Tensor, Tensor]] = []  # rewards and ends that were noted, all of the same environments
@@ -106,9 +113,12 @@ class Normalization:
 
     def _scale_reward_(self, data: TensorDictBase) -> None:
         if self.reward:
-            following = data.get("next")
-            reward = following.get("reward") * self._factor
-            put_entry(following, "reward", reward.clamp_(-self.clip, self.clip))
+            following = level_of(data)["next"]
+            reward = level_of(following)["reward"]
+            zero, factor = self._constants
+            if factor.device != reward.device:
+                zero, factor = self._constants = (zero.to(reward.device), factor.to(reward.device))
+            put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
 
     # ------------------------------------------------------------------ statistics
 
@@ -207,7 +217,8 @@ class Normalization:
 
     def _set_scale(self, scale: Moments) -> None:
         self._scale = scale
-        self._factor = float((scale.variance + EPSILON).rsqrt()) if scale.count else 1.0
+        if scale.count:
+            self._constants = torch.zeros(1), (scale.variance + EPSILON).rsqrt().float().reshape(1)
 
     def _note_moments(self, key: NestedKey, moments: Moments) -> None:
         before = self._noted.get(key)
