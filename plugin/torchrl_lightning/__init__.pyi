@@ -18,6 +18,10 @@ from torchrl_lightning.datamodules import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules import OnPolicyDataModule as OnPolicyDataModule
 from torchrl_lightning.datamodules import ReplayDataModule as ReplayDataModule
 from torchrl_lightning.demonstrations import Demonstration as Demonstration
+from torchrl_lightning.demonstrations import DemonstrationDirectory as DemonstrationDirectory
+from torchrl_lightning.demonstrations import minari_demonstrations as minari_demonstrations
+from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
+from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer
 from torchrl_lightning.estimators import discount_cumsum as discount_cumsum
 from torchrl_lightning.estimators import discounted_returns as discounted_returns

@@ -1,5 +1,14 @@
 """Demonstrations: trajectories that are kept, ranked, and replayed in place of an environment's own episodes."""
 
+from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
+from torchrl_lightning.demonstrations.files import read_demonstration, write_demonstration
+from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 
-__all__ = ["Demonstration"]
+__all__ = [
+    "Demonstration",
+    "DemonstrationDirectory",
+    "minari_demonstrations",
+    "read_demonstration",
+    "write_demonstration",
+]

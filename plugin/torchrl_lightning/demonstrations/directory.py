@@ -1,0 +1,177 @@
+"""A directory of demonstrations: read at start, looked at again while training runs, and written to."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.demonstrations.files import (
+    LIMIT,
+    SUFFIXES,
+    read_demonstration,
+    write_demonstrations,
+)
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.files import replaced_files
+from torchrl_lightning.ranges import integer, optional
+
+_SAVED = ".saved.json"  # the names of the files that were saved here
+_logger = logging.getLogger(__name__)
+_Stamp = tuple[int, int, int]
+
+
+class DemonstrationDirectory:
+    """Read the demonstrations in a directory, in the order of their names, and save others there.
+
+    A file that cannot be used is left out, by a warning with its name and the reason.
+
+    Args:
+        path: The directory; its ``.npz`` and ``.safetensors`` files are read, hidden ones and folders are not.
+        specs: What the environment shows and takes, without a frame stack.
+        frame_skip: How many frames the environment takes in one step.
+        human: Whether the demonstrations count as given by a human, whatever their files say.
+        most: How many there may be at start; any number if None.
+        may_be_empty: Whether none at start, or no directory, is no mistake.
+        limit: How many bytes a file, and all that it unpacks to, may have.
+
+    Attributes:
+        initial: The demonstrations that were there at start.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ValueError: It holds no demonstration that can be used, or more than ``most``.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("CartPole-v1", 1))
+        >>> steps = TensorDict({"observation": torch.zeros(2, 4), "action": torch.tensor([0, 1])}, [2])
+        >>> steps["next", "reward"] = torch.ones(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     DemonstrationDirectory(folder, specs, may_be_empty=True).save([Demonstration(steps)], ["balanced"])
+        ...     [demonstration.total_reward for demonstration in DemonstrationDirectory(folder, specs).initial]
+        [2.0]
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        specs: EnvironmentSpecs,
+        frame_skip: int = 1,
+        human: bool = False,
+        *,
+        most: int | None = None,
+        may_be_empty: bool = False,
+        limit: int = LIMIT,
+    ) -> None:
+        self.path, self.specs, self.human = Path(path), specs, human
+        self.frame_skip, self.limit = integer(frame_skip, "frame_skip"), integer(limit, "limit")
+        optional(integer)(most, "most")
+        if not may_be_empty and not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path} is no directory; name one that holds demonstrations.")
+        self._known: set[str] = set()  # files that were taken, or saved
+        self._refused: dict[str, tuple[_Stamp, bool]] = {}  # how each was, and whether that was said
+        self.initial: tuple[Demonstration, ...] = tuple(self._read(at_start=True))
+        if not self.initial and not may_be_empty:
+            raise ValueError(
+                f"{self.path} holds no demonstration that can be used ({len(self._refused)} refused); it needs a "
+                f"{' or '.join(SUFFIXES)} file that was recorded in this environment."
+            )
+        if most is not None and len(self.initial) > most:
+            raise ValueError(
+                f"{self.path} holds {len(self.initial)} demonstrations, more than the capacity of {most}; take some "
+                "away, or enlarge the capacity."
+            )
+
+    def poll(self) -> list[Demonstration]:
+        """Return the demonstrations that came since, each once.
+
+        A file that cannot be read yet is read again at each poll at which it has changed; it is said to be refused when
+        it has not, so that one that is still being written goes without a warning.
+        """
+        return self._read(at_start=False)
+
+    def _read(self, at_start: bool) -> list[Demonstration]:
+        found = []
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            if path.suffix not in SUFFIXES or path.name.startswith(".") or path.name in self._known:
+                continue
+            try:
+                there = path.stat()
+                stamp = (there.st_ino, there.st_size, there.st_mtime_ns)
+            except OSError:  # it went away meanwhile, or is a link to nothing
+                continue
+            if not path.is_file() or self._refused.get(path.name) == (stamp, True):
+                continue
+            try:
+                found.append(self._load(path))
+            except (OSError, ValueError, TypeError) as error:
+                is_settled = at_start or self._refused.get(path.name) == (stamp, False)
+                if is_settled:
+                    _logger.warning("A demonstration is left out: %s", error)
+                self._refused[path.name] = stamp, is_settled
+            else:
+                self._known.add(path.name)
+        return found
+
+    def _load(self, path: Path) -> Demonstration:
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(f"{path} was refused: it is a link out of the directory, to {path.resolve()}.")
+        demonstration = read_demonstration(path, self.specs, limit=self.limit)
+        demonstration.fits(self.specs, self.frame_skip)
+        return replace(demonstration, is_human=True) if self.human else demonstration
+
+    def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:
+        """Write demonstrations to ``NAME.safetensors`` each, and remove the other files that were saved here before.
+
+        No file is replaced before all new ones are complete; what others put into the directory stays, but for a file
+        of the same name. What was saved is not polled.
+
+        Raises:
+            ValueError: The names are not as many, not distinct, or no names of files.
+            OSError: The directory cannot be written to; the earlier files stay whole.
+        """
+        files = [f"{name}.safetensors" for name in names]
+        if len(files) != len(demonstrations) or len(set(files)) != len(files) or not all(map(_is_plain, files)):
+            raise ValueError(
+                f"names={list(names)} must be {len(demonstrations)} distinct names of files, without folders or a dot "
+                "in front."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        earlier = self._saved()
+        # Noted before: what is written is known to be ours, wherever a crash comes between.
+        with replaced_files(self.path / _SAVED) as (file,):
+            file.write(json.dumps(sorted({*earlier, *files})).encode())
+        write_demonstrations(
+            {self.path / file: demonstration for file, demonstration in zip(files, demonstrations, strict=True)}
+        )
+        self._known.update(files)
+        for stale in earlier - set(files):
+            (self.path / stale).unlink(missing_ok=True)
+            self._known.discard(stale)
+
+    def _saved(self) -> set[str]:
+        """Return the names of the files of earlier saves that are still there."""
+        try:
+            names = json.loads((self.path / _SAVED).read_text())
+        except (OSError, ValueError):
+            return set()
+        # Files are removed by these names, and somebody else may have written them.
+        plain = {name for name in names if _is_plain(name)} if isinstance(names, list) else set()
+        return {name for name in plain if (self.path / name).is_file()}
+
+
+def _is_plain(name: object) -> bool:
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not name.startswith(".")
+        and Path(name).name == name
+        and "\\" not in name
+        and "\0" not in name
+    )

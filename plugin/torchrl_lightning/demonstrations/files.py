@@ -1,0 +1,216 @@
+"""Demonstrations in files: our own form in safetensors, with any keys and metadata, and PyTorchRL's in ``.npz``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from tensordict import TensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.demonstrations.npz import npz_fields, write_npz
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.entries import join, keyed_leaves, path_of
+from torchrl_lightning.files import DTYPES, replaced_files
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.state import anything, check_state, flag, mapping, whole, wrong
+
+SUFFIXES = (".npz", ".safetensors")
+LIMIT = 1 << 30  # bytes
+VERSION = 1
+_HEADER = "demonstration"  # the entry of safetensors' metadata that holds ours, as JSON
+_STEPS, _LAST = "steps", "last_observation"
+
+
+def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, *, limit: int = LIMIT) -> Demonstration:
+    """Read a demonstration from a ``.safetensors`` file of ours or from PyTorchRL's ``.npz``; no code in it is run.
+
+    With ``specs``, dtypes become those of the environment where no value changes by it (``uint8`` images, ``int8``
+    actions), and discrete actions ``[T, 1]`` become ``[T]``. Rewards become float32. Whether it fits the environment
+    is left to :meth:`Demonstration.fits`.
+
+    Args:
+        path: The file; its suffix says which form.
+        specs: What the environment shows and takes. Without them, dtypes stay, and the array ``Observation`` of an
+            ``.npz`` gets the key ``"observation"``.
+        limit: How many bytes the file, and all that it unpacks to, may have.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is too large, damaged, of another form, or holds pickled objects, no episode, or values that the
+            environment's dtypes cannot hold; the message names the file.
+
+    Example:
+        >>> import tempfile
+        >>> steps = TensorDict({"observation": torch.zeros(2, 4), "action": torch.tensor([0, 1])}, [2])
+        >>> steps["next", "reward"] = torch.ones(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_demonstration(f"{folder}/demo.npz", Demonstration(steps, frame_skip=4))
+        ...     found = read_demonstration(f"{folder}/demo.npz")
+        >>> found.length, found.total_reward, found.frame_skip, found.steps["action"].shape
+        (2, 2.0, 4, torch.Size([2, 1]))
+    """
+    path, limit = Path(path), integer(limit, "limit")
+    _check_suffix(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; a demonstration is a {' or '.join(SUFFIXES)} file.")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    try:
+        if len(data) > limit:
+            raise ValueError(f"it has more than the limit of {limit} bytes")
+        if path.suffix == ".npz":
+            fields = npz_fields(data, "observation" if specs is None else _only_key(specs), limit)
+        else:
+            fields = _own_fields(data)
+    except (
+        Exception
+    ) as error:  # a damaged or hostile file makes the readers of zip, numpy and safetensors raise anything
+        kind = "" if isinstance(error, ValueError) else f"it is no whole {path.suffix} file: {type(error).__name__}: "
+        raise ValueError(f"{path} was refused: {kind}{str(error).rstrip('.')}.") from error
+    return as_environment(fields, specs, str(path))
+
+
+def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
+    """Write a demonstration to a file, whose suffix says which form; a file of this name is replaced as a whole.
+
+    An ``.npz`` file holds observations of one entry, actions, rewards and frame skip alone.
+
+    Raises:
+        ValueError: The suffix is another, or an ``.npz`` file cannot hold the observation.
+        OSError: The folder is missing or cannot be written to; an earlier file stays whole.
+    """
+    write_demonstrations({Path(path): demonstration})
+
+
+def write_demonstrations(demonstrations: Mapping[Path, Demonstration]) -> None:
+    """Write several files; none is replaced before all new ones are complete and on the disk."""
+    for path in demonstrations:
+        _check_suffix(path)
+    with replaced_files(*demonstrations) as files:
+        for file, (path, demonstration) in zip(files, demonstrations.items(), strict=True):
+            if path.suffix == ".npz":
+                write_npz(file, demonstration)
+            else:
+                file.write(_own_bytes(demonstration))
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected {' or '.join(map(repr, SUFFIXES))}.")
+
+
+def _only_key(specs: EnvironmentSpecs) -> NestedKey:
+    if len(specs.keys) != 1:
+        raise ValueError(
+            f"an .npz file holds one array of observations, but the environment shows {specs.keys}; record it anew as "
+            ".safetensors"
+        )
+    return specs.keys[0]
+
+
+# -- our own form ------------------------------------------------------------------------------------------------------
+def _own_bytes(demonstration: Demonstration) -> bytes:
+    value = demonstration.value
+    header = {
+        "schema_version": VERSION,
+        "frame_skip": demonstration.frame_skip,
+        "is_human": demonstration.is_human,
+        "value": None if value == -math.inf else value,  # JSON has no infinity
+        "metadata": dict(demonstration.metadata),
+        # Not read again: for those who look into the file.
+        "length": demonstration.length,
+        "return": demonstration.total_reward,
+    }
+    parts = {_STEPS: demonstration.steps, _LAST: demonstration.last_observation}
+    tensors = {
+        "/".join(map(_escaped, (root, *path_of(key)))): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for root, part in parts.items()
+        if part is not None
+        for key, leaf in keyed_leaves(part)
+    }
+    return safetensors.torch.save(tensors, {_HEADER: json.dumps(header)})
+
+
+def _own_fields(data: bytes) -> dict[str, Any]:
+    tensors = safetensors.torch.load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    if _HEADER not in header:
+        raise ValueError(f"it is no file of a demonstration: its metadata lacks {_HEADER!r}, it has {sorted(header)}")
+    content = json.loads(header[_HEADER])
+    schema = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
+    check_state(content, schema, _HEADER, VERSION)
+    value = -math.inf if content["value"] is None else content["value"]
+    if type(value) not in (int, float):
+        raise ValueError(f"value is {value!r}, expected a number or null")
+    parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
+    for name, leaf in tensors.items():
+        root, *path = map(_unescaped, name.split("/"))
+        if root not in parts or not path or leaf.dtype not in DTYPES.values():
+            raise ValueError(f"the tensor {name!r} of {leaf.dtype} is none of a demonstration's")
+        parts[root][join((), tuple(path))] = leaf
+    return {
+        "steps": parts[_STEPS],
+        "last_observation": None if parts[_LAST].is_empty() else parts[_LAST],
+        "value": value,
+        **{name: content[name] for name in ("frame_skip", "is_human", "metadata")},
+    }
+
+
+def _metadata(value: Any, name: str) -> None:
+    mapping(value, name)
+    for key, entry in value.items():
+        if not isinstance(entry, str | int | float):
+            raise wrong(entry, f"{name}[{key!r}]", "a text or a number")
+
+
+def _escaped(part: str) -> str:
+    return part.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+# -- as the environment has it -----------------------------------------------------------------------------------------
+def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None, name: str) -> Demonstration:
+    """Build a demonstration from its fields, with rewards of float32 and the dtypes of an environment.
+
+    Raises:
+        ValueError: A value cannot be kept, or there is no episode in it; the message names the demonstration.
+    """
+    steps, last = fields["steps"], fields.get("last_observation")
+    _convert(steps, REWARD, torch.float32, name, rounded=True)  # as collectors give them
+    if specs is not None:
+        for key in specs.keys:
+            for part in (steps, last):
+                if part is not None:
+                    _convert(part, key, specs.observation[key].dtype, name)
+        _convert(steps, ACTION, specs.action.dtype, name)
+        action = steps.get(ACTION, None)
+        if not specs.action.shape and isinstance(action, Tensor) and action.ndim == 2 and action.shape[1] == 1:
+            steps[ACTION] = action.squeeze(1)
+    return Demonstration(**fields, name=name)
+
+
+def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, rounded: bool = False) -> None:
+    leaf = part.get(key, None)
+    if not isinstance(leaf, Tensor) or leaf.dtype == dtype:
+        return
+    if not rounded and leaf.numel() and not leaf.is_complex():
+        low, high = leaf.min().item(), leaf.max().item()
+        limits = None if dtype.is_floating_point or dtype is torch.bool else torch.iinfo(dtype)
+        fits = limits is None or (limits.min <= low and high <= limits.max)  # beyond, integers wrap around and back
+        if not fits or not torch.equal(leaf.to(dtype).to(leaf.dtype), leaf):
+            raise ValueError(
+                f"{name} was refused: {key!r} is {leaf.dtype} with values from {low} to {high}, which the "
+                f"environment's {dtype} does not hold; record it in this environment."
+            )
+    part[key] = leaf.to(dtype)

@@ -1,0 +1,71 @@
+"""Episodes of a Minari data set as demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning.collectors.specs import EnvironmentSpecs, observation_leaves, space_to_spec
+from torchrl_lightning.demonstrations.files import as_environment
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+
+
+def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
+    """Read the episodes of a Minari data set, one at a time; needs the extra ``minari``.
+
+    Their metadata name the ``environment`` and say whether the episode ``terminated``.
+
+    Args:
+        dataset: A ``minari.MinariDataset``, of which a filtered one gives a part, or the id of one on this machine;
+            nothing is downloaded.
+        specs: What the environment shows and takes: other entries of the observation are left out, and dtypes become
+            those of the environment, as :func:`read_demonstration` has it.
+
+    Raises:
+        ImportError: Minari is not installed.
+        FileNotFoundError: There is no data set of this id on this machine.
+        TypeError: It is another object, or has a space without a TorchRL spec.
+        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes.
+
+    Example:
+        >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
+        ...     print(demonstration.name, demonstration.total_reward)
+    """
+    try:
+        import minari
+    except ImportError as error:
+        raise ImportError("Minari's data sets need minari: pip install 'torchrl-lightning[minari]'.") from error
+    if isinstance(dataset, str):
+        dataset = minari.load_dataset(dataset)
+    if not isinstance(dataset, minari.MinariDataset):
+        raise TypeError(f"dataset must be a minari.MinariDataset or the id of one, got a {type(dataset).__name__}.")
+    return _episodes(dataset, specs)
+
+
+def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:
+    spec = dataset.spec
+    environment = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
+    shown = None if specs is None else set(specs.keys)
+    leaves = [
+        (path, key, space_to_spec(space, str(key)).shape)
+        for path, key, space in observation_leaves(spec.observation_space)
+        if shown is None or key in shown
+    ]
+    for episode in dataset.iterate_episodes():
+        length = len(episode.rewards)
+        steps, last = TensorDict({}, []), TensorDict({}, [])
+        for path, key, shape in leaves:
+            values = episode.observations
+            for part in path:
+                values = values[part]
+            leaf = torch.from_numpy(np.array(values)).reshape(-1, *shape)
+            steps[key], last[key] = leaf[:length], leaf[length]
+        steps[ACTION] = torch.from_numpy(np.array(episode.actions))
+        steps[REWARD] = torch.from_numpy(np.array(episode.rewards))[:, None]
+        ended = {"terminated": bool(np.any(episode.terminations))}
+        fields = {"steps": steps, "last_observation": last, "metadata": {**environment, **ended}}
+        yield as_environment(fields, specs, f"{spec.dataset_id}, episode {episode.id}")

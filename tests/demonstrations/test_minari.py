@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from demonstrations.episodes import CARTPOLE
+from torchrl_lightning import EnvironmentSpecs
+from torchrl_lightning.collectors.specs import space_to_spec
+from torchrl_lightning.demonstrations import minari_demonstrations
+
+minari = pytest.importorskip("minari")
+
+
+@pytest.fixture(autouse=True)
+def own_data_sets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+
+
+def write(name, observations, actions, ends=True, **spaces_or_env):
+    """Write a data set of one episode for each list of actions."""
+    from minari.data_collector import EpisodeBuffer
+
+    episodes = [
+        EpisodeBuffer(
+            observations=seen,
+            actions=taken,
+            rewards=np.linspace(0.1, 1.0, len(taken)),
+            terminations=np.arange(len(taken)) == (len(taken) - 1 if ends else -1),
+            truncations=np.arange(len(taken)) == (-1 if ends else len(taken) - 1),
+            infos={},
+        )
+        for seen, taken in zip(observations, actions, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no author was given, and such
+        return minari.create_dataset_from_buffers(name, episodes, data_format="hdf5", **spaces_or_env)
+
+
+def test_episodes_keep_their_last_observation_and_how_they_ended():
+    seen = [np.random.default_rng(seed).random((length + 1, 4), np.float32) for seed, length in enumerate((3, 2))]
+    write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], env="CartPole-v1")
+    first, second = minari_demonstrations("cartpole/small-v0", CARTPOLE)
+    for found, observations in ((first, seen[0]), (second, seen[1])):
+        found.fits(CARTPOLE)
+        assert torch.equal(found.steps["observation"], torch.from_numpy(observations[:-1]))
+        assert torch.equal(found.last_observation["observation"], torch.from_numpy(observations[-1]))
+    assert first.steps["action"].tolist() == [0, 1, 1]
+    assert first.rewards.tolist() == pytest.approx([0.1, 0.55, 1.0])
+    assert first.metadata == {"environment": "CartPole-v1", "terminated": True}
+    assert second.name == "cartpole/small-v0, episode 1"
+
+
+def test_nested_observations_get_their_keys_and_unshown_ones_are_left_out():
+    space = spaces.Dict(
+        {
+            "inner": spaces.Dict({"image": spaces.Box(0, 255, (2, 2, 1), np.uint8)}),
+            "direction": spaces.Discrete(4),
+            "goal": spaces.Box(-1, 1, (2,), np.float64),
+        }
+    )
+    seen = {
+        "inner": {"image": np.arange(12, dtype=np.uint8).reshape(3, 2, 2, 1)},
+        "direction": np.array([0, 3, 1]),
+        "goal": np.ones((3, 2)),
+    }
+    action = spaces.Box(-1, 1, (2,), np.float32)
+    taken = np.full((2, 2), 0.5, np.float32)
+    dataset = write("nested/small-v0", [seen], [taken], ends=False, observation_space=space, action_space=action)
+    (every,) = minari_demonstrations(dataset)
+    assert set(every.observation_keys) == {("inner", "image"), "direction", "goal"}
+    assert every.metadata == {"terminated": False}
+    shown = space_to_spec(space, "observation")
+    del shown["goal"]
+    specs = EnvironmentSpecs(shown, space_to_spec(action, "action"), 1)
+    (found,) = minari_demonstrations(dataset, specs)
+    found.fits(specs)
+    assert found.steps["direction"].tolist() == [0, 3]
+    assert found.last_observation["inner", "image"].flatten().tolist() == [8, 9, 10, 11]
+
+
+def test_a_part_of_a_data_set_is_a_filtered_one():
+    seen, taken = [np.zeros((2, 4), np.float32)] * 3, [np.array([0]), np.array([1]), np.array([1])]
+    dataset = write("cartpole/part-v0", seen, taken, env="CartPole-v1")
+    ones = dataset.filter_episodes(lambda episode: episode.actions[0] == 1)
+    assert [each.name for each in minari_demonstrations(ones)] == [f"cartpole/part-v0, episode {i}" for i in (1, 2)]
+
+
+def test_what_is_no_data_set_is_refused():
+    with pytest.raises(TypeError, match=r"must be a minari\.MinariDataset or the id of one, got a list"):
+        minari_demonstrations([])
+    with pytest.raises(FileNotFoundError, match="none/none-v0"):
+        minari_demonstrations("none/none-v0")
