@@ -32,7 +32,7 @@ TINY = [
     "eval_episodes=3",
 ]
 
-LAST_LINE = r"mean evaluation return: (-?\d+\.\d) \+- (\d+\.\d) over (\d+) episodes, (\d+) frames, (\d+) s"
+LAST_LINE = r"mean evaluation return: (-?\d+\.\d+) \+- (\d+\.\d+) over (\d+) episodes, (\d+) frames, (\d+) s"
 
 
 @dataclass(frozen=True)

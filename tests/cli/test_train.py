@@ -10,11 +10,12 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from tensordict import TensorDict
 
 from cli.commands import LAST_LINE, TINY, last_line
 from torchrl_lightning import MLPNetwork, OnPolicyDataModule, PPOModule
 from torchrl_lightning.cli.sweeps import read_trials
-from torchrl_lightning.cli.train import load_weights
+from torchrl_lightning.cli.train import load_weights, summary
 
 
 def rows(folder):
@@ -90,6 +91,15 @@ def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_wit
     stored = torch.load(tmp_path / "best.ckpt", weights_only=True)
     assert str(data.state_dict()["normalization"]) == str(stored["OnPolicyDataModule"]["normalization"])
     assert data.state_dict()["normalization"]["reward"]["count"] == 32
+
+
+@pytest.mark.parametrize(
+    ("returns", "shown"),
+    [([0.97, 0.96], "0.965 +- 0.005"), ([9.0, 12.5], "10.8 +- 1.8"), ([-20.0, 1.0], "-9.5 +- 10.5")],
+)
+def test_a_score_shows_the_digits_that_matter(returns, shown):
+    episodes = TensorDict({"episode_return": torch.tensor(returns)}, [2])
+    assert summary(episodes, 5, 1.0) == f"mean evaluation return: {shown} over 2 episodes, 5 frames, 1 s"
 
 
 def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):

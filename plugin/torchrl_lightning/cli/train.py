@@ -98,7 +98,6 @@ def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames
 def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
     """Format the last line of a run, which suits people and scripts."""
     returns = episodes["episode_return"].double()
-    return (
-        f"mean evaluation return: {returns.mean():.1f} +- {returns.std(correction=0):.1f} over {len(returns)} "
-        f"episodes, {frames} frames, {seconds:.0f} s"
-    )
+    digits = 1 if returns.abs().max() >= 10 else 3  # of a goal reached or not, tenths say little
+    mean, std = (f"{value:.{digits}f}" for value in (returns.mean(), returns.std(correction=0)))
+    return f"mean evaluation return: {mean} +- {std} over {len(returns)} episodes, {frames} frames, {seconds:.0f} s"
