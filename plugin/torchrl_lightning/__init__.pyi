@@ -18,7 +18,11 @@ from torchrl_lightning.datamodules import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules import OnPolicyDataModule as OnPolicyDataModule
 from torchrl_lightning.datamodules import ReplayDataModule as ReplayDataModule
 from torchrl_lightning.demonstrations import Demonstration as Demonstration
+from torchrl_lightning.demonstrations import DemonstrationAnnealing as DemonstrationAnnealing
 from torchrl_lightning.demonstrations import DemonstrationDirectory as DemonstrationDirectory
+from torchrl_lightning.demonstrations import DemonstrationSampler as DemonstrationSampler
+from torchrl_lightning.demonstrations import DemonstrationStorage as DemonstrationStorage
+from torchrl_lightning.demonstrations import DemonstrationWriter as DemonstrationWriter
 from torchrl_lightning.demonstrations import minari_demonstrations as minari_demonstrations
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration

@@ -1,13 +1,21 @@
 """Demonstrations: trajectories that are kept, ranked, and replayed in place of an environment's own episodes."""
 
+from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration, write_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 
 __all__ = [
     "Demonstration",
+    "DemonstrationAnnealing",
     "DemonstrationDirectory",
+    "DemonstrationSampler",
+    "DemonstrationStorage",
+    "DemonstrationWriter",
     "minari_demonstrations",
     "read_demonstration",
     "write_demonstration",

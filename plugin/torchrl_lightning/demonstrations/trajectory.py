@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import boolean, integer
 
 ACTION = "action"
 REWARD = ("next", "reward")
@@ -32,6 +33,7 @@ class Demonstration:
         frame_skip: How many frames of the environment one step took.
         name: Where it is from, for messages.
         metadata: What else is known of it.
+        serial: The number by which the storage that keeps it knows it, also after its value has changed.
 
     Raises:
         TypeError: ``steps`` or ``last_observation`` is no TensorDict of dense tensors.
@@ -53,6 +55,7 @@ class Demonstration:
     frame_skip: int = 1
     name: str = "without a name"
     metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+    serial: int | None = None
 
     def __post_init__(self) -> None:
         owner = f"Demonstration {self.name!r}"
@@ -60,9 +63,12 @@ class Demonstration:
         own: dict[str, object] = {"steps": _checked_steps(steps, owner), "metadata": dict(self.metadata)}
         if self.last_observation is not None:
             own["last_observation"] = _checked_last(steps, _dense(self.last_observation, owner), owner)
-        integer(self.frame_skip, f"{owner}: frame_skip")
-        if not self.value < math.inf:
-            raise ValueError(f"{owner}: value must be a finite number, or -inf where none was made, got {self.value}.")
+        own["is_human"] = boolean(self.is_human, f"{owner}: is_human")
+        own["value"] = _checked_value(self.value, owner)
+        own["frame_skip"] = integer(self.frame_skip, f"{owner}: frame_skip")
+        for key, known in self.metadata.items():
+            if type(key) is not str or type(known) not in (str, int, float, bool):
+                raise ValueError(f"{owner}: metadata {key!r} is {known!r}, expected a name with a text or a number.")
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
@@ -107,6 +113,17 @@ class Demonstration:
         return replace(
             self, steps=self.steps[:length], last_observation=self.steps[length].select(*self.observation_keys)
         )
+
+    def labelled(self, *, value: float, serial: int | None) -> Demonstration:
+        """Return the same steps, which are not checked again, with another value and serial number.
+
+        Raises:
+            ValueError: ``value`` is NaN or infinity.
+        """
+        copied = copy.copy(self)
+        object.__setattr__(copied, "value", _checked_value(value, f"Demonstration {self.name!r}"))
+        object.__setattr__(copied, "serial", serial)
+        return copied
 
     def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1) -> None:
         """Refuse to be replayed in an environment that it is not from.
@@ -200,6 +217,12 @@ def _checked_last(steps: TensorDict, last: TensorDict, owner: str) -> TensorDict
             )
         _check_finite(leaf, key, f"{owner}: last_observation")
     return last.lock_()
+
+
+def _checked_value(value: float, owner: str) -> float:
+    if not value < math.inf:
+        raise ValueError(f"{owner}: value must be a finite number, or -inf where none was made, got {value}.")
+    return float(value)
 
 
 def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:

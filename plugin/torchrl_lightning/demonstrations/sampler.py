@@ -1,0 +1,116 @@
+"""What an environment plays next: a demonstration, or an episode of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_lightning.demonstrations.storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.parts import OwnGenerator
+from torchrl_lightning.ranges import fraction, not_negative
+from torchrl_lightning.state import check_state, number
+from torchrl_lightning.state import generator as generator_state
+
+STATE_VERSION = 1
+
+
+class DemonstrationSampler(OwnGenerator):
+    """Draw, where an episode begins, what is replayed in its place.
+
+    It is no TorchRL sampler: those draw batches of cells, this one draws whether there is a demonstration at all.
+
+    Args:
+        rho: The probability of a reward demonstration before the first success; each is as likely as the others.
+        phi: The probability of a value demonstration before the first success; one whose largest value is ``v`` is
+            drawn with ``P ~ max(v, 0) ** alpha``, all alike if none is positive. It moves to ``rho`` by and by, see
+            :class:`DemonstrationAnnealing`; their sum stays. Else, and where there is none of the kind that was drawn,
+            the environment plays.
+        alpha: How much more likely higher values are.
+        generator: The random generator; ``None`` seeds one from torch's global one.
+
+    Raises:
+        ValueError: ``rho``, ``phi`` or their sum is outside ``[0, 1]``, or ``alpha`` is negative or infinite.
+
+    Example:
+        >>> sampler = DemonstrationSampler(rho=0.1, phi=0.3, generator=torch.Generator().manual_seed(0))
+        >>> storage = DemonstrationStorage()
+        >>> sampler.probabilities(storage), sampler.draw(storage)
+        ((0.1, 0.3), None)
+    """
+
+    def __init__(
+        self, rho: float = 0.1, phi: float = 0.3, alpha: float = 10, generator: torch.Generator | None = None
+    ) -> None:
+        self.rho, self.phi, self.alpha = _checked(rho, phi, alpha)
+        self._own_rng = generator
+
+    def probabilities(self, storage: DemonstrationStorage) -> tuple[float, float]:
+        """Return rho and phi as the successes in the storage have left them."""
+        return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
+
+    def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
+        """Draw what is replayed in the episode that begins; None if the environment plays it.
+
+        Each call takes two random numbers, whatever comes of it.
+        """
+        source, place = torch.rand(2, dtype=torch.float64, generator=self.generator).tolist()
+        rho, phi = self.probabilities(storage)
+        if source < rho:
+            kept = storage.reward_demonstrations
+            return kept[min(int(place * len(kept)), len(kept) - 1)] if kept else None
+        kept = storage.value_demonstrations
+        if source >= rho + phi or not kept:
+            return None
+        upto = value_probabilities([each.value for each in kept], self.alpha).cumsum(0)
+        return kept[int(torch.searchsorted(upto, place * upto[-1], right=True).clamp(max=len(kept) - 1))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return options and generator: tensors and scalars only."""
+        options = {"rho": self.rho, "phi": self.phi, "alpha": self.alpha}
+        return {"schema_version": STATE_VERSION, **options, "generator": self.generator.get_state().clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly: the next draw is the one that would have come next.
+
+        Raises:
+            ValueError: Another version, a missing entry, probabilities out of range, or no generator state.
+        """
+        self.check_state(state_dict)
+        self.generator.set_state(state_dict["generator"].cpu())
+        self.rho, self.phi, self.alpha = (state_dict[name] for name in ("rho", "phi", "alpha"))
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        schema = {name: number(0) for name in ("rho", "phi", "alpha")}
+        schema["generator"] = generator_state(self.generator.device)
+        check_state(state_dict, schema, "demonstration sampler", STATE_VERSION)
+        _checked(*(state_dict[name] for name in ("rho", "phi", "alpha")))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rho={self.rho}, phi={self.phi}, alpha={self.alpha})"
+
+
+def value_probabilities(values: Sequence[float], alpha: float) -> Tensor:
+    """Return ``P ~ max(v, 0) ** alpha`` of each value, float64; all alike if none is positive.
+
+    Example:
+        >>> value_probabilities([1e300, 2e300, -5.0], alpha=2).tolist()
+        [0.2, 0.8, 0.0]
+    """
+    positive = torch.tensor(values, dtype=torch.float64).clamp(min=0.0)
+    highest = positive.max()
+    if highest == 0:
+        return torch.full_like(positive, 1 / len(positive))
+    weights = (positive / highest) ** alpha  # at most 1: no power overflows
+    return weights / weights.sum()
+
+
+def _checked(rho: float, phi: float, alpha: float) -> tuple[float, float, float]:
+    rho, phi = fraction(rho, "rho"), fraction(phi, "phi")
+    if rho + phi > 1 + 1e-9:  # decimal fractions add up to a little more than 1
+        raise ValueError(f"rho + phi must be at most 1, got rho={rho} and phi={phi}; lower one of them.")
+    return rho, phi, not_negative(alpha, "alpha")

@@ -1,0 +1,200 @@
+"""Which episodes are kept as demonstrations, and which give way to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
+from torchrl_lightning.demonstrations.storage import DemonstrationStorage
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.ranges import boolean, optional
+from torchrl_lightning.state import check_state, number, same
+
+STATE_VERSION = 1
+
+
+class DemonstrationWriter:
+    """Offer episodes to a :class:`DemonstrationStorage`.
+
+    An episode of the agent whose return reaches the threshold is a success and goes to ``D_R``; if its return is higher
+    than all there, those of the agent that were there go. Every other one goes to ``D_V``. What is too much goes next:
+    of ``D_V`` the one with the lowest value, then of ``D_R`` the longest of the agent's; of equals the older one. Human
+    demonstrations stay. With each success the threshold rises to the lowest return in ``D_R``, it never falls, and
+    probability moves from ``D_V`` to ``D_R`` as :class:`DemonstrationAnnealing` says.
+
+    It is no TorchRL writer: those choose the cells of rows, this one chooses what is kept.
+
+    Args:
+        storage: What it fills.
+        reward_threshold: The lowest return of a success. ``0.0`` is one; ``None`` is none: the first episode is a
+            success, whatever its return, unless there are demonstrations, whose lowest return is the threshold then.
+        cut_after_reward: Whether an episode ends with its last positive reward; one without any stays whole.
+        annealing: ``linear`` or ``current``, see :class:`DemonstrationAnnealing`.
+        value_capacity: The number of places in ``D_V`` before the first success; ``None`` is one fewer than the
+            storage's capacity.
+
+    Attributes:
+        threshold: The lowest return of a success by now; ``-inf`` if there is none.
+
+    Raises:
+        ValueError: The threshold is not finite, the value capacity is negative, or there is no such annealing.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> def episode(*rewards: float, value: float = 0.0) -> Demonstration:
+        ...     steps = TensorDict({"observation": torch.zeros(len(rewards), 2), "action": torch.zeros(len(rewards))})
+        ...     steps["next", "reward"] = torch.tensor(rewards)[:, None]
+        ...     return Demonstration(steps, value=value)
+        >>> storage = DemonstrationStorage(capacity=3)
+        >>> writer = DemonstrationWriter(storage, reward_threshold=1.0)
+        >>> writer.add(episode(0.0, 1.0, 0.0)), writer.add(episode(0.0, value=0.5)), writer.add(episode(0.0))
+        ('reward', 'value', None)
+        >>> storage.reward_demonstrations[0].length, storage.annealed
+        (2, 0.5)
+    """
+
+    def __init__(
+        self,
+        storage: DemonstrationStorage,
+        *,
+        reward_threshold: float | None = None,
+        cut_after_reward: bool = True,
+        annealing: str = "linear",
+        value_capacity: int | None = None,
+    ) -> None:
+        threshold = -math.inf if reward_threshold is None else float(reward_threshold)
+        if reward_threshold is not None and not math.isfinite(threshold):
+            raise ValueError(f"reward_threshold must be a finite number or None, got {reward_threshold!r}.")
+        self.storage, self.threshold = storage, threshold
+        self.cut_after_reward = boolean(cut_after_reward, "cut_after_reward")
+        value_capacity = storage.capacity - 1 if value_capacity is None else value_capacity
+        self.annealing = DemonstrationAnnealing(value_capacity, annealing)
+
+    def load(self, demonstrations: Sequence[Demonstration]) -> None:
+        """Put demonstrations into ``D_R``, human ones or the agent's of earlier runs: as they are, and no success.
+
+        Raises:
+            ValueError: They and the human ones that are kept do not all find room; nothing was changed.
+        """
+        human = self.storage.num_human
+        if human + len(demonstrations) > self.storage.capacity:
+            raise ValueError(
+                f"{len(demonstrations)} demonstrations and {human} human ones that are kept exceed the capacity "
+                f"{self.storage.capacity}; load fewer, or raise the capacity."
+            )
+        reward = [*self.storage.reward_demonstrations, *map(_copied, demonstrations)]
+        reward, value = self._with_room(reward, [*self.storage.value_demonstrations], self.storage.successes)
+        self.storage.replace(reward, value)
+        self._raise_threshold()
+
+    def add(self, episode: Demonstration) -> Literal["reward", "value"] | None:
+        """Offer an episode of the agent; the storage keeps a copy.
+
+        Returns:
+            Where it is kept now, None if it is not. A success that the capacity rule drops at once is a success.
+
+        Raises:
+            ValueError: The episode is a human demonstration; nothing was changed.
+        """
+        if episode.is_human:
+            raise ValueError(f"Demonstration {episode.name!r} is a human one, which is no success; load() keeps it.")
+        if self.cut_after_reward and len(rewarded := (episode.rewards > 0).nonzero()):
+            episode = episode.shortened(int(rewarded[-1]) + 1)
+        episode = episode.labelled(value=episode.value, serial=None)  # none of those that are kept, even if it was one
+        storage, total = self.storage, episode.total_reward
+        reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
+        successes, annealed = storage.successes, storage.annealed
+        is_success = total >= self.threshold
+        if is_success:
+            if total > max((each.total_reward for each in reward), default=-math.inf):
+                reward = [each for each in reward if each.is_human]
+            reward.append(episode)
+            successes += 1
+        else:
+            value.append(episode)
+        reward, value = self._with_room(reward, value, successes)
+        if is_success:
+            annealed = self.annealing.moved(annealed, successes, len(value))
+        is_kept = any(each is episode for each in (*reward, *value))
+        reward = [_copied(each) if each is episode else each for each in reward]
+        value = [_copied(each) if each is episode else each for each in value]
+        storage.replace(reward, value, successes, annealed)
+        if is_success:
+            self._raise_threshold()
+        return None if not is_kept else "reward" if is_success else "value"
+
+    def refresh(self, demonstration: Demonstration, value: float) -> bool:
+        """Give a demonstration that was replayed the largest value that the critic estimates in it now.
+
+        Returns:
+            Whether it is still kept; if not, nothing happens.
+
+        Raises:
+            ValueError: ``value`` is NaN or infinity; nothing was changed.
+        """
+        serial, storage = demonstration.serial, self.storage
+        if serial is None or (kept := storage.find(serial)) is None:
+            return False
+        renewed = kept.labelled(value=value, serial=serial)
+        storage.replace(
+            [renewed if each.serial == serial else each for each in storage.reward_demonstrations],
+            [renewed if each.serial == serial else each for each in storage.value_demonstrations],
+        )
+        return True
+
+    def _with_room(
+        self, reward: list[Demonstration], value: list[Demonstration], successes: int
+    ) -> tuple[list[Demonstration], list[Demonstration]]:
+        """Drop what is too much."""
+        capacity = self.storage.capacity
+        while value and len(value) > min(self.annealing.places(successes), capacity - len(reward)):
+            value.remove(min(value, key=lambda each: each.value))
+        while len(reward) > capacity:
+            reward.remove(max((each for each in reward if not each.is_human), key=lambda each: each.length))
+        return reward, value
+
+    def _raise_threshold(self) -> None:
+        returns = [each.total_reward for each in self.storage.reward_demonstrations]
+        self.threshold = max(self.threshold, min(returns, default=-math.inf))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold, and how it anneals; the storage has a state of its own."""
+        return {
+            "schema_version": STATE_VERSION,
+            "threshold": None if self.threshold == -math.inf else self.threshold,
+            "annealing": self.annealing.schedule,
+            "value_capacity": self.annealing.value_capacity,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly.
+
+        Raises:
+            ValueError: Another version, annealing or value capacity, or no threshold.
+        """
+        self.check_state(state_dict)
+        threshold = state_dict["threshold"]
+        self.threshold = -math.inf if threshold is None else float(threshold)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        schema = {
+            "threshold": optional(number()),
+            "annealing": same(self.annealing.schedule, "demonstration writer"),
+            "value_capacity": same(self.annealing.value_capacity, "demonstration writer"),
+        }
+        check_state(state_dict, schema, "demonstration writer", STATE_VERSION)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(threshold={self.threshold}, {self.annealing})"
+
+
+def _copied(episode: Demonstration) -> Demonstration:
+    """Copy the tensors, which may be views of a larger memory or be written again; the copy has no number yet."""
+    last = episode.last_observation
+    last = None if last is None else last.clone()
+    return replace(episode, steps=episode.steps.clone(), last_observation=last, serial=None)

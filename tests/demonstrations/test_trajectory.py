@@ -1,0 +1,152 @@
+"""One demonstration: what makes one, what it tells of itself, and which environment it fits."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
+
+from demonstrations.demos import demo
+from torchrl_lightning import Demonstration, EnvironmentSpecs
+
+
+def steps(**changes: Any) -> TensorDict:
+    entries = {"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1]), "reward": torch.zeros(3, 1)}
+    entries = {key: value for key, value in {**entries, **changes}.items() if value is not None}
+    reward = entries.pop("reward", None)
+    return TensorDict({**entries, **({} if reward is None else {"next": {"reward": reward}})})
+
+
+def specs(**changes: Any) -> EnvironmentSpecs:
+    entries = {"observation": Unbounded((4,)), "action": Categorical(2), **changes}
+    action = entries.pop("action")
+    return EnvironmentSpecs(Composite({key: each for key, each in entries.items() if each is not None}), action, 1)
+
+
+def test_it_tells_length_return_and_keys() -> None:
+    found = demo(0.5, -0.25, 1.0)
+    assert (found.length, found.total_reward, found.steps.batch_size) == (3, 1.25, torch.Size([3]))
+    assert found.observation_keys == ["image", ("inner", "vector")]
+    assert (found.value, found.is_human, found.frame_skip) == (-math.inf, False, 1)
+
+
+def test_nobody_changes_it() -> None:
+    given, metadata = steps(), {"environment": "CartPole-v1"}
+    found = Demonstration(given, metadata=metadata)
+    given["more"], metadata["more"] = torch.zeros(3), "x"
+    assert "more" not in found.steps
+    assert "more" not in found.metadata
+    with pytest.raises(RuntimeError, match="locked"):
+        found.steps["more"] = torch.zeros(3)
+    with pytest.raises(FrozenInstanceError):
+        found.value = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_it_is_copied_and_pickled(copied: Any) -> None:
+    found = copied(demo(0.0, 1.0, name="a.npz", metadata={"seed": 3}))
+    assert (found.steps == demo(0.0, 1.0).steps).all()
+    assert (found.name, found.metadata) == ("a.npz", {"seed": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"action": None}, "lacks the entry 'action'; it has"),
+        ({"reward": None}, r"lacks the entry \('next', 'reward'\)"),
+        ({"observation": None}, "lacks an observation"),
+        ({"reward": torch.zeros(3)}, r"'reward'\) is \[3\] of float32, expected \[T, 1\] of float32"),
+        ({"reward": torch.zeros(3, 1).double()}, r"is \[3, 1\] of float64, expected"),
+        ({"reward": torch.tensor([[0.0], [math.nan], [0.0]])}, "'reward'.* holds NaN or infinity"),
+        ({"observation": torch.full((3, 4), math.inf)}, "'observation' holds NaN or infinity"),
+        ({"action": torch.full((3, 1), math.nan)}, "'action' holds NaN or infinity"),
+        ({"observation": torch.zeros(2, 4)}, r"'observation' is \[2, 4\], but there are 3 rewards"),
+        ({"action": torch.tensor(1)}, r"'action' is \[\], but there are 3 rewards"),
+        ({name: torch.zeros(0, 1) for name in ("observation", "action", "reward")}, "has no steps"),
+    ],
+)
+def test_what_makes_no_demonstration_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"Demonstration 'a.npz'.*{message}"):
+        Demonstration(steps(**changes), name="a.npz")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frame_skip": 0}, "frame_skip must be a positive integer, got 0"),
+        ({"value": math.nan}, "value must be a finite number"),
+        ({"value": math.inf}, "value must be a finite number"),
+        ({"metadata": {"a": [1]}}, "metadata 'a' is"),
+        ({"last_observation": TensorDict({"other": torch.zeros(4)})}, "last_observation has the entries"),
+        ({"last_observation": TensorDict({"observation": torch.zeros(3)})}, r"of last_observation is \[3\] of float32"),
+        ({"last_observation": TensorDict({"observation": torch.full((4,), math.nan)})}, "last_observation.*holds NaN"),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Demonstration(steps(), **options)
+
+
+def test_what_is_no_tensordict_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Demonstration .*Expected a TensorDict, got a dict"):
+        Demonstration({"action": torch.zeros(3)})  # type: ignore[arg-type]
+
+
+def test_shortened_keeps_what_followed() -> None:
+    found = demo(0.0, 1.0, 0.0).shortened(2)
+    assert found.length == 2
+    assert found.last_observation is not None
+    assert found.last_observation["inner", "vector"].tolist() == [2.0] * 3
+    assert set(found.last_observation.keys()) == {"image", "inner"}
+    assert found.shortened(2) is found
+    with pytest.raises(ValueError, match="has 2 steps, 3 of them"):
+        found.shortened(3)
+
+
+def test_it_fits_its_environment() -> None:
+    Demonstration(steps(), frame_skip=4).fits(specs(), frame_skip=4)
+    inner = {"image": Bounded(0, 255, (2, 2), dtype=torch.uint8), "inner": Composite(vector=Unbounded((3,)))}
+    demo(0.0).fits(specs(observation=None, **inner))
+
+
+@pytest.mark.parametrize(
+    ("actions", "spec"),
+    [
+        (torch.tensor([[0, 2], [1, 1], [1, 0]]), MultiCategorical([2, 3])),
+        (torch.tensor([[0, 1], [1, 1], [1, 0]], dtype=torch.int8), Binary(2, (2,), dtype=torch.int8)),
+        (torch.eye(3, dtype=torch.bool), OneHot(3)),
+        (torch.rand(3, 2) * 9, Bounded(-1, 1, (2,))),  # an agent's action is clipped by its environment
+    ],
+)
+def test_all_kinds_of_actions_fit(actions: torch.Tensor, spec: Any) -> None:
+    Demonstration(steps(action=actions)).fits(specs(action=spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observation": Unbounded((5,))}, r"'observation' is \[4\] of float32 in each step, in the environment \[5\]"),
+        ({"observation": Unbounded((4,), dtype=torch.float64)}, r"environment \[4\] of float64; replay"),
+        ({"observation": None, "pixels": Unbounded((4,))}, "entries 'observation', the environment 'pixels'"),
+        ({"more": Unbounded((4,))}, "the environment 'more', 'observation'"),
+        ({"action": Unbounded((1,))}, r"'action' is \[\] of int64 in each step, in the environment \[1\] of float32"),
+        ({"action": Categorical(1)}, "'action' holds values from 0 to 1, which the environment's action space"),
+        ({"action": MultiCategorical([2, 2])}, "'action' is"),
+    ],
+)
+def test_another_environment_is_refused_in_a_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Demonstration 'a.npz'.*{message}") as error:
+        Demonstration(steps(), name="a.npz").fits(specs(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_another_frame_skip_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a\.npz' has frame_skip=2, the environment frame_skip=4"):
+        Demonstration(steps(), frame_skip=2, name="a.npz").fits(specs(), frame_skip=4)

@@ -1,0 +1,257 @@
+"""What is kept of the agent's episodes: golden vectors, a brute-force twin, and what PPO+D's first codes got wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demonstrations.demos import DATA, demo, names, rewarded
+from torchrl_lightning import Demonstration, DemonstrationStorage, DemonstrationWriter
+
+
+def build(
+    capacity: int = 6, *loaded: Demonstration, **options: Any
+) -> tuple[DemonstrationStorage, DemonstrationWriter]:
+    storage = DemonstrationStorage(capacity)
+    writer = DemonstrationWriter(storage, **options)
+    writer.load(loaded)
+    return storage, writer
+
+
+def kept(storage: DemonstrationStorage) -> tuple[list[str], list[str]]:
+    return names(storage.reward_demonstrations), names(storage.value_demonstrations)
+
+
+def test_golden_capacity() -> None:
+    storage, writer = build(6, rewarded(length=99, is_human=True, name="0"))
+    with np.load(DATA / "ppod_capacity_and_probs.npz") as golden:
+        operations, expected = golden["ops"], golden["ids_after"]
+    for (number, is_reward, length, value), ids in zip(operations.tolist(), expected.tolist(), strict=True):
+        writer.add(rewarded(float(is_reward), int(length), value=value, name=str(int(number))))
+        found = tuple([int(name) for name in every] for every in kept(storage))
+        assert found == tuple([each for each in row if each >= 0] for row in ids)
+
+
+def test_golden_truncation() -> None:
+    with np.load(DATA / "ppod_truncation_and_thresholds.npz") as golden:
+        rewards, lengths, totals = golden["rewards"], golden["kept_length"], golden["total_reward_of_cut"]
+    for row, length, total in zip(rewards, lengths, totals, strict=True):
+        storage, writer = build()
+        assert writer.add(demo(*row[~np.isnan(row)])) == "reward"
+        (found,) = storage.reward_demonstrations
+        assert (found.length, found.total_reward) == (length, total)
+
+
+def test_golden_thresholds() -> None:
+    with np.load(DATA / "ppod_truncation_and_thresholds.npz") as golden:
+        trace = golden["threshold_trace_ref"].tolist()
+    storage, writer = build(51)
+    for episode_return, threshold, best, rewards, values in trace:
+        writer.add(rewarded(episode_return))
+        returns = [each.total_reward for each in storage.reward_demonstrations]
+        found = (writer.threshold, max(returns), len(returns), len(storage.value_demonstrations))
+        assert found == (threshold, best, rewards, values)
+
+
+class Twin:
+    """The rule written down once more, with a sort for each thing that is dropped."""
+
+    def __init__(self, capacity: int, human: list[float], threshold: float | None) -> None:
+        self.capacity, self.successes = capacity, 0
+        self.human, self.agent, self.value = [*human], [], []  # type: ignore[var-annotated]
+        floor = -math.inf if threshold is None else threshold
+        self.threshold = max([floor, *([min(human)] if human else [])])
+
+    def add(self, number: int, total: float, length: int, value: float) -> str | None:
+        success = total >= self.threshold
+        if success:
+            self.successes += 1
+            if all(total > each for each in [*self.human, *(each[1] for each in self.agent)]):
+                self.agent = []
+            self.agent.append((number, total, length))
+        else:
+            self.value.append((number, value))
+        places = max(0, self.capacity - 1 - self.successes)
+        room = max(0, min(places, self.capacity - len(self.human) - len(self.agent)))
+        best = sorted(self.value, key=lambda each: (each[1], each[0]), reverse=True)[:room]
+        self.value = [each for each in self.value if each in best]
+        if len(self.human) + len(self.agent) > self.capacity:
+            self.agent.remove(sorted(self.agent, key=lambda each: (-each[2], each[0]))[0])
+        returns = [*self.human, *(each[1] for each in self.agent)]
+        if success and returns:
+            self.threshold = max(self.threshold, min(returns))
+        here = [each[0] for each in [*self.agent, *self.value]]
+        return None if number not in here else "reward" if success else "value"
+
+
+EPISODES = st.tuples(
+    st.sampled_from([-1.0, 0.0, 1.0, 2.0]), st.integers(1, 4), st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 2.0])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    capacity=st.integers(1, 5),
+    human=st.lists(st.sampled_from([0.0, 1.0]), max_size=2),
+    threshold=st.sampled_from([None, 0.0, 1.0]),
+    episodes=st.lists(EPISODES, max_size=20),
+)
+def test_it_keeps_what_its_twin_keeps(capacity: int, human: list[float], threshold: Any, episodes: list[Any]) -> None:
+    human = human[:capacity]
+    given_ones = [rewarded(total, is_human=True, name="human") for total in human]
+    storage, writer = build(capacity, *given_ones, reward_threshold=threshold)
+    twin = Twin(capacity, human, threshold)
+    for number, (total, length, value) in enumerate(episodes):
+        where = writer.add(rewarded(total, length, value=value, name=str(number)))
+        assert where == twin.add(number, total, length, value)
+        expected = ["human"] * len(human) + [str(each[0]) for each in twin.agent], [str(each[0]) for each in twin.value]
+        assert kept(storage) == expected
+        assert (storage.successes, writer.threshold) == (twin.successes, twin.threshold)
+
+
+def test_zero_is_a_threshold_and_none_is_none() -> None:
+    assert build(reward_threshold=0.0)[1].add(rewarded(-0.5)) == "value"
+    storage, writer = build()
+    assert writer.threshold == -math.inf
+    assert writer.add(rewarded(-0.5)) == "reward"
+    assert (writer.threshold, storage.successes) == (-0.5, 1)
+
+
+def test_human_demonstrations_stay_when_a_better_one_comes() -> None:
+    storage, writer = build(6, rewarded(1.0, 9, is_human=True, name="human"))
+    for name, total in (("a", 1.0), ("b", 1.0), ("better", 2.0), ("as good", 2.0), ("worse", 1.5)):
+        writer.add(rewarded(total, name=name))
+    assert kept(storage)[0] == ["human", "better", "as good", "worse"]
+    assert writer.threshold == 1.0
+
+
+def test_the_capacity_rule_protects_human_ones_and_no_others() -> None:
+    agent, human = rewarded(length=9, name="agent"), rewarded(length=8, is_human=True, name="human")
+    storage, writer = build(3, agent, human)
+    assert kept(storage)[0] == ["human", "agent"]
+    for name in ("a", "b"):
+        writer.add(rewarded(length=2, name=name))
+    assert kept(storage)[0] == ["human", "a", "b"]
+
+
+def test_loading_raises_the_threshold_and_is_no_success() -> None:
+    storage, writer = build(3)
+    writer.load([rewarded(2.0), rewarded(3.0, is_human=True)])
+    assert (writer.threshold, storage.successes, storage.annealed) == (2.0, 0, 0.0)
+    assert writer.add(rewarded(1.0)) == "value"
+
+
+def test_a_value_demonstration_goes_where_one_is_too_many() -> None:
+    storage, writer = build(3, rewarded(is_human=True))
+    for name, value in (("low", 1.0), ("high", 3.0)):
+        assert writer.add(rewarded(0.0, value=value, name=name)) == "value"
+    assert writer.add(rewarded(0.0, value=0.5)) is None
+    assert writer.add(rewarded(0.0, value=1.0, name="as low")) == "value"
+    assert kept(storage)[1] == ["high", "as low"]
+    writer.add(rewarded(1.0))
+    assert kept(storage)[1] == ["high"]
+
+
+def test_a_place_that_a_success_took_does_not_come_back() -> None:
+    storage, writer = build(4, reward_threshold=1.0)
+    for total in (1.0, 2.0):
+        writer.add(rewarded(total))
+    assert len(storage.reward_demonstrations) == 1
+    assert [writer.add(rewarded(0.0, value=value)) for value in (1.0, 0.5)] == ["value", None]
+
+
+def test_what_follows_the_last_reward_is_cut_by_option() -> None:
+    episode = demo(0.0, -1.0, 3.0, -1.0)
+    for cut, length, total in ((True, 3, 2.0), (False, 4, 1.0)):
+        storage, writer = build(cut_after_reward=cut)
+        writer.add(episode)
+        (found,) = storage.reward_demonstrations
+        assert (found.length, found.total_reward) == (length, total)
+        assert (found.last_observation is not None) == cut
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    storage, writer = build()
+    image = torch.zeros(1, 2, 2)
+    steps = demo(1.0).steps.clone().set("image", image)
+    writer.add(Demonstration(steps))
+    image += 1
+    assert not storage.reward_demonstrations[0].steps["image"].any()
+
+
+def test_a_replayed_one_that_is_offered_again_is_kept_twice() -> None:
+    storage, writer = build()
+    writer.add(rewarded())
+    writer.add(storage.reward_demonstrations[0])
+    first, second = storage.reward_demonstrations
+    assert first.serial != second.serial
+
+
+def test_refresh_replaces_the_value_of_what_is_kept() -> None:
+    storage, writer = build(3)
+    writer.load([rewarded(is_human=True)])
+    for name in "ab":
+        writer.add(rewarded(0.0, value=1.0, name=name))
+    replayed, other = storage.value_demonstrations
+    # Two environments may replay the same one.
+    assert writer.refresh(replayed, 0.25)
+    assert writer.refresh(replayed, 0.5)
+    assert [each.value for each in storage.value_demonstrations] == [0.5, 1.0]
+    assert storage.value_demonstrations[0].steps is replayed.steps
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="value must be a finite number"):
+            writer.refresh(other, wrong)
+    writer.add(rewarded(0.0, value=2.0, name="c"))
+    assert kept(storage)[1] == ["b", "c"]
+    assert not writer.refresh(replayed, 9.0)
+    assert not writer.refresh(rewarded(), 9.0)
+
+
+@pytest.mark.parametrize("total", [1.0, 0.0])
+def test_a_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, writer = build(2, rewarded(is_human=True))
+    writer.add(rewarded(0.0, value=1.0))
+
+    def seen() -> tuple[Any, ...]:
+        contents = storage.reward_demonstrations, storage.value_demonstrations
+        return *contents, storage.successes, storage.annealed, writer.state_dict()
+
+    before = seen()
+    with pytest.raises(ValueError, match="is a human one"):
+        writer.add(rewarded(total, is_human=True))
+    with pytest.raises(ValueError, match="2 demonstrations and 1 human ones that are kept exceed the capacity 2"):
+        writer.load([rewarded(), rewarded()])
+    monkeypatch.setattr("torchrl_lightning.demonstrations.writer.replace", lambda *_, **__: 1 / 0)  # no memory is left
+    with pytest.raises(ZeroDivisionError):
+        writer.add(rewarded(total, value=2.0))
+    with pytest.raises(ZeroDivisionError):
+        writer.load([rewarded()])
+    assert seen() == before
+
+
+@pytest.mark.parametrize("threshold", [math.nan, math.inf])
+def test_a_threshold_that_is_no_number_is_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match="reward_threshold must be a finite number or None"):
+        build(reward_threshold=threshold)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_a_state_restores_the_threshold(threshold: float | None) -> None:
+    _, writer = build(reward_threshold=threshold)
+    _, other = build(reward_threshold=5.0)
+    other.load_state_dict(writer.state_dict())
+    assert other.threshold == writer.threshold
+    for change, message in (
+        ({"schema_version": 9}, "schema version 9"),
+        ({"threshold": math.nan}, "'threshold' is nan"),
+        ({"annealing": "current"}, "annealing='current', this demonstration writer has annealing='linear'"),
+        ({"value_capacity": 3}, "value_capacity=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict({**writer.state_dict(), **change})
