@@ -25,6 +25,7 @@ from torchrl_lightning.demonstrations import DemonstrationStorage as Demonstrati
 from torchrl_lightning.demonstrations import DemonstrationWriter as DemonstrationWriter
 from torchrl_lightning.demonstrations import minari_demonstrations as minari_demonstrations
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
+from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer
 from torchrl_lightning.estimators import discount_cumsum as discount_cumsum

@@ -20,7 +20,7 @@ import importlib, resource, sys
 def check(what):
     loaded = [heavy for heavy in HEAVY if heavy in sys.modules]
     assert not loaded, (what, loaded)
-for name in ("train", "evaluate", "plot"):
+for name in ("train", "evaluate", "record", "plot"):
     module = importlib.import_module("torchrl_lightning.cli." + name)
     for arguments in (["--help"], ["--cfg", "job"]) if name != "plot" else (["--help"],):
         sys.argv = ["x", *arguments]
@@ -57,7 +57,7 @@ def test_help_lists_groups_with_their_options_and_no_internals(run):
     assert max(map(len, said.splitlines())) <= 130
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate"])
+@pytest.mark.parametrize("name", ["train", "evaluate", "record"])
 def test_help_shows_main_settings_with_the_values_that_a_run_would_have(run, name):
     said = run(name, "-h").stdout.partition("FIELD=VALUE")[2].splitlines()
     config = OmegaConf.create(run(name, "--cfg", "job").stdout)
@@ -82,6 +82,7 @@ def test_help_shows_main_settings_with_the_values_that_a_run_would_have(run, nam
             "model.learning_rate",
         },
         "evaluate": {"ckpt_path", "seed", "deterministic", "video"},
+        "record": {"ckpt_path", "policy", "episodes", "min_return", "directory", "table"},
     }
     assert main[name] <= set(shown)
 

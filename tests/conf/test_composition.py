@@ -21,7 +21,7 @@ from extras import need_extra
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
-PRIMARY = ("train", "evaluate")
+PRIMARY = ("train", "evaluate", "record")
 # The group `hydra` holds one option for each command.
 ROOTS = {"data": EXPORT_DIR}
 
@@ -42,7 +42,7 @@ OPTIONS = [(group, option) for group in groups() for option in options(group) if
 def test_the_tree_has_no_file_outside_of_what_is_tested():
     tested = {CONF_DIR / f"{name}.yaml" for name in PRIMARY}
     tested |= {ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml" for group, option in OPTIONS}
-    tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate")}
+    tested |= {CONF_DIR / "hydra" / f"{option}.yaml" for option in ("default", "evaluate", "record")}
     assert set(CONF_DIR.glob("**/*.yaml")) == tested
 
 
@@ -57,7 +57,9 @@ def test_the_evaluate_config_asks_for_a_checkpoint_alone(compose_in):
     assert OmegaConf.missing_keys(compose_in(CONF_DIR, "evaluate", "histogram=null")) == {"ckpt_path"}
 
 
-@pytest.mark.parametrize(("name", "folder"), [("train", "logs/train/"), ("evaluate", "logs/evaluate/")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("train", "logs/train/"), ("evaluate", "logs/evaluate/"), ("record", "logs/record/")]
+)
 def test_a_run_gets_a_folder_of_its_own(compose_in, name, folder):
     cfg = compose_in(CONF_DIR, name, return_hydra_config=True)
     assert cfg.hydra.job.chdir is False

@@ -64,8 +64,9 @@ def test_the_train_command_composes_its_config(installation):
     assert cfg.seed == 3
 
 
-def test_the_evaluate_and_plot_commands_answer(installation):
+def test_the_other_commands_answer(installation):
     assert "ckpt_path" in installation.run("torchrl-lightning-evaluate", "--cfg", "job").stdout
+    assert "ckpt_path" in installation.run("torchrl-lightning-record", "--cfg", "job").stdout
     assert "usage" in installation.run("torchrl-lightning-plot", "--help").stdout.lower()
 
 

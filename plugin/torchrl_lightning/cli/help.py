@@ -24,6 +24,14 @@ torchrl-lightning-evaluate plays the policy of a checkpoint and shows how its re
   torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/best.ckpt video=films            film one episode
 
 The environment and the networks come from RUN's config.""",
+    "record": """\
+torchrl-lightning-record plays episodes and keeps them as demonstrations, or shows what a directory of them holds.
+
+  torchrl-lightning-record ckpt_path=RUN/checkpoints/best.ckpt episodes=20 min_return=200    the good ones of a policy
+  torchrl-lightning-record policy=planner:act env=minigrid                                   those of planner.py's act
+  torchrl-lightning-record table=demonstrations env=minigrid                                 do these fit that?
+
+A scripted policy gets an observation as numpy arrays, one or a dict of them, and returns an action.""",
 }
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
@@ -35,8 +43,8 @@ def help_text(name: str) -> str:
     path = CONF_DIR / f"{name}.yaml"
     chosen = _choices(path)
     parts = [_ABOUT[name]]
-    if name == "train":
-        parts.append("GROUP=NAME selects a config:\n\n" + "\n".join(_groups(path)))
+    if groups := list(_groups(path)):
+        parts.append("GROUP=NAME selects a config:\n\n" + "\n".join(groups))
     settings = _settings(path, chosen)
     width = min(36, max(len(f"{key}={value}") for key, (value, _) in settings.items()))
     lines = [f"  {f'{key}={value}':{width}}  {meaning}" for key, (value, meaning) in settings.items()]
@@ -47,7 +55,8 @@ def help_text(name: str) -> str:
 
 def _choices(path: Path) -> dict[str, str]:
     """Map the groups of a defaults list to the options that it chooses, those of its experiment included."""
-    found = {match["group"]: match["option"] for match in map(_CHOICE.match, _lines(path)) if match is not None}
+    matches = [match for match in map(_CHOICE.match, _lines(path)) if match is not None and match["option"] != "null"]
+    found = {match["group"]: match["option"] for match in matches}
     experiment = CONF_DIR / "experiment" / f"{found.get('experiment')}.yaml"
     return {**found, **_choices(experiment)} if experiment.is_file() else found
 

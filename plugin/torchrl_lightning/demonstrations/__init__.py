@@ -4,6 +4,7 @@ from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration, write_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.recording import record_demonstrations
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -18,5 +19,6 @@ __all__ = [
     "DemonstrationWriter",
     "minari_demonstrations",
     "read_demonstration",
+    "record_demonstrations",
     "write_demonstration",
 ]

@@ -1,0 +1,201 @@
+"""``torchrl-lightning-record``: record demonstrations, or show what a directory of them holds."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_lightning.cli.command import quiet, run_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omegaconf import DictConfig
+
+    from torchrl_lightning.collectors import EnvironmentSpecs
+    from torchrl_lightning.collectors._policy import Policy
+
+
+def main() -> None:
+    """Run the command; a sweeper gets the mean return of the demonstrations."""
+    run_command("record", record)
+
+
+def record(cfg: DictConfig) -> float:
+    """Record episodes into a directory, or show the table of one."""
+    import torch
+
+    from torchrl_lightning.cli.checks import UsageError
+
+    given = [name for name in ("ckpt_path", "policy", "table") if cfg[name] is not None]
+    if len(given) != 1:
+        raise UsageError(
+            f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN/checkpoints/best.ckpt, or "
+            "policy=MODULE:FUNCTION and env=NAME, or table=DIRECTORY."
+        )
+    quiet()
+    torch.set_num_threads(1)
+    if cfg.table is not None:
+        return show_table(Path(cfg.table), _environment(cfg))
+    if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
+        raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
+    if not isinstance(cfg.min_return, int | float | None):
+        raise UsageError(f"min_return={cfg.min_return}: expected a number or null.")
+    if cfg.ckpt_path is not None:
+        if "data" in cfg:
+            raise UsageError("ckpt_path= plays in the environment of its run; leave env= out.")
+        return _save(cfg, *_of_checkpoint(cfg))
+    env = _environment(cfg)
+    if env is None:
+        raise UsageError(f"policy={cfg.policy} needs an environment; choose one as env=NAME, --help lists the names.")
+    return _save(cfg, env, scripted_policy(cfg.policy, env))
+
+
+def _environment(cfg: DictConfig) -> Any:
+    """Build the environment's recipe that was chosen, and the environment once; None without one."""
+    from omegaconf import OmegaConf
+
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.parts import MISTAKES, build_part, describe
+    from torchrl_lightning.demonstrations.recording import demonstration_specs
+
+    if "data" not in cfg:
+        return None
+    env = build_part(cfg, "data.env") if OmegaConf.is_dict(cfg.data.env) else cfg.data.env
+    try:
+        demonstration_specs(env)
+    except MISTAKES as error:
+        raise UsageError(describe(cfg, "data.env", error)) from error
+    return env
+
+
+def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
+    import torch
+    from hydra.utils import instantiate
+
+    from torchrl_lightning.cli.checks import UsageError, check_is_file
+    from torchrl_lightning.cli.evaluate import run_config
+    from torchrl_lightning.learn.loading import policy_in
+
+    checkpoint = Path(cfg.ckpt_path)
+    check_is_file(checkpoint)
+    stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    run = run_config(checkpoint, stored)
+    try:
+        policy = policy_in(stored, checkpoint, instantiate(run.model), deterministic=cfg.deterministic)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return _environment(run), policy
+
+
+def scripted_policy(path: str, env: Any) -> Policy:
+    """Import ``module:function``, which maps an observation to an action, as a policy of one environment.
+
+    It gets what the environment shows as numpy arrays: one array, or a dict of them.
+    """
+    import torch
+
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.collectors import close_environment, environment_specs, make_environment
+    from torchrl_lightning.entries import map_leaves, tree_of
+
+    module, _, name = path.partition(":")
+    try:
+        function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"policy={path}: expected MODULE:FUNCTION, such as planner:act; {error}.") from error
+    made = make_environment(env, 1, vectorization="sync", own_number=True)
+    specs = environment_specs(made)
+    close_environment(made)
+
+    def act(step: Any) -> Any:
+        actions = []
+        for row in step.select(*specs.keys).unbind(0):
+            tree = map_leaves(lambda leaf: leaf.numpy(force=True).copy(), tree_of(row))
+            actions.append(checked(function(tree["observation"] if list(tree) == ["observation"] else tree)))
+        return step.set("action", torch.stack(actions))
+
+    def checked(returned: Any) -> Any:
+        try:
+            action = torch.as_tensor(returned).reshape(specs.action.shape)
+            cast = action.to(specs.action.dtype)
+            fits = specs.action.is_in(cast) and (cast.is_floating_point() or bool((cast == action).all()))
+        except (TypeError, ValueError, RuntimeError):
+            fits = False
+        if not fits:
+            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {specs.action}.")
+        return cast
+
+    return act
+
+
+def _save(cfg: DictConfig, env: Any, policy: Policy) -> float:
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
+
+    least = -float("inf") if cfg.min_return is None else cfg.min_return
+    folder = Path(cfg.directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    returns, best = [], -float("inf")
+    for demonstration in record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed):
+        best = max(best, demonstration.total_reward)
+        if demonstration.total_reward < least:
+            continue
+        path = _free_path(folder)
+        write_demonstration(path, demonstration)
+        returns.append(demonstration.total_reward)
+        print(f"{path}: {demonstration.length} steps, return {demonstration.total_reward:g}")
+    if not returns:
+        raise UsageError(
+            f"none of {cfg.episodes} episodes had a return of at least min_return={least:g}; the best had {best:g}."
+        )
+    mean = sum(returns) / len(returns)
+    print(f"{len(returns)} of {cfg.episodes} episodes recorded, mean return {mean:.1f}")
+    return mean
+
+
+def _free_path(folder: Path) -> Path:
+    taken = {path.name for path in folder.iterdir()}
+    names = (f"demonstration_{number:03d}.safetensors" for number in range(len(taken) + 1))
+    return folder / next(name for name in names if name not in taken)
+
+
+def show_table(folder: Path, env: Any) -> float:
+    """Print what a directory of demonstrations holds, and what is wrong with each; return the mean return."""
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.demonstrations.files import SUFFIXES
+    from torchrl_lightning.demonstrations.recording import demonstration_specs
+
+    paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in SUFFIXES)
+    if not paths:
+        raise UsageError(f"table={folder}: no demonstration is there; it needs a {' or '.join(SUFFIXES)} file.")
+    fitting = (None, 1) if env is None else demonstration_specs(env)
+    lines: list[tuple[str, ...]] = [("file", "length", "return", "by", "environment", "check")]
+    returns = []
+    for path in paths:
+        told, total = _line(path, *fitting)
+        lines.append((path.name, *told))
+        returns += [] if total is None else [total]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    return sum(returns) / len(returns) if returns else float("nan")
+
+
+def _line(path: Path, specs: EnvironmentSpecs | None, frame_skip: int) -> tuple[tuple[str, ...], float | None]:
+    from torchrl_lightning.demonstrations import read_demonstration
+
+    try:
+        found = read_demonstration(path)
+    except (OSError, ValueError, TypeError) as error:
+        return ("", "", "", "", str(error)), None
+    check = "whole" if specs is None else "fits"
+    if specs is not None:
+        try:
+            read_demonstration(path, specs).fits(specs, frame_skip)
+        except ValueError as error:
+            check = str(error)
+    by = "human" if found.is_human else "agent"
+    where = str(found.metadata.get("environment", "unknown"))
+    return (str(found.length), f"{found.total_reward:g}", by, where, check), found.total_reward

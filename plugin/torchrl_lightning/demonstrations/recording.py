@@ -1,0 +1,143 @@
+"""Record the episodes of a policy as demonstrations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.envs import EnvBase
+
+from torchrl_lightning.collectors import (
+    EnvironmentRecipe,
+    EnvironmentSpecs,
+    GymnasiumCollector,
+    TorchRLCollector,
+    close_environment,
+    environment_specs,
+    make_environment,
+)
+from torchrl_lightning.collectors._faults import EnvironmentFault
+from torchrl_lightning.collectors._policy import Policy
+from torchrl_lightning.collectors.recipe import plain
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.ranges import integer
+
+_FRAMES = 64  # steps collected at a time
+_MANY_STEPS = 100_000
+Environment = str | Callable[..., Any]
+
+
+def demonstration_specs(env: Environment) -> tuple[EnvironmentSpecs, int]:
+    """Return the specs without a frame stack, and the frame skip, that demonstrations of an environment have.
+
+    Args:
+        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's. Of the frame skip, only the
+            ``action_repeat`` of a recipe is known.
+
+    Example:
+        >>> specs, frame_skip = demonstration_specs(EnvironmentRecipe("CartPole-v1", action_repeat=2))
+        >>> specs.action.n, frame_skip
+        (2, 2)
+    """
+    repeat = 1
+    if isinstance(env, EnvironmentRecipe):
+        repeat, env = env.action_repeat, copy.copy(env)
+        env.frame_stack = 1
+    made = make_environment(env, 1, vectorization="sync", own_number=True)
+    try:
+        return environment_specs(made), repeat
+    finally:
+        close_environment(made)
+
+
+def record_demonstrations(
+    env: Environment, policy: Policy, num_episodes: int, *, seed: int | None = None
+) -> Iterator[Demonstration]:
+    """Play episodes one after another and give each as a demonstration.
+
+    Rewards are those that learning gets, so that a demonstration can be replayed among them; of a recipe's frame stack
+    the newest image is kept. The metadata name the ``environment`` and its ``frame_stack``, and say whether the
+    episode ``terminated``.
+
+    Args:
+        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's.
+        policy: Reads a TensorDict ``[1]`` and writes ``action``.
+        num_episodes: How many.
+        seed: Seeds environment and policy; None draws it.
+
+    Raises:
+        EnvironmentFault: An episode has not ended after 100,000 steps.
+        ValueError: The environment or the policy's actions do not fit.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> left = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
+        >>> [demonstration.length for demonstration in record_demonstrations("CartPole-v1", left, 3, seed=0)]
+        [8, 8, 10]
+    """
+    integer(num_episodes, "num_episodes")
+    specs, frame_skip = demonstration_specs(env)
+    known: dict[str, str | int | float] = {
+        "environment": str(plain(env.id if isinstance(env, EnvironmentRecipe) else env))
+    }
+    if isinstance(env, EnvironmentRecipe) and env.frame_stack > 1:
+        known["frame_stack"] = env.frame_stack
+    for number, episode in enumerate(_episodes(env, policy, num_episodes, seed)):
+        steps, last = (_shown(part, specs) for part in (episode, episode["next"][-1:]))
+        for key in (ACTION, REWARD):
+            steps[key] = episode[key].clone()
+        yield Demonstration(
+            steps,
+            last[0],
+            frame_skip=frame_skip,
+            name=f"{known['environment']}, episode {number}",
+            metadata={**known, "terminated": bool(episode["next", "terminated"][-1])},
+        )
+
+
+def _episodes(env: Environment, policy: Policy, count: int, seed: int | None) -> Iterator[TensorDictBase]:
+    made = make_environment(env, 1, vectorization="sync", own_number=True)
+    try:
+        collector: Any = (
+            TorchRLCollector(made, policy, frames_per_batch=_FRAMES * made.batch_size.numel(), seed=seed)
+            if isinstance(made, EnvBase)
+            else GymnasiumCollector(made, policy, frames_per_batch=_FRAMES, seed=seed)
+        )
+        parts: list[TensorDictBase] = []
+        for batch in collector:
+            steps, begin = batch[0], 0
+            for end in (steps["next", "done"].flatten().nonzero().flatten() + 1).tolist():
+                yield torch.cat([*parts, steps[begin:end]])
+                count -= 1
+                if not count:
+                    return
+                parts, begin = [], end
+            parts.append(steps[begin:])
+            if sum(map(len, parts)) >= _MANY_STEPS:
+                raise EnvironmentFault(
+                    f"No episode has ended after {_MANY_STEPS} steps: an environment without an end needs a time limit "
+                    "(time_limit= of an EnvironmentRecipe)."
+                )
+    finally:
+        close_environment(made)
+
+
+def _shown(part: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
+    """Copy the observation entries, of stacked images the newest."""
+    shown = TensorDict({}, part.batch_size)
+    for key in specs.keys:
+        shown[key] = _newest(part[key], specs.observation[key].shape).clone()
+    return shown
+
+
+def _newest(leaf: Tensor, shape: torch.Size) -> Tensor:
+    if leaf.ndim == len(shape) + 2:  # [H, W] became [K, H, W]
+        return leaf[:, -1]
+    for dim, (stacked, single) in enumerate(zip(leaf.shape[1:], shape, strict=True), 1):
+        if stacked != single:
+            leaf = leaf.narrow(dim, stacked - single, single)
+    return leaf

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from cli.commands import unchanged_process
+from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.cli.record import record
+from torchrl_lightning.demonstrations import read_demonstration
+
+PLANNER = """
+import numpy as np
+
+def act(observation):
+    assert observation.shape == (4,)
+    return int(observation[2] + observation[3] > 0)
+
+def bad(observation):
+    return 2
+
+def half(observation):
+    return 0.5
+"""
+
+
+def test_a_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
+    (tmp_path / "planner.py").write_text(PLANNER)
+    command = ["record", "policy=planner:act", "env=cartpole", "episodes=2", "directory=demos", "hydra.run.dir=run"]
+    said = run(*command).stdout
+    assert "2 of 2 episodes recorded, mean return" in said
+    run(*command, "min_return=100")
+    paths = sorted((tmp_path / "demos").iterdir())
+    assert [path.name for path in paths] == [f"demonstration_{i:03d}.safetensors" for i in range(4)]
+    found = read_demonstration(paths[0])
+    assert found.total_reward >= 100  # which pushing to one side does not reach
+    assert found.metadata["environment"] == "CartPole-v1"
+
+
+def test_a_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_path):
+    checkpoint = trained[0] / "checkpoints" / "last.ckpt"
+    done = run("record", f"ckpt_path={checkpoint}", "episodes=3", "directory=demos", "hydra.run.dir=run")
+    assert len(list((tmp_path / "demos").iterdir())) == 3
+    assert "3 of 3 episodes recorded" in done.stdout
+
+
+def test_the_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
+    (tmp_path / "planner.py").write_text(PLANNER)
+    run("record", "policy=planner:act", "env=cartpole", "directory=demos", "hydra.run.dir=run")
+    (tmp_path / "demos" / "torn.npz").write_bytes(b"PK")
+    arrays = {"Observation": np.zeros((2, 3)), "Action": [[0], [1]], "Reward": [[0.0], [1.5]], "FrameSkip": 1}
+    np.savez(tmp_path / "demos" / "other.npz", **arrays)
+    head, ours, other, torn = run("record", "table=demos", "hydra.run.dir=run").stdout.splitlines()[-4:]
+    assert head.split() == ["file", "length", "return", "by", "environment", "check"]
+    assert ours.split()[3:] == ["agent", "CartPole-v1", "whole"]
+    assert other.split() == ["other.npz", "2", "1.5", "agent", "unknown", "whole"]
+    assert "torn.npz was refused: it is no whole .npz file" in torn
+    ours, other = run("record", "table=demos", "env=cartpole", "hydra.run.dir=run").stdout.splitlines()[-3:-1]
+    assert ours.endswith("fits")
+    assert "[3]" in other
+
+
+CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "nothing given; say either ckpt_path="),
+        ({"table": "demos", "policy": "planner:act"}, "policy and table given"),
+        ({"table": "nowhere"}, "table=nowhere: no demonstration is there"),
+        ({"ckpt_path": "nowhere.ckpt"}, r"ckpt_path=nowhere\.ckpt is not a file"),
+        ({"ckpt_path": "nowhere.ckpt", "data": {"env": "CartPole-v1"}}, "leave env= out"),
+        ({"policy": "planner:act"}, "policy=planner:act needs an environment; choose one as env=NAME"),
+        ({**CARTPOLE, "policy": "planner"}, "policy=planner: expected MODULE:FUNCTION"),
+        ({**CARTPOLE, "policy": "planner:none"}, "has no attribute 'none'"),
+        ({**CARTPOLE, "policy": "planner:bad"}, "policy=planner:bad returned 2, which is no action of"),
+        ({**CARTPOLE, "policy": "planner:half"}, r"returned 0\.5, which is no action of"),
+        ({**CARTPOLE, "data": {"env": "No-v0"}}, "data.env: Gymnasium does not know the environment 'No-v0'"),
+        ({**CARTPOLE, "episodes": 0}, "episodes=0: expected a positive whole number"),
+        ({**CARTPOLE, "min_return": "much"}, "min_return=much: expected a number or null"),
+        ({**CARTPOLE, "min_return": 501}, "none of 1 episodes had a return of at least min_return=501; the best had"),
+    ],
+)
+def test_a_mistake_is_named(settings, message, tmp_path, monkeypatch):
+    (tmp_path / "planner.py").write_text(PLANNER)
+    cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), "directory": "demos", **settings})
+    monkeypatch.syspath_prepend(tmp_path)
+    with unchanged_process(), contextlib.chdir(tmp_path), pytest.raises(UsageError, match=message):
+        record(cfg)
+    assert not list(tmp_path.glob("demos/*"))
+
+
+def test_a_mistake_is_one_line_without_a_traceback(run):
+    done = run("record", "table=nowhere", "hydra.run.dir=run", expect=1)
+    assert done.stderr.startswith("error: table=nowhere")
+    assert "Traceback" not in done.stderr
