@@ -32,7 +32,7 @@ def draws(sampler: DemonstrationSampler, storage: DemonstrationStorage, count: i
 
 @pytest.mark.parametrize("annealed", [0.0, 0.5, 1.0])
 def test_draws_have_their_probabilities(annealed: float) -> None:
-    storage, count = filled(annealed=annealed), 4000
+    storage, count = filled(annealed=annealed), 2000
     found = draws(DemonstrationSampler(0.2, 0.4, alpha=2, generator=seeded()), storage, count)
     rho, phi = 0.2 + annealed * 0.4, 0.4 * (1 - annealed)
     expected = {"env": 0.4, "r0": rho / 2, "r1": rho / 2, "v0": phi / 5, "v1": phi * 4 / 5, "v2": 0.0, "v3": 0.0}

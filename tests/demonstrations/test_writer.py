@@ -95,7 +95,7 @@ EPISODES = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     capacity=st.integers(1, 5),
     human=st.lists(st.sampled_from([0.0, 1.0]), max_size=2),

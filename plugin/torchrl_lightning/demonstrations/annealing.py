@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torchrl_lightning.ranges import integer, one_of
 
-SCHEDULES = ("linear", "current")
+Schedule = Literal["linear", "current"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class DemonstrationAnnealing:
     """
 
     value_capacity: int
-    schedule: str = "linear"
+    schedule: Schedule = "linear"
 
     def __post_init__(self) -> None:
         integer(self.value_capacity, "value_capacity", 0)
-        one_of(self.schedule, "annealing", SCHEDULES)
+        one_of(self.schedule, "annealing", get_args(Schedule))
 
     def moved(self, before: float, successes: int, num_value: int) -> float:
         """Return the share of phi that has moved to rho, in ``[0, 1]``.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
+from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.ranges import boolean, optional
@@ -63,7 +63,7 @@ class DemonstrationWriter:
         *,
         reward_threshold: float | None = None,
         cut_after_reward: bool = True,
-        annealing: str = "linear",
+        annealing: Schedule = "linear",
         value_capacity: int | None = None,
     ) -> None:
         threshold = -math.inf if reward_threshold is None else float(reward_threshold)
