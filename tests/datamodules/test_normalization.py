@@ -56,7 +56,7 @@ def check_statistics(data):
     np.testing.assert_allclose(moments.variance, rows.var(0), rtol=1e-11)
     reward, done = (all_of(data, "next", name)[..., 0].numpy() for name in ("reward", "done"))
     sums = filtered(reward.astype(float), done, data._normalization.gamma)
-    scale = data._normalization._scale
+    scale = data._normalization._scale.moments
     assert scale.count == sums.size
     np.testing.assert_allclose(scale.variance, sums.var(), rtol=1e-11)
 

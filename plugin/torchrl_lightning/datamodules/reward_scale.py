@@ -1,0 +1,126 @@
+"""Rewards divided by the running deviation of their discounted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._compat import put_entry
+from torchrl_lightning.collectors.normalization import EPSILON, scaled
+from torchrl_lightning.entries import level_of
+from torchrl_lightning.moments import Moments
+from torchrl_lightning.scan import discounted_scan
+from torchrl_lightning.state import anything, check_state, sequence, tensor
+
+_CHUNK = 256  # steps that are filtered at a time, where they come one by one
+
+
+class RewardScale:
+    r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
+
+    The sum starts anew with each episode. What is noted enters the deviation by :meth:`advance` alone.
+
+    Args:
+        clip: largest absolute value of what comes out.
+    """
+
+    def __init__(self, clip: float) -> None:
+        self.clip = clip
+        self.gamma = 0.99  # the buffer's, as soon as there is one
+        self._moments = Moments.none()  # of the sums
+        self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over the deviation
+        self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
+        self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and ends, all of the same environments
+        self._env_ids: Tensor | None = None  # which ones
+        self._steps = 0  # how many were noted
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the sums."""
+        return self._moments
+
+    def scale_(self, data: TensorDictBase) -> None:
+        """Put scaled rewards in the place of ``("next", "reward")``."""
+        following = level_of(data)["next"]
+        reward = level_of(following)["reward"]
+        zero, factor = self._constants
+        if factor.device != reward.device:
+            zero, factor = self._constants = (zero.to(reward.device), factor.to(reward.device))
+        put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
+
+    def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None) -> Moments | None:
+        """Note rewards and ends ``[N, T, *]`` of the environments ``env_ids`` ``[N]``, all in order if None.
+
+        Returns:
+            The moments of the sums of a chunk of steps, when there are enough.
+        """
+        before = None
+        if env_ids is not self._env_ids:
+            before, self._env_ids = self.reduced(), env_ids
+        self._noted.append((reward.clone(), done.clone()))  # a collector may reuse its memory
+        self._steps += done.shape[1]
+        return before if self._steps < _CHUNK else _joined(before, self.reduced())
+
+    def reduced(self) -> Moments | None:
+        """Return the moments of the sums over what was noted, and forget it; None if that is nothing.
+
+        Raises:
+            ValueError: a reward is not finite.
+        """
+        if not self._noted:
+            return None
+        reward, done = (torch.cat(each, 1).cpu() for each in zip(*self._noted, strict=True))
+        self._noted, self._steps = [], 0
+        reward = reward.flatten(2).sum(-1).double().T
+        goes_on = ~done.flatten(2).any(-1).T
+        ids = torch.arange(reward.shape[1]) if self._env_ids is None else self._env_ids
+        missing = int(ids.max()) + 1 - len(self._sums)
+        if missing > 0:
+            self._sums = torch.cat([self._sums, self._sums.new_zeros(missing)])
+        known = ids >= 0  # of the others, nobody knows which ones they were before
+        before = torch.where(known, self._sums[ids], 0.0)
+        discount = torch.full_like(reward, self.gamma)
+        discount[1:] *= goes_on[:-1]
+        sums = discounted_scan(reward, discount, initial=before, reverse=False)
+        moments = Moments.of(sums.flatten())
+        if not moments.mean.isfinite():
+            raise ValueError("rewards are not finite; their environment is at fault.")
+        self._sums[ids[known]] = (sums[-1] * goes_on[-1])[known]
+        return moments
+
+    def cut(self) -> None:
+        """Let the next rewards be the first of their episodes; what was noted must have been reduced."""
+        self._sums.zero_()
+
+    def advance(self, moments: Moments) -> None:
+        """Take further sums into the deviation."""
+        self.load_moments(self._moments.merged(moments))
+
+    def load_moments(self, moments: Moments) -> None:
+        """Replace the moments of the sums."""
+        self._moments = moments
+        if moments.count:
+            self._constants = torch.zeros(1), (moments.variance + EPSILON).rsqrt().float().reshape(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was noted and the sums that go on, copied."""
+        noted = [torch.cat(each, 1) for each in zip(*self._noted, strict=True)]
+        ids = None if self._env_ids is None else self._env_ids.clone()
+        return {"sums": self._sums.clone(), "noted": noted, "env_ids": ids}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; a ValueError, and no change, if it is none."""
+        schema = {"sums": tensor(torch.float64, None), "noted": sequence, "env_ids": anything}
+        check_state(state, schema, "reward scale")
+        reward_and_done = [each.clone() for each in state["noted"]]
+        self._sums, self._env_ids = state["sums"].clone(), state["env_ids"]
+        self._noted = [(reward_and_done[0], reward_and_done[1])] if reward_and_done else []
+        self._steps = reward_and_done[1].shape[1] if reward_and_done else 0
+
+
+def _joined(one: Moments | None, other: Moments | None) -> Moments | None:
+    return other if one is None else one if other is None else one.merged(other)
