@@ -24,6 +24,7 @@ from torchrl_lightning.demonstrations import DemonstrationSampler as Demonstrati
 from torchrl_lightning.demonstrations import DemonstrationStorage as DemonstrationStorage
 from torchrl_lightning.demonstrations import DemonstrationWriter as DemonstrationWriter
 from torchrl_lightning.demonstrations import minari_demonstrations as minari_demonstrations
+from torchrl_lightning.demonstrations import play_demonstrations as play_demonstrations
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
+from demonstrations.episodes import episode
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.record import record
@@ -75,6 +77,8 @@ CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}
         ({"ckpt_path": "nowhere.ckpt"}, r"ckpt_path=nowhere\.ckpt is not a file"),
         ({"ckpt_path": "nowhere.ckpt", "data": {"env": "CartPole-v1"}}, "leave env= out"),
         ({"policy": "planner:act"}, "policy=planner:act needs an environment; choose one as env=NAME"),
+        ({"keyboard": True}, "keyboard=True needs an environment"),
+        ({**CARTPOLE, "keyboard": True}, "policy and keyboard given"),
         ({**CARTPOLE, "policy": "planner"}, "policy=planner: expected MODULE:FUNCTION"),
         ({**CARTPOLE, "policy": "planner:none"}, "has no attribute 'none'"),
         ({**CARTPOLE, "policy": "planner:bad"}, "policy=planner:bad returned 2, which is no action of"),
@@ -92,6 +96,21 @@ def test_a_mistake_is_named(settings, message, tmp_path, monkeypatch):
     with unchanged_process(), contextlib.chdir(tmp_path), pytest.raises(UsageError, match=message):
         record(cfg)
     assert not list(tmp_path.glob("demos/*"))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_person_is_recorded(ends, tmp_path):
+    given = {"keyboard": True, "keys": {"a": 0, "d": 1}, "directory": str(tmp_path), "data": {"env": "CartPole-v1"}}
+    cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
+    episodes = [episode(7, is_human=True)] if ends else []
+    with (
+        unchanged_process(),
+        mock.patch("torchrl_lightning.demonstrations.play_demonstrations", return_value=episodes) as play,
+        contextlib.nullcontext() if ends else pytest.raises(UsageError, match="no episode was played to its end"),
+    ):
+        assert record(cfg) == 7.0
+    play.assert_called_once_with("CartPole-v1", 1, keys={"a": 0, "d": 1}, noop=0, seed=1000)
+    assert [read_demonstration(path).is_human for path in tmp_path.iterdir()] == ([True] if ends else [])
 
 
 def test_a_mistake_is_one_line_without_a_traceback(run):

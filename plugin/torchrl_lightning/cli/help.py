@@ -29,6 +29,7 @@ torchrl-lightning-record plays episodes and keeps them as demonstrations, or sho
 
   torchrl-lightning-record ckpt_path=RUN/checkpoints/best.ckpt episodes=20 min_return=200    the good ones of a policy
   torchrl-lightning-record policy=planner:act env=minigrid                                   those of planner.py's act
+  torchrl-lightning-record keyboard=true 'keys={a: 0, d: 1}' env=cartpole                    a person plays
   torchrl-lightning-record table=demonstrations env=minigrid                                 do these fit that?
 
 A scripted policy gets an observation as numpy arrays, one or a dict of them, and returns an action.""",

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torchrl_lightning.cli.command import quiet, run_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from omegaconf import DictConfig
 
     from torchrl_lightning.collectors import EnvironmentSpecs
     from torchrl_lightning.collectors._policy import Policy
+    from torchrl_lightning.demonstrations import Demonstration
 
 
 def main() -> None:
@@ -28,28 +29,48 @@ def record(cfg: DictConfig) -> float:
 
     from torchrl_lightning.cli.checks import UsageError
 
-    given = [name for name in ("ckpt_path", "policy", "table") if cfg[name] is not None]
+    given = [name for name in ("ckpt_path", "policy", "keyboard", "table") if cfg[name]]
     if len(given) != 1:
         raise UsageError(
             f"{' and '.join(given) or 'nothing'} given; say either ckpt_path=RUN/checkpoints/best.ckpt, or "
-            "policy=MODULE:FUNCTION and env=NAME, or table=DIRECTORY."
+            "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY."
         )
     quiet()
     torch.set_num_threads(1)
-    if cfg.table is not None:
+    if cfg.table:
         return show_table(Path(cfg.table), _environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:
         raise UsageError(f"episodes={cfg.episodes}: expected a positive whole number.")
     if not isinstance(cfg.min_return, int | float | None):
         raise UsageError(f"min_return={cfg.min_return}: expected a number or null.")
-    if cfg.ckpt_path is not None:
+    if cfg.ckpt_path:
         if "data" in cfg:
             raise UsageError("ckpt_path= plays in the environment of its run; leave env= out.")
-        return _save(cfg, *_of_checkpoint(cfg))
+        return _save(cfg, _recorded(cfg, *_of_checkpoint(cfg)))
     env = _environment(cfg)
     if env is None:
-        raise UsageError(f"policy={cfg.policy} needs an environment; choose one as env=NAME, --help lists the names.")
-    return _save(cfg, env, scripted_policy(cfg.policy, env))
+        raise UsageError(f"{given[0]}={cfg[given[0]]} needs an environment; choose one as env=NAME, --help lists them.")
+    return _save(cfg, _played(cfg, env) if cfg.keyboard else _recorded(cfg, env, scripted_policy(cfg.policy, env)))
+
+
+def _recorded(cfg: DictConfig, env: Any, policy: Policy) -> Iterable[Demonstration]:
+    from torchrl_lightning.demonstrations import record_demonstrations
+
+    return record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed)
+
+
+def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
+    from omegaconf import OmegaConf
+
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.parts import MISTAKES
+    from torchrl_lightning.demonstrations import play_demonstrations
+
+    settings: Any = OmegaConf.to_container(cfg)
+    try:
+        return list(play_demonstrations(env, cfg.episodes, keys=settings["keys"], noop=settings["noop"], seed=cfg.seed))
+    except MISTAKES as error:
+        raise UsageError(f"keyboard=true: {error}") from error
 
 
 def _environment(cfg: DictConfig) -> Any:
@@ -130,15 +151,15 @@ def scripted_policy(path: str, env: Any) -> Policy:
     return act
 
 
-def _save(cfg: DictConfig, env: Any, policy: Policy) -> float:
+def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
     from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
+    from torchrl_lightning.demonstrations import write_demonstration
 
     least = -float("inf") if cfg.min_return is None else cfg.min_return
     folder = Path(cfg.directory)
     folder.mkdir(parents=True, exist_ok=True)
     returns, best = [], -float("inf")
-    for demonstration in record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed):
+    for demonstration in demonstrations:
         best = max(best, demonstration.total_reward)
         if demonstration.total_reward < least:
             continue
@@ -146,6 +167,8 @@ def _save(cfg: DictConfig, env: Any, policy: Policy) -> float:
         write_demonstration(path, demonstration)
         returns.append(demonstration.total_reward)
         print(f"{path}: {demonstration.length} steps, return {demonstration.total_reward:g}")
+    if best == -float("inf"):
+        raise UsageError("no episode was played to its end.")
     if not returns:
         raise UsageError(
             f"none of {cfg.episodes} episodes had a return of at least min_return={least:g}; the best had {best:g}."

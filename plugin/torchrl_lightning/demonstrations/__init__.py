@@ -3,6 +3,7 @@
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration, write_demonstration
+from torchrl_lightning.demonstrations.keyboard import play_demonstrations
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.recording import record_demonstrations
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
@@ -18,6 +19,7 @@ __all__ = [
     "DemonstrationStorage",
     "DemonstrationWriter",
     "minari_demonstrations",
+    "play_demonstrations",
     "read_demonstration",
     "record_demonstrations",
     "write_demonstration",

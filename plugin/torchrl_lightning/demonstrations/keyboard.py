@@ -1,0 +1,131 @@
+"""Episodes that a person plays at the keyboard, as demonstrations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning.collectors import EnvironmentRecipe
+from torchrl_lightning.collectors.recipe import plain
+from torchrl_lightning.collectors.specs import observation_leaves
+from torchrl_lightning.demonstrations.files import as_environment
+from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.ranges import integer
+
+
+def play_demonstrations(
+    env: Environment,
+    num_episodes: int,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    noop: Any = 0,
+    seed: int | None = None,
+) -> Iterator[Demonstration]:
+    """Let a person play in a window, by Gymnasium's ``play``, and give the finished episodes as demonstrations.
+
+    Needs pygame, as the extra ``video`` has it, and an environment that renders ``rgb_array``. Escape, or closing the
+    window, ends it before ``num_episodes`` are played.
+
+    Args:
+        env: An id, a recipe or a factory of one environment of Gymnasium's; a recipe's frame stack is left out.
+        num_episodes: How many.
+        keys: The action of each key, or of several that are held together (``"ad"``); the environment's own if None.
+        noop: The action while no key is held.
+        seed: Seeds the environment.
+
+    Raises:
+        ValueError: The environment is TorchRL's, cannot be rendered, or has no keys of its own.
+        ImportError: pygame is missing.
+
+    Example:
+        >>> for demonstration in play_demonstrations("CartPole-v1", 1, keys={"a": 0, "d": 1}):  # doctest: +SKIP
+        ...     print(demonstration.length)
+    """
+    integer(num_episodes, "num_episodes")
+    try:
+        from gymnasium.utils.play import MissingKeysToAction, play
+    except gym.error.DependencyNotInstalled as error:
+        raise ImportError("The keyboard needs pygame: pip install 'torchrl-lightning[video]'.") from error
+    specs, frame_skip = demonstration_specs(env)
+    recipe = copy.copy(env) if isinstance(env, EnvironmentRecipe) else EnvironmentRecipe(env)
+    recipe.frame_stack = 1
+    made = recipe(render_mode="rgb_array")
+    if not isinstance(made, gym.Env):
+        raise ValueError("the keyboard plays Gymnasium's environments, but this one is TorchRL's.")
+    recorder = _Recorder(made, num_episodes, seed)
+    given = None if keys is None else {tuple(held): _action(made, action) for held, action in keys.items()}
+    try:
+        play(recorder, keys_to_action=given, noop=_action(made, noop))
+    except MissingKeysToAction as error:
+        raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
+    finally:
+        made.close()
+    for number, (observations, actions, rewards, terminated) in enumerate(recorder.episodes):
+        name = str(plain(recipe.id))
+        steps, last = TensorDict({}, []), TensorDict({}, [])
+        for path, key, _ in observation_leaves(made.observation_space):
+            leaf = torch.from_numpy(np.stack([_entry(each, path) for each in observations]))
+            leaf = leaf.reshape(-1, *specs.observation[key].shape)
+            steps[key], last[key] = leaf[:-1], leaf[-1]
+        steps[ACTION] = torch.from_numpy(np.stack([np.asarray(action) for action in actions]))
+        steps[REWARD] = torch.tensor(rewards)[:, None]
+        fields = {
+            "steps": steps,
+            "last_observation": last,
+            "is_human": True,
+            "frame_skip": frame_skip,
+            "metadata": {"environment": name, "terminated": terminated},
+        }
+        yield as_environment(fields, specs, f"{name}, episode {number}")
+
+
+class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
+    """Keep what happens, begin each episode anew, and end the game after some episodes."""
+
+    def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None) -> None:
+        super().__init__(env)
+        self.episodes: list[tuple[list[Any], list[Any], list[float], bool]] = []
+        self._count, self._seed = count, seed
+        self._observations: list[Any] = []
+        self._actions: list[Any] = []
+        self._rewards: list[float] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        # Gymnasium's play would begin all episodes with the same seed.
+        observation, info = self.env.reset(seed=self._seed, options=options)
+        self._seed = None
+        self._observations, self._actions, self._rewards = [copy.deepcopy(observation)], [], []
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._observations.append(copy.deepcopy(observation))
+        self._actions.append(copy.deepcopy(action))
+        self._rewards.append(float(reward))
+        if terminated or truncated:
+            self.episodes.append((self._observations, self._actions, self._rewards, bool(terminated)))
+            if len(self.episodes) == self._count:
+                import pygame
+
+                pygame.event.post(pygame.event.Event(pygame.QUIT))
+        return observation, reward, terminated, truncated, info
+
+
+def _action(env: gym.Env[Any, Any], value: Any) -> Any:
+    if isinstance(env.action_space, gym.spaces.Discrete):
+        return int(value)
+    space: Any = env.action_space
+    return np.broadcast_to(np.asarray(value, space.dtype), space.shape).copy()
+
+
+def _entry(observation: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        observation = observation[part]
+    return np.asarray(observation)
