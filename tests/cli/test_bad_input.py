@@ -28,6 +28,11 @@ from configs.processes import environment
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
         (["data.env=gymnasium:Nope-v0"], "know the environment 'gymnasium:Nope-v0': Environment `Nope` doesn't"),
         (["env=recipe", "data.env.id=Nope-v0"], "error: data.env: Gymnasium does not know the environment 'Nope-v0'"),
+        (
+            ["data.normalize_observation=[foo]"],
+            "error: data.normalize_observation=['foo']: normalize_observation na",
+        ),
+        (["data.normalize_clip=0"], "error: data.normalize_clip=0.0: normalize_clip must be above 0, got 0.0."),
         (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2: frame_stack=2 stacks images, but"),
         (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight']: drop=['sight'] names entries of"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
@@ -78,7 +83,7 @@ def test_a_mistake_ends_a_process_with_status_one_and_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "fitting"),
     [
-        (["data=uniform", "model=dqn"], "; or take one that fits: experiment=dqn_cartpole"),
+        (["data=uniform", "model=dqn"], "; or take one that fits: experiment=dqn_cartpole, experiment=dqn_pong"),
         (["data=uniform", "model=a2c"], ""),
     ],
 )

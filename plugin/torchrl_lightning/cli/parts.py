@@ -90,10 +90,13 @@ def _named(cfg: DictConfig, key: str) -> Iterator[None]:
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    node, begin = OmegaConf.select(cfg, key), re.match(r"(\w+)(\[\d+\])?", text)
-    if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
-        # Of a list the message shows the entry itself.
-        return f"{key}.{text}" if begin[2] else f"{key}.{begin[1]}={node[begin[1]]}: {text}"
+    begin = re.match(r"(\w+)(\[\d+\])?", text)
+    # A mistake that shows in the environment may be in a setting beside it.
+    for holder in filter(None, (key, key.rpartition(".")[0])):
+        node = OmegaConf.select(cfg, holder)
+        if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
+            # Of a list the message shows the entry itself.
+            return f"{holder}.{text}" if begin[2] else f"{holder}.{begin[1]}={node[begin[1]]}: {text}"
     return f"{key}: {text}"
 
 
