@@ -21,6 +21,10 @@ class Demonstration:
         self.num_envs, self.env, self.start, self.length, self.stop = num_envs, env, start, length, stop
         self.begun, self.t = 0, -1
 
+    @property
+    def playing(self) -> Any:
+        return (np.arange(self.num_envs) == self.env) & (0 <= self.t < self.length)
+
     def __call__(self, starts: Any) -> ReplayedRows | None:
         if starts[self.env]:
             self.begun += 1
@@ -36,6 +40,7 @@ class Demonstration:
             reward=np.array([0.5 * t]),
             terminated=np.array([t == self.length - 1]),
             truncated=np.array([False]),
+            serial=7,
         )
 
 
@@ -52,7 +57,7 @@ def run(source: Any, **kwargs: Any) -> TensorDict:
 def test_replayed_rows_stand_in_for_an_environment_that_rests() -> None:
     with_replay, without = run(Demonstration(3, env=1, start=2, length=5)), run(None)
     others = torch.tensor([0, 2])
-    assert (with_replay[others] == without[others])["observation"].all()
+    assert torch.equal(with_replay["observation"][others], without["observation"][others])
     row, plain = with_replay[1], without[1]
     # Four steps of its own, five replayed ones, and then the episode that had begun before them.
     assert torch.equal(row["observation"][:4], plain["observation"][:4])
@@ -66,6 +71,9 @@ def test_replayed_rows_stand_in_for_an_environment_that_rests() -> None:
     assert row["next", "done"][:, 0].nonzero()[:, 0].tolist() == [3, 8]
     assert row["is_init"][:, 0].nonzero()[:, 0].tolist() == [0, 4, 9]
     assert row["collector", "traj_ids"].unique().numel() == 3
+    assert with_replay["demo", "mask"][..., 0].tolist() == [[False] * 12, [4 <= t < 9 for t in range(12)], [False] * 12]
+    assert row["demo", "serial"][:, 0].tolist() == [-1] * 4 + [7] * 5 + [-1] * 3
+    assert "demo" not in without
 
 
 def test_a_replay_goes_on_over_batches() -> None:
@@ -73,6 +81,28 @@ def test_a_replay_goes_on_over_batches() -> None:
     short = collector(Demonstration(3, env=1, start=2, length=5), steps=3)
     parts = torch.cat([short.rollout() for _ in range(4)], 1)
     assert (parts == whole).all()
+
+
+def test_a_restored_collector_goes_on_within_a_replay() -> None:
+    source = Demonstration(3, env=1, start=1, length=5)
+    first = collector(source, steps=3)
+    first.rollout()
+    resumed = collector(source, steps=3)
+    resumed.load_state_dict(first.state_dict())
+    row = resumed.rollout()[1]
+    assert row["observation"].tolist() == [[50, 60, 3], [50, 60, 4], [0, 0, 0]]
+    assert row["is_init"][:, 0].tolist() == [False, False, True]
+    resumed.reset()
+    assert resumed.rollout()["is_init"][:, 0].all()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_marks_are_those_of_this_rollout(fresh: bool) -> None:
+    made = collector(Demonstration(3, env=1, start=1, length=3), steps=3, return_same_td=not fresh)
+    assert made.rollout()["demo", "mask"].sum() == 3
+    batch = made.rollout()
+    assert not batch["demo", "mask"].any()
+    assert (batch["demo", "serial"] == -1).all()
 
 
 def test_the_policy_acts_on_what_is_replayed() -> None:

@@ -21,6 +21,7 @@ from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
 
 FLAGS = ("done", "terminated", "truncated")
+LOG_PROB = "action_log_prob"
 
 
 class RolloutLoop:
@@ -61,11 +62,13 @@ class RolloutLoop:
         self._next_states = {key: join((), next_key(key)) for key in self.states}
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
-    def reset(self, seeds: list[int] | None) -> None:
-        """Begin a new episode in every environment."""
+    def reset(self, seeds: list[int] | None, resumed: bool = False) -> None:
+        """Begin a new episode in every environment; in a resumed run those that replay go on, and theirs follows."""
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
         self._starts[:] = True
+        if resumed and self._replay is not None:
+            self._starts[self._replay.resume()] = False
         for key, value in self.states.items():
             self._states[key].copy_(value)
 
@@ -96,7 +99,7 @@ class RolloutLoop:
             replayed = None if self._replay is None else self._replay.next_rows(self._starts)
             if replayed is not None:
                 for key, target in zip(self.stepper.keys, self._observations, strict=True):
-                    target[replayed.mask] = replayed.observation[key]
+                    target[replayed.mask] = replayed.observation[key].reshape(-1, *target.shape[1:])
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
@@ -111,6 +114,8 @@ class RolloutLoop:
                 if value is None:
                     raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
                 views[t].copy_(value)
+            if self._replay is not None:
+                self._write_replayed(memory, t, replayed, device)
             for key, state in self._states.items():
                 state.copy_(outputs[self._next_states[key]])
             self._advance(memory, t, replayed)
@@ -157,12 +162,36 @@ class RolloutLoop:
                 "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
             )
 
+    def _write_replayed(self, memory: RolloutMemory, t: int, rows: ReplayedRows | None, device: torch.device) -> None:
+        """Mark the replayed rows of step ``t``, and put their actions in the place of the policy's."""
+        memory.serials[t][:] = -1
+        if rows is None:
+            memory.replayed[t][:] = False
+            return
+        mask, actions = rows.mask, memory.actions[t]
+        memory.replayed[t][:], memory.serials[t][mask] = mask, rows.serial
+        actions[mask] = rows.action.reshape(-1, *actions.shape[1:])
+        written = memory.outputs.get(LOG_PROB)
+        if written is None:
+            return
+        where = torch.from_numpy(mask)
+        if rows.log_prob is not None:
+            written[t][where] = rows.log_prob
+            return
+        get_dist = getattr(self.policy, "get_dist", None)
+        if get_dist is None:
+            raise TypeError(
+                "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
+                f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
+            )
+        # What the policy reads is unchanged yet, its recurrent states included.
+        read, action = self._step[where].to(device), memory.outputs["action"][t][where].to(device)
+        written[t][where] = get_dist(read).log_prob(action).cpu()
+
     def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
         stepper = self.stepper
         action = memory.actions[t]
-        if replayed is not None:
-            action[replayed.mask] = replayed.action
         if action.dtype.kind == "f" and np.isnan(action).any():
             raise ValueError(
                 f"The policy chose NaN actions at step {t} of the rollout in environments "
@@ -195,7 +224,7 @@ class RolloutLoop:
             memory.terminated[t][mask], memory.truncated[t][mask] = replayed.terminated, replayed.truncated
             done[mask] = memory.done[t][mask] = np.logical_or(replayed.terminated, replayed.truncated)
             for key, target in zip(stepper.keys, successor, strict=True):
-                target[mask] = replayed.next_observation[key]
+                target[mask] = replayed.next_observation[key].reshape(-1, *target.shape[1:])
 
 
 def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
@@ -243,10 +272,16 @@ class RolloutMemory:
     """Tensors of one rollout, ``[T, N, *F]``, with a view of every step, made once; it may serve any number of them.
 
     The stepper says in which order and shapes observations come; ``states`` are recurrent ones, ``[N, *state]`` each.
+    Where steps may be replayed, it also holds which of them are, and the numbers of what is replayed.
     """
 
     def __init__(
-        self, specs: EnvironmentSpecs, stepper: VectorStepper, steps: int, states: Mapping[NestedKey, Tensor]
+        self,
+        specs: EnvironmentSpecs,
+        stepper: VectorStepper,
+        steps: int,
+        states: Mapping[NestedKey, Tensor],
+        replays: bool = False,
     ) -> None:
         self.steps, self.num_envs = steps, specs.num_envs
         self._entries: dict[Path, Tensor] = {}
@@ -257,6 +292,10 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
+        if replays:
+            self._reserve(("demo", "mask"), torch.bool, 1)
+            self._reserve(("demo", "serial"), torch.int64, 1)
+            self.replayed, self.serials = self._views(("demo", "mask")), self._views(("demo", "serial"))
         for key in stepper.keys:
             spec = specs.observation[key]
             for path in (path_of(key), next_key(key)):

@@ -57,7 +57,8 @@ class GymnasiumCollector(CollectorBase):
         return_same_td: Yield the same memory each time instead of new memory; on another device it is new.
         clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
         replay: Replays recorded steps in some environments, which rest meanwhile
-            (:class:`~torchrl_lightning.collectors.ReplaySource`).
+            (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches say then which steps these are
+            (``("demo", "mask")``), and what is replayed (``("demo", "serial")``, -1 for nothing), ``[N, T, 1]`` each.
 
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
 
@@ -119,6 +120,7 @@ class GymnasiumCollector(CollectorBase):
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
+        self._resumed = False
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
@@ -170,7 +172,7 @@ class GymnasiumCollector(CollectorBase):
         loop = self._built()
         memory = None if fresh else self._memory
         if memory is None:
-            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states)
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._replay is not None)
             self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
         parameter = self._parameter
@@ -184,13 +186,13 @@ class GymnasiumCollector(CollectorBase):
             IsolatedRng(numbered_seed(self._policy_seed, self._batches), device),
         ):
             if begin_anew:
-                loop.reset(self._reset_seeds())
+                loop.reset(self._reset_seeds(), self._resumed and not self.reset_at_each_batch)
                 self._ids = np.arange(self._trajectories, self._trajectories + self.num_envs)
                 self._trajectories += self.num_envs
             for _ in loop.steps(memory, device, random):
                 pass
         self._number_trajectories(memory)
-        self._needs_reset = False
+        self._needs_reset = self._resumed = False
         self._batches += 1
         self.frames += self.frames_per_batch
         return memory
@@ -215,7 +217,18 @@ class GymnasiumCollector(CollectorBase):
     # -- control -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Reset every environment before the next batch."""
-        self._needs_reset = True
+        self._needs_reset, self._resumed = True, False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
+
+        What was replayed goes on where it was, if its source is restored too; recurrent states start anew there.
+
+        Raises:
+            ValueError: The state comes from a collector of other sizes, or from another version of this class.
+        """
+        super().load_state_dict(state_dict)
+        self._resumed = True
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, ``static_seed`` all alike, and return the seed of the last one; a reset follows."""

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
 from torchrl_lightning._compat import new_tensordict, put_entry
@@ -196,20 +197,26 @@ class NormalizedPolicy(TensorDictModuleBase):
     def act_on(self, step: TensorDictBase) -> Outputs:
         """Return what the policy writes into a step ``[N]``, and write nothing."""
         # Looked up without asking the module for its parts, which takes a microsecond each.
-        policy, normalizer = self._modules.get("policy") or self.policy, self._modules["normalizer"]
-        assert isinstance(normalizer, ObservationNormalizer)
+        policy, given = self._modules.get("policy") or self.policy, self._normalized(step)
         bare = bare_call(policy)
-        if normalizer.is_flat:
-            entries = dict(level_of(step))
-            for key in normalizer.keys:
-                entries[key] = normalizer.normalized(key, entries[key])
-            given: TensorDictBase = new_tensordict(entries, step.batch_size)
-        else:
+        return policy_outputs(policy, given) if bare is None else bare(given)
+
+    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
+        """Return the policy's distribution over actions in a TensorDict ``[N]``, whose observations are raw."""
+        distribution: Distribution = self.policy.get_dist(self._normalized(tensordict))  # type: ignore[attr-defined]
+        return distribution
+
+    def _normalized(self, step: TensorDictBase) -> TensorDictBase:
+        normalizer = self._modules["normalizer"]
+        assert isinstance(normalizer, ObservationNormalizer)
+        if not normalizer.is_flat:
             given = step.copy()
             normalizer.normalize_(given)
-        if bare is not None:
-            return bare(given)
-        return policy_outputs(policy, given)
+            return given
+        entries = dict(level_of(step))
+        for key in normalizer.keys:
+            entries[key] = normalizer.normalized(key, entries[key])
+        return new_tensordict(entries, step.batch_size)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write what the policy writes into a TensorDict ``[N]``, whose observations stay raw."""

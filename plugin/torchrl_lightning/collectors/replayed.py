@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ReplayedRows:
-    """One step of the ``M`` environments that replay it, in their order.
+    """One step of the ``M`` environments that replay it, in their order; shapes are those of spaces or of specs.
 
     Attributes:
         mask: Which environments replay, ``[N]`` bool.
@@ -28,6 +28,9 @@ class ReplayedRows:
         reward: ``[M]``.
         terminated: ``[M]`` bool.
         truncated: ``[M]`` bool.
+        serial: The numbers of what is replayed, ``[M]``, -1 for none.
+        log_prob: What is stored as the log-probability of the actions, where the policy writes one
+            (``action_log_prob``); None for that of the policy, which must have ``get_dist`` then.
     """
 
     mask: Array
@@ -37,6 +40,8 @@ class ReplayedRows:
     reward: Array
     terminated: Array
     truncated: Array
+    serial: Array | int = -1
+    log_prob: float | None = None
 
 
 class ReplaySource(Protocol):
@@ -56,6 +61,11 @@ class ReplaySource(Protocol):
         Returns:
             The replayed rows; None if every environment makes the step itself.
         """
+        ...
+
+    @property
+    def playing(self) -> Array:
+        """Where steps are left to replay, ``[N]`` bool: there a restored collector goes on."""
         ...
 
 
@@ -89,6 +99,11 @@ class Replay:
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
         self._resting = np.zeros(num_envs, dtype=bool)
+
+    def resume(self) -> Array:
+        """Return where a restored source goes on, ``[N]``."""
+        self._resting = np.array(self._source.playing, dtype=bool)
+        return self._resting
 
     def next_rows(self, starts: Array) -> ReplayedRows | None:
         """Ask for the rows of the next step; a ValueError if a replay begins or ends in the midst of an episode."""

@@ -6,6 +6,7 @@ from torchrl_lightning.demonstrations.files import read_demonstration, write_dem
 from torchrl_lightning.demonstrations.keyboard import play_demonstrations
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.recording import record_demonstrations
+from torchrl_lightning.demonstrations.replay import DemonstrationReplay
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -15,6 +16,7 @@ __all__ = [
     "Demonstration",
     "DemonstrationAnnealing",
     "DemonstrationDirectory",
+    "DemonstrationReplay",
     "DemonstrationSampler",
     "DemonstrationStorage",
     "DemonstrationWriter",

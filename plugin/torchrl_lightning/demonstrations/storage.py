@@ -105,8 +105,8 @@ class DemonstrationStorage:
             "successes": self.successes,
             "annealed": self.annealed,
             "next_serial": self._next_serial,
-            "reward": [_state_of(each) for each in self.reward_demonstrations],
-            "value": [_state_of(each) for each in self.value_demonstrations],
+            "reward": [state_of(each) for each in self.reward_demonstrations],
+            "value": [state_of(each) for each in self.value_demonstrations],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class DemonstrationStorage:
         check_state(state, schema, "demonstration storage", STATE_VERSION)
         if state["annealed"] > 1:
             raise ValueError(f"The demonstration storage state has annealed={state['annealed']}, expected at most 1.")
-        reward, value = (tuple(map(_from_state, state[name])) for name in ("reward", "value"))
+        reward, value = (tuple(map(from_state, state[name])) for name in ("reward", "value"))
         serials = [each.serial for each in (*reward, *value)]
         last = state["next_serial"]
         if len(serials) > self.capacity or len({*serials}) < len(serials) or any(each >= last for each in serials):
@@ -154,7 +154,8 @@ class DemonstrationStorage:
         return f"{type(self).__name__}(capacity={self.capacity}: {kept})"
 
 
-def _state_of(demonstration: Demonstration) -> dict[str, Any]:
+def state_of(demonstration: Demonstration) -> dict[str, Any]:
+    """Return a copy of a demonstration: tensors and scalars only."""
     last = demonstration.last_observation
     return {
         "steps": demonstration.steps.clone().to_dict(),
@@ -168,7 +169,8 @@ def _state_of(demonstration: Demonstration) -> dict[str, Any]:
     }
 
 
-def _from_state(state: Any) -> Demonstration:
+def from_state(state: Any) -> Demonstration:
+    """Return the demonstration of a state, copying it; a ValueError if it is none."""
     owner = "demonstration"
     schema = {
         "steps": mapping,

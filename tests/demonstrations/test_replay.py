@@ -1,0 +1,290 @@
+"""Demonstrations take the place of episodes: which steps a collector sees, and what it stores of them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+
+from demonstrations.demos import DATA, demo, names, rewarded
+from torchrl_lightning import (
+    Demonstration,
+    DemonstrationReplay,
+    DemonstrationSampler,
+    DemonstrationStorage,
+    GymnasiumCollector,
+)
+from torchrl_lightning.collectors import environment_specs, make_vector_env
+from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.learn import MLPNetwork, RecurrentNetwork
+from torchrl_lightning.learn.actors import build_actor
+from torchrl_lightning.moments import Moments
+
+
+def stored(*demonstrations: Demonstration) -> DemonstrationStorage:
+    storage = DemonstrationStorage(10)
+    storage.replace(demonstrations, [])
+    return storage
+
+
+class Scripted(DemonstrationSampler):
+    """Draws what it is told to: places in ``D_R``, None for the environment; the last one again and again."""
+
+    def __init__(self, *places: int | None) -> None:
+        super().__init__()
+        self.places = list(places)
+
+    def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
+        place = self.places.pop(0) if len(self.places) > 1 else self.places[0]
+        return None if place is None else storage.reward_demonstrations[place]
+
+
+class Line(gymnasium.Env[Any, Any]):
+    """Counts its steps, from a number that differs by episode, and terminates at the third."""
+
+    def __init__(self, shape: tuple[int, ...] = (1,), start: float = 0.0) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.action_space: Any = spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.t, self.steps, self.start = 0, 0, start
+
+    def _shown(self) -> Any:
+        return np.full(self.observation_space.shape, self.start + self.t, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t, self.steps = self.t + 1, self.steps + 1
+        return self._shown(), 0.0, self.t == 3, False, {}
+
+
+def line_demo(length: int = 4, first: float = 100.0, last: float | None = None, **fields: Any) -> Demonstration:
+    observation = first + torch.arange(float(length))[:, None]
+    steps = TensorDict({"observation": observation, "action": observation - 50}, [length])
+    steps["next", "reward"] = torch.eye(length)[:, -1:]
+    known = None if last is None else TensorDict({"observation": torch.tensor([last])})
+    return Demonstration(steps, last_observation=known, **fields)
+
+
+def imitator() -> TensorDictModule:
+    """Acts as it observes, with a log-probability of -0.5 and a value of three times what is more than 50."""
+
+    def act(observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return observation.clone(), torch.full(observation.shape[:1], -0.5), 3 * observation.where(observation > 50, 0)
+
+    return TensorDictModule(act, in_keys=["observation"], out_keys=["action", "action_log_prob", "state_value"])
+
+
+def line_collector(replay: Any, num_envs: int = 1, steps: int = 12, policy: Any = None, **kwargs: Any) -> Any:
+    made = kwargs.pop("env", Line)
+    return GymnasiumCollector(
+        made, policy or imitator(), num_envs=num_envs, frames_per_batch=num_envs * steps, replay=replay, **kwargs
+    )
+
+
+def test_golden_sequence() -> None:
+    golden = {key: torch.from_numpy(value).float() for key, value in np.load(DATA / "ppod_replay_sequence.npz").items()}
+    entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
+    steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
+    replay = DemonstrationReplay(stored(Demonstration(steps)), Scripted(None, 0), 1)
+    row = line_collector(replay).rollout()[0]
+    found = {
+        "observation": row["observation"],
+        "action": row["action"],
+        "reward": row["next", "reward"],
+        "logp_ref": row["action_log_prob"],
+        "value": row["state_value"],
+        "is_demo": row["demo", "mask"],
+    }
+    for key, value in found.items():
+        assert value.flatten().tolist() == golden[key].tolist(), key
+    # The first observation of the run begins an episode too, which theirs did not know.
+    assert row["is_init"].flatten().tolist() == [True, *golden["done_before"][1:].bool().tolist()]
+    ends = golden["done_before"][1:].bool().tolist()
+    assert row["next", "terminated"].flatten().tolist()[:-1] == ends
+    assert row["next", "observation"].flatten().tolist()[:7] == [1, 2, 3, 101, 102, 103, 103]
+
+
+def test_environments_that_replay_are_not_stepped() -> None:
+    env = make_vector_env(Line, 3)
+    replay = DemonstrationReplay(stored(line_demo(5)), Scripted(None, 0, 0, None, None, None, 0, None), 3)
+    batch = line_collector(replay, 3, env=env).rollout()
+    replayed = batch["demo", "mask"].sum((1, 2))
+    assert replayed.sum() > 5
+    assert [each.steps for each in env.envs] == (12 - replayed).tolist()
+
+
+@pytest.mark.parametrize(("last", "expected"), [(7.0, 7.0), (None, 103.0)])
+@pytest.mark.parametrize("ends", ["terminated", "truncated"])
+def test_the_end_of_a_demonstration(last: float | None, expected: float, ends: Any) -> None:
+    replay = DemonstrationReplay(stored(line_demo(last=last)), Scripted(0), 1, ends=ends)
+    row = line_collector(replay, steps=4).rollout()[0]
+    assert row["next", "observation"].flatten().tolist() == [101.0, 102.0, 103.0, expected]
+    for name in ("terminated", "truncated"):
+        assert row["next", name].flatten().tolist() == [False, False, False, name == ends]
+
+
+def test_one_that_gives_way_is_played_to_its_end() -> None:
+    storage = stored(line_demo(6))
+    replay = DemonstrationReplay(storage, Scripted(0), 1)
+    made = line_collector(replay, steps=3)
+    made.rollout()
+    storage.replace([line_demo(2, first=500.0)], [])
+    restored = DemonstrationReplay(DemonstrationStorage(), Scripted(None), 1)
+    restored.load_state_dict(replay.state_dict())
+    row = made.rollout()[0]
+    assert row["observation"].flatten().tolist() == [103.0, 104.0, 105.0]
+    again = [restored(np.zeros(1, bool)).observation["observation"].item() for _ in range(3)]
+    assert again == [103.0, 104.0, 105.0]
+    assert made.rollout()["demo", "serial"].flatten().tolist() == [1, 1, 1]
+
+
+def test_dict_observations_keep_their_shapes_and_dtypes() -> None:
+    storage = stored(demo(0.0, 0.0, 1.0, name="a"), demo(1.0, 0.0, name="b"))
+    replay = DemonstrationReplay(storage, Scripted(1, None, 0), 3)
+    rows = replay(np.ones(3, bool))
+    assert rows is not None
+    assert (rows.mask.tolist(), rows.serial.tolist()) == ([True, False, True], [1, 0])
+    assert (rows.observation["image"].shape, rows.observation["image"].dtype) == ((2, 2, 2), np.uint8)
+    assert rows.next_observation["inner", "vector"].tolist() == [[1.0] * 3] * 2
+    assert (rows.action.dtype, rows.reward.tolist()) == (np.int64, [1.0, 0.0])
+    rows = replay(np.zeros(3, bool))
+    assert (rows.terminated.tolist(), replay.playing.tolist()) == ([True, False], [False, False, True])
+    assert names(storage.reward_demonstrations) == ["a", "b"]
+
+
+def test_scalars_are_shaped_like_the_environment() -> None:
+    replay = DemonstrationReplay(stored(line_demo(3)), Scripted(None, 0), 2)
+    row = line_collector(replay, 2, 3, env=lambda: Line(())).rollout()
+    assert row["observation"].flatten().tolist() == [0, 1, 2, 100, 101, 102]
+    assert row["action"][1].flatten().tolist() == [50, 51, 52]
+
+
+def actor_of(env: Any, network: Any = None, normalised: bool = False) -> Any:
+    torch.manual_seed(0)
+    specs = environment_specs(env)
+    actor = build_actor(specs, network or MLPNetwork((8,)))
+    if not normalised:
+        return actor
+    normalizer = ObservationNormalizer(specs, ["observation"], clip=10.0)
+    normalizer.advance({"observation": Moments.of(torch.randn(9, 1) * 30 + 40)})
+    return NormalizedPolicy(actor, normalizer)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_log_probability_of_the_current_policy(normalised: bool) -> None:
+    env = make_vector_env(Line, 2)
+    policy = actor_of(env, normalised=normalised)
+    for choice in ("current", "deterministic"):
+        replay = DemonstrationReplay(stored(line_demo(4)), Scripted(None, 0, None), 2, log_prob=choice)
+        batch = line_collector(replay, 2, 6, policy, env=env, seed=0).rollout()
+        mask = batch["demo", "mask"].squeeze(-1)
+        expected = policy.get_dist(batch.flatten()).log_prob(batch["action"].flatten(0, 1)).view(2, 6)
+        assert mask.sum() == 4
+        torch.testing.assert_close(batch["action_log_prob"][~mask], expected[~mask])
+        replayed = batch["action_log_prob"][mask]
+        torch.testing.assert_close(replayed, expected[mask] if choice == "current" else torch.zeros(4))
+
+
+def test_a_policy_without_a_distribution_is_refused() -> None:
+    replay = DemonstrationReplay(stored(line_demo()), Scripted(0), 1, log_prob="current")
+    with pytest.raises(TypeError, match=r"must offer get_dist.*log_prob='deterministic'"):
+        line_collector(replay).rollout()
+
+
+@pytest.mark.parametrize("log_prob", ["deterministic", "current"])
+def test_recurrent_states_follow_the_demonstration(log_prob: Any) -> None:
+    env = make_vector_env(lambda: Line(start=1.0), 2)
+    policy = actor_of(env, RecurrentNetwork(hidden_size=4))
+    replay = DemonstrationReplay(
+        stored(line_demo(4, first=2.0)), Scripted(None, 0, None, 0, None), 2, log_prob=log_prob
+    )
+    batch = line_collector(replay, 2, 9, policy, env=env, seed=0).rollout()
+    states, starts = batch["recurrent_state"], batch["is_init"][..., 0]
+    assert batch["demo", "mask"].any()
+    assert not states[starts].any()
+    assert states[~starts].abs().sum(-1).all()
+    # What a policy that saw these observations alone would remember, step by step.
+    state = torch.zeros_like(states[:, 0])
+    for t in range(9):
+        state = state * ~starts[:, t, None, None]
+        assert torch.equal(state, states[:, t])
+        step = TensorDict(
+            {"observation": batch["observation"][:, t], "recurrent_state": state, "is_init": starts[:, t, None]}, [2]
+        )
+        if log_prob == "current":
+            expected = policy.get_dist(step).log_prob(batch["action"][:, t])
+            torch.testing.assert_close(batch["action_log_prob"][:, t], expected)
+        state = policy(step)["next", "recurrent_state"]
+
+
+def test_a_state_goes_on_within_a_demonstration() -> None:
+    storage = stored(*(rewarded(length=length, name=f"{length}") for length in (2, 5, 9)))
+
+    def steps(replay: DemonstrationReplay, seed: int) -> list[Any]:
+        random, found = np.random.default_rng(seed), []
+        for _ in range(17):
+            rows = replay(~replay.playing & (random.random(3) < 0.5))
+            found.append(rows and [np.asarray(value).tolist() for value in (rows.mask, rows.serial, rows.terminated)])
+        return found
+
+    first = DemonstrationReplay(storage, DemonstrationSampler(0.7, 0.0), 3)
+    steps(first, 0)
+    assert first.playing.any()
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    resumed = DemonstrationReplay(storage, DemonstrationSampler(0.1, 0.1), 3)
+    resumed.load_state_dict(state)
+    assert steps(resumed, 1) == steps(first, 1)
+    for change, message in (
+        ({"schema_version": 2}, "version 2"),
+        ({"num_envs": 2}, "num_envs=2"),
+        ({"playing": [{**state["playing"][0], "position": 99}]}, "position 99 of demonstration"),
+        ({"playing": [{**state["playing"][0], "env": 3}]}, "'env' is 3"),
+        ({"sampler": {}}, "sampler state"),
+    ):
+        before = resumed.state_dict()
+        with pytest.raises(ValueError, match=message):
+            resumed.load_state_dict({**state, **change})
+        assert repr(resumed.state_dict()) == repr(before)
+
+
+def test_a_resumed_run_goes_on_within_a_demonstration() -> None:
+    storage, policy = stored(line_demo(10)), imitator()
+
+    def fresh() -> tuple[Any, Any]:
+        replay = DemonstrationReplay(storage, DemonstrationSampler(1.0, 0.0), 2)
+        return line_collector(replay, 2, 4, policy, seed=1), replay
+
+    (whole, replay), (resumed, restored) = fresh(), fresh()
+    whole.rollout()
+    restored.load_state_dict(replay.state_dict())
+    resumed.load_state_dict(whole.state_dict())
+    for _ in range(4):
+        one, other = whole.rollout().exclude("collector"), resumed.rollout().exclude("collector")
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"num_envs": 0}, "num_envs"), ({"ends": "done"}, "ends must be one of"), ({"log_prob": 0.0}, "log_prob must be")],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DemonstrationReplay(DemonstrationStorage(), DemonstrationSampler(), **{"num_envs": 1, **options})
+
+
+def test_another_number_of_environments_is_refused() -> None:
+    with pytest.raises(ValueError, match="for 2 environments, asked for the steps of 3"):
+        DemonstrationReplay(DemonstrationStorage(), DemonstrationSampler(), 2)(np.ones(3, bool))
