@@ -1,11 +1,12 @@
-"""HalfCheetah-v5 by Stable-Baselines3's PPO with its zoo's settings, and a picture of it beside ``ppo_halfcheetah``.
+"""HalfCheetah-v5 by Stable-Baselines3's PPO with its zoo's settings, and a picture of ``ppo_halfcheetah`` beside it.
 
-    python tests/benchmarks/halfcheetah.py train FOLDER [--seed 0] [--frames 1000000]
-    python tests/benchmarks/halfcheetah.py draw PICTURE --ours RUN... --theirs FOLDER...
+    python tests/benchmarks/zoo.py train FOLDER [--seed 0] [--frames 1000000]
+    python tests/benchmarks/zoo.py draw PICTURE --ours RUN... --theirs FOLDER... --doorkey RUN...
 
 ``train`` writes ``FOLDER/metrics.csv`` (frames, minutes of processor time, mean return of the last 100 training
 episodes) and prints the mean return of the last model over 100 unseen episodes. ``draw`` shows both over frames and
-over minutes of training, on our side those that the run logged, without evaluations. One thread.
+over minutes of training, on our side those that the run logged, without evaluations, and the evaluations of
+``ppo_minigrid_doorkey``. One thread.
 """
 
 from __future__ import annotations
@@ -118,12 +119,22 @@ def theirs(folder: Path) -> Iterator[Point]:
             yield float(row["frames"]), float(row["minutes"]), float(row["return"])
 
 
-def draw(picture: Path, our_runs: list[Path], their_runs: list[Path]) -> None:
-    """Draw each run over frames and over minutes."""
+def evaluations(folder: Path) -> Iterator[tuple[float, float]]:
+    """Read frames and returns of the evaluations of a run of ``torchrl-lightning-train``."""
+    (path,) = folder.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["eval/return"]:
+                yield float(row["step"]), float(row["eval/return"])
+
+
+def draw(picture: Path, our_runs: list[Path], their_runs: list[Path], doorkey: list[Path]) -> None:
+    """Draw each run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    panels[1].sharey(panels[0])
     sides = (("ours", "tab:blue", ours, our_runs), ("Stable-Baselines3", "tab:orange", theirs, their_runs))
     for name, color, read, folders in sides:
         for number, folder in enumerate(folders):
@@ -131,12 +142,17 @@ def draw(picture: Path, our_runs: list[Path], their_runs: list[Path]) -> None:
             label = name if number == 0 else None
             panels[0].plot(frames / 1e6, returns, color=color, label=label, alpha=0.8)
             panels[1].plot(minutes, returns, color=color, label=label, alpha=0.8)
-    panels[0].set(xlabel="million frames", ylabel="return, mean of the last 100 training episodes")
-    panels[1].set(xlabel="minutes of training, one core")
+    for folder in doorkey:
+        frames, returns = np.array(list(evaluations(folder))).T
+        panels[2].plot(frames / 1e3, returns, color="tab:blue", alpha=0.8)
+    panels[2].axhline(0.964, color="tab:orange", linestyle=":", label="published by Stable-Baselines3's zoo")
+    panels[0].set(title="HalfCheetah-v5", xlabel="million frames", ylabel="mean of the last 100 training episodes")
+    panels[1].set(title="HalfCheetah-v5", xlabel="minutes of training, one core")
+    panels[2].set(title="MiniGrid-DoorKey-5x5", xlabel="thousand frames", ylabel="mean of 20 evaluation episodes")
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.suptitle("PPO on HalfCheetah-v5, normalised, the settings of Stable-Baselines3's zoo; a line for each seed")
+    figure.suptitle("Return of PPO, normalised, with the settings of Stable-Baselines3's zoo; a line for each seed")
     figure.savefig(picture, dpi=120)
 
 
@@ -152,11 +168,12 @@ def main() -> None:
     drawing.add_argument("picture", type=Path)
     drawing.add_argument("--ours", type=Path, nargs="+", default=[])
     drawing.add_argument("--theirs", type=Path, nargs="+", default=[])
+    drawing.add_argument("--doorkey", type=Path, nargs="+", default=[])
     arguments = parser.parse_args()
     if arguments.command == "train":
         train(arguments.folder, arguments.seed, arguments.frames)
     else:
-        draw(arguments.picture, arguments.ours, arguments.theirs)
+        draw(arguments.picture, arguments.ours, arguments.theirs, arguments.doorkey)
 
 
 if __name__ == "__main__":
