@@ -20,6 +20,7 @@ from torchrl_lightning.datamodules import ReplayDataModule as ReplayDataModule
 from torchrl_lightning.demonstrations import Demonstration as Demonstration
 from torchrl_lightning.demonstrations import DemonstrationAnnealing as DemonstrationAnnealing
 from torchrl_lightning.demonstrations import DemonstrationDirectory as DemonstrationDirectory
+from torchrl_lightning.demonstrations import DemonstrationMiner as DemonstrationMiner
 from torchrl_lightning.demonstrations import DemonstrationReplay as DemonstrationReplay
 from torchrl_lightning.demonstrations import DemonstrationSampler as DemonstrationSampler
 from torchrl_lightning.demonstrations import DemonstrationStorage as DemonstrationStorage

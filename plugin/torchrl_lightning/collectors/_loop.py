@@ -174,9 +174,8 @@ class RolloutLoop:
         written = memory.outputs.get(LOG_PROB)
         if written is None:
             return
-        where = torch.from_numpy(mask)
         if rows.log_prob is not None:
-            written[t][where] = rows.log_prob
+            written[t].numpy()[mask] = rows.log_prob
             return
         get_dist = getattr(self.policy, "get_dist", None)
         if get_dist is None:
@@ -184,6 +183,7 @@ class RolloutLoop:
                 "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
                 f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
             )
+        where = torch.from_numpy(mask)
         # What the policy reads is unchanged yet, its recurrent states included.
         read, action = self._step[where].to(device), memory.outputs["action"][t][where].to(device)
         written[t][where] = get_dist(read).log_prob(action).cpu()

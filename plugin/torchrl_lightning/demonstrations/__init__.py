@@ -5,6 +5,7 @@ from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration, write_demonstration
 from torchrl_lightning.demonstrations.keyboard import play_demonstrations
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.miner import DemonstrationMiner
 from torchrl_lightning.demonstrations.recording import record_demonstrations
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
@@ -16,6 +17,7 @@ __all__ = [
     "Demonstration",
     "DemonstrationAnnealing",
     "DemonstrationDirectory",
+    "DemonstrationMiner",
     "DemonstrationReplay",
     "DemonstrationSampler",
     "DemonstrationStorage",

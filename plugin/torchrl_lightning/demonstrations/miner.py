@@ -1,0 +1,198 @@
+"""Demonstrations out of the agent's own episodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.writer import DemonstrationWriter
+from torchrl_lightning.entries import nested_key, nested_keys, path_of, to_tensordict
+from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.replay.checks import check_tree
+from torchrl_lightning.rollout.writer import time_major
+from torchrl_lightning.state import check_state, mapping, number, same, sequence, whole
+
+STATE_VERSION = 1
+SERIAL = ("demo", "serial")
+OWN = -1  # in the place of a serial number, where the environment plays
+
+
+class DemonstrationMiner:
+    """Follow every environment's episodes over rollouts, and offer the finished ones to a writer.
+
+    Each is offered with the largest value that the critic gave its states, in the order in which they end. Replayed
+    steps are none of the agent's: a demonstration that was replayed to its end gets the largest value of now instead.
+    What was running before the first rollout, or is cut by a reset, is left out.
+
+    Args:
+        writer: What decides which are kept.
+        num_envs: The number of environments.
+        observation_keys: Which entries are the observation.
+        value_key: The values of the states; where a rollout has none, episodes have the value ``-inf``.
+        frame_skip: How many frames of the environment one step takes.
+
+    Raises:
+        ValueError: A number is not positive.
+
+    Example:
+        >>> from torchrl_lightning import DemonstrationStorage, GymnasiumCollector
+        >>> miner = DemonstrationMiner(DemonstrationWriter(DemonstrationStorage()), num_envs=2)
+        >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=200, total_frames=400, seed=0)
+        >>> for rollout in collector:
+        ...     miner.mine(rollout)
+        >>> len(miner.writer.storage) > 0
+        True
+    """
+
+    def __init__(
+        self,
+        writer: DemonstrationWriter,
+        num_envs: int,
+        *,
+        observation_keys: Sequence[NestedKey] = ("observation",),
+        value_key: NestedKey = "state_value",
+        frame_skip: int = 1,
+    ) -> None:
+        self.writer, self.num_envs = writer, integer(num_envs, "num_envs")
+        self.observation_keys, self.value_key = nested_keys(observation_keys), nested_key(value_key)
+        self.frame_skip = integer(frame_skip, "frame_skip")
+        self._running: list[_Episode | None] = [None] * num_envs
+        self._count = 0  # of the episodes that were offered
+
+    def mine(self, rollout: TensorDictBase) -> None:
+        """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``; what is kept is copied.
+
+        Raises:
+            KeyError: It lacks an entry.
+            ValueError: It is of another number of environments, its dimensions have no names, or a value is not finite;
+                nothing was changed.
+        """
+        rows = time_major(rollout, None)
+        if rows.ndim != 2 or rows.shape[1] != self.num_envs:
+            raise ValueError(
+                f"This miner follows {self.num_envs} environments, the rollout is {list(rollout.batch_size)} "
+                f"named {list(rollout.names)}."
+            )
+        done, starts = rows["next", "done"].flatten(1), rows["is_init"].flatten(1)
+        values, serials = self._values(rows, done.shape), rows.get(SERIAL, None)
+        serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
+        steps = rows.select(*self.observation_keys, ACTION, REWARD)
+        running, ended = [*self._running], []
+        for env in range(self.num_envs):
+            bounds = [*sorted({0, *starts[:, env].nonzero().flatten().tolist()}), len(rows)]
+            for begin, end in pairwise(bounds):
+                episode = running[env]
+                if starts[begin, env]:
+                    episode = _Episode(int(serials[begin, env]))
+                if episode is None:
+                    continue
+                episode = episode.extended(steps[begin:end, env], values[begin:end, env].max().item())
+                running[env] = episode
+                if done[end - 1, env]:
+                    running[env] = None
+                    last = rows.get("next").select(*self.observation_keys)[end - 1, env]
+                    ended.append((end, env, episode, None if episode.is_replayed else self._mined(episode, last)))
+        self._running = [episode and episode.kept() for episode in running]
+        # No two end at the same step of the same environment.
+        for *_, episode, mined in sorted(ended, key=lambda each: each[:2]):
+            if mined is not None:
+                self._count += 1
+                self.writer.add(replace(mined, name=f"episode {self._count}"))
+            elif episode.value > -math.inf and (replayed := self.writer.storage.find(episode.serial)) is not None:
+                self.writer.refresh(replayed, episode.value)
+
+    def _values(self, rows: TensorDictBase, shape: torch.Size) -> Tensor:
+        values = rows.get(self.value_key, None)
+        if values is None:
+            return torch.full(shape, -math.inf)
+        highest: Tensor = values.flatten(2).amax(-1)
+        if not highest.isfinite().all():
+            raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")
+        return highest
+
+    def _mined(self, episode: _Episode, last: TensorDictBase) -> Demonstration:
+        return Demonstration(episode.steps, last, value=episode.value, frame_skip=self.frame_skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the episodes that are running: tensors and scalars only. Writer and storage have their own states."""
+        return {
+            "schema_version": STATE_VERSION,
+            "num_envs": self.num_envs,
+            "count": self._count,
+            "running": [episode and episode.state_dict() for episode in self._running],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly.
+
+        Raises:
+            ValueError: Another version, number of environments or observation, or an entry that no state has.
+        """
+        self._running, self._count = self._checked(state_dict), state_dict["count"]
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        self._checked(state_dict)
+
+    def _checked(self, state: Mapping[str, Any]) -> list[_Episode | None]:
+        owner = "demonstration miner"
+        schema = {"num_envs": same(self.num_envs, owner), "count": whole(), "running": sequence}
+        check_state(state, schema, owner, STATE_VERSION)
+        if len(state["running"]) != self.num_envs:
+            raise ValueError(f"The {owner} state follows {len(state['running'])} of {self.num_envs} environments.")
+        return [each if each is None else self._episode(each, owner) for each in state["running"]]
+
+    def _episode(self, state: Any, owner: str) -> _Episode:
+        schema = {"serial": whole(OWN), "value": optional(number()), "steps": optional(mapping)}
+        check_state(state, schema, owner)
+        value = -math.inf if state["value"] is None else float(state["value"])
+        if state["serial"] != OWN or state["steps"] is None:
+            return _Episode(state["serial"], value)
+        check_tree(state["steps"], torch.Size([]), owner)
+        begun = Demonstration(to_tensordict(state["steps"], torch.Size([])), name="of a running episode")
+        wanted = [*self.observation_keys]
+        if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in wanted}:
+            raise ValueError(f"The {owner} state observes {begun.observation_keys}, this {owner} {wanted}.")
+        return _Episode(OWN, value, (begun.steps.clone(),))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_envs={self.num_envs}, {self._count} episodes offered, {self.writer})"
+
+
+@dataclass(frozen=True)
+class _Episode:
+    """What an environment plays: steps of its own, or those of the demonstration with this number."""
+
+    serial: int
+    value: float = -math.inf
+    parts: tuple[TensorDictBase, ...] = ()
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.serial != OWN
+
+    @property
+    def steps(self) -> TensorDictBase:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def extended(self, steps: TensorDictBase, value: float) -> _Episode:
+        parts = self.parts if self.is_replayed else (*self.parts, steps)
+        return _Episode(self.serial, max(self.value, value), parts)
+
+    def kept(self) -> _Episode:
+        """Copy what is of the last rollout, whose memory may be written again."""
+        return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
+
+    def state_dict(self) -> dict[str, Any]:
+        value = None if self.value == -math.inf else self.value
+        steps = self.steps.clone().to_dict() if self.parts else None
+        return {"serial": self.serial, "value": value, "steps": steps}
