@@ -95,6 +95,8 @@ class RolloutLoop:
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
         act = self._draw if random or self.policy is None else self._actor(device)
+        if self._replay is not None:
+            memory.clear_marks()
         for t in range(memory.steps):
             replayed = None if self._replay is None else self._replay.next_rows(self._starts)
             if replayed is not None:
@@ -114,7 +116,7 @@ class RolloutLoop:
                 if value is None:
                     raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
                 views[t].copy_(value)
-            if self._replay is not None:
+            if replayed is not None:
                 self._write_replayed(memory, t, replayed, device)
             for key, state in self._states.items():
                 state.copy_(outputs[self._next_states[key]])
@@ -162,14 +164,10 @@ class RolloutLoop:
                 "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
             )
 
-    def _write_replayed(self, memory: RolloutMemory, t: int, rows: ReplayedRows | None, device: torch.device) -> None:
+    def _write_replayed(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
         """Mark the replayed rows of step ``t``, and put their actions in the place of the policy's."""
-        memory.serials[t][:] = -1
-        if rows is None:
-            memory.replayed[t][:] = False
-            return
         mask, actions = rows.mask, memory.actions[t]
-        memory.replayed[t][:], memory.serials[t][mask] = mask, rows.serial
+        memory.replayed[t][mask], memory.serials[t][mask] = True, rows.serial
         actions[mask] = rows.action.reshape(-1, *actions.shape[1:])
         written = memory.outputs.get(LOG_PROB)
         if written is None:
@@ -333,6 +331,11 @@ class RolloutMemory:
 
     def _by_step(self, paths: Sequence[Path], shapes: Sequence[tuple[int, ...]]) -> list[tuple[Array, ...]]:
         return list(zip(*(self._views(path, shape) for path, shape in zip(paths, shapes, strict=True)), strict=True))
+
+    def clear_marks(self) -> None:
+        """Forget which steps were replayed in the rollout before."""
+        self._entries["demo", "mask"].zero_()
+        self._entries["demo", "serial"].fill_(-1)
 
     def check(self) -> None:
         """Refuse a rollout in which environments returned what is not finite, by an EnvironmentFault."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class ReplayedRows:
+class ReplayedRows(NamedTuple):
     """One step of the ``M`` environments that replay it, in their order; shapes are those of spaces or of specs.
 
     Attributes:
@@ -108,6 +106,8 @@ class Replay:
     def next_rows(self, starts: Array) -> ReplayedRows | None:
         """Ask for the rows of the next step; a ValueError if a replay begins or ends in the midst of an episode."""
         rows = self._source(starts.copy())
+        if rows is not None and rows.mask is self._resting:
+            return rows
         mask = np.zeros_like(self._resting) if rows is None else np.asarray(rows.mask, dtype=bool)
         wrong = ~starts & (mask != self._resting)
         if wrong.any():

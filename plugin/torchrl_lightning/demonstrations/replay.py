@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -69,11 +69,14 @@ class DemonstrationReplay:
         self.ends: End = one_of(ends, "ends", get_args(End))
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self._running: dict[int, _Player] = {}
+        self._cast: _Cast | None = None
 
     @property
     def playing(self) -> Array:
         """Where steps of a demonstration are left, ``[num_envs]`` bool."""
-        return self._mask([*self._running])
+        mask = np.zeros(self.num_envs, dtype=bool)
+        mask[[*self._running]] = True
+        return mask
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
         """Draw what is replayed where an episode begins (``starts``, ``[num_envs]`` bool), and return the next step.
@@ -83,38 +86,21 @@ class DemonstrationReplay:
         """
         if len(starts) != self.num_envs:
             raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
-        for env in np.flatnonzero(starts).tolist():
-            self._running.pop(env, None)
-            if (drawn := self.sampler.draw(self.storage)) is not None:
-                self._running[env] = _Player(drawn)
+        if starts.any():
+            for env in np.flatnonzero(starts).tolist():
+                self._running.pop(env, None)
+                if (drawn := self.sampler.draw(self.storage)) is not None:
+                    self._running[env] = _Player(drawn)
+            self._cast = None
         if not self._running:
             return None
-        envs = sorted(self._running)
-        rows = self._rows([self._running[env] for env in envs], self._mask(envs))
-        for env in [env for env in envs if not self._running[env].left]:
-            del self._running[env]
+        if self._cast is None:
+            self._cast = _Cast(self._running, self.playing)
+        rows = self._cast.next_rows(self.ends == "terminated", 0.0 if self.log_prob == "deterministic" else None)
+        if rows.terminated.any() or rows.truncated.any():
+            self._running = {env: player for env, player in self._running.items() if player.left}
+            self._cast = None
         return rows
-
-    def _mask(self, envs: Sequence[int]) -> Array:
-        mask = np.zeros(self.num_envs, dtype=bool)
-        mask[envs] = True
-        return mask
-
-    def _rows(self, players: Sequence[_Player], mask: Array) -> ReplayedRows:
-        steps = [(player, player.step()) for player in players]
-        over, never = np.array([not player.left for player in players]), np.zeros(len(players), dtype=bool)
-        keys = players[0].observations
-        return ReplayedRows(
-            mask=mask,
-            observation={key: np.array([player.observations[key][t] for player, t in steps]) for key in keys},
-            action=np.array([player.actions[t] for player, t in steps]),
-            next_observation={key: np.array([player.after(key, t) for player, t in steps]) for key in keys},
-            reward=np.array([player.rewards[t] for player, t in steps]),
-            terminated=over if self.ends == "terminated" else never,
-            truncated=over if self.ends == "truncated" else never,
-            serial=np.array([player.demonstration.serial for player in players]),
-            log_prob=0.0 if self.log_prob == "deterministic" else None,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is being played and where, and the sampler's state: tensors and scalars only.
@@ -141,7 +127,7 @@ class DemonstrationReplay:
         """
         running = self._checked(state_dict)
         self.sampler.load_state_dict(state_dict["sampler"])
-        self._running = running
+        self._running, self._cast = running, None
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
@@ -184,7 +170,7 @@ class _Player:
             key: seen[-1] if last is None else last.get(key).numpy() for key, seen in self.observations.items()
         }
         self.actions: Array = steps.get("action").numpy()
-        self.rewards: Array = demonstration.rewards.numpy()
+        self.rewards: list[float] = demonstration.rewards.tolist()
         self._length = demonstration.length
 
     @property
@@ -192,12 +178,48 @@ class _Player:
         """How many steps are left."""
         return self._length - self.position
 
-    def step(self) -> int:
-        """Go on by one step; return its number."""
-        self.position += 1
-        return self.position - 1
+    def shown(self, key: NestedKey, t: int) -> Array:
+        """Return the observation before step ``t``, or after the last one."""
+        rows = self.observations[key]
+        seen: Array = rows[t] if t < self._length else self._last[key]
+        return seen
 
-    def after(self, key: NestedKey, t: int) -> Array:
-        """Return the observation after step ``t``."""
-        following: Array = self.observations[key][t + 1] if t + 1 < self._length else self._last[key]
-        return following
+
+class _Cast:
+    """The demonstrations that play at the same time, until one begins or ends: what they share is told once."""
+
+    def __init__(self, running: Mapping[int, _Player], mask: Array) -> None:
+        self._players = [running[env] for env in sorted(running)]
+        self._mask, self._left = mask, min(player.left for player in self._players)
+        self._serials = np.array([player.demonstration.serial for player in self._players])
+        self._never = np.zeros(len(self._players), dtype=bool)
+        self._shown = self._observations()
+
+    def _observations(self) -> dict[NestedKey, Array]:
+        players = self._players
+        return {
+            key: np.array([player.shown(key, player.position) for player in players]) for key in players[0].observations
+        }
+
+    def next_rows(self, terminates: bool, log_prob: float | None) -> ReplayedRows:
+        """Go on by one step."""
+        players = self._players
+        action = np.array([player.actions[player.position] for player in players])
+        reward = np.array([player.rewards[player.position] for player in players], dtype=np.float32)
+        for player in players:
+            player.position += 1
+        self._left -= 1
+        over = self._never if self._left else np.array([not player.left for player in players])
+        # What follows this step is what comes before the next one.
+        before, self._shown = self._shown, self._observations()
+        return ReplayedRows(
+            mask=self._mask,
+            observation=before,
+            action=action,
+            next_observation=self._shown,
+            reward=reward,
+            terminated=over if terminates else self._never,
+            truncated=self._never if terminates else over,
+            serial=self._serials,
+            log_prob=log_prob,
+        )
