@@ -96,7 +96,7 @@ class Replay:
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
-        self._resting = np.zeros(num_envs, dtype=bool)
+        self._resting = self._none = np.zeros(num_envs, dtype=bool)
 
     def resume(self) -> Array:
         """Return where a restored source goes on, ``[N]``."""
@@ -106,14 +106,14 @@ class Replay:
     def next_rows(self, starts: Array) -> ReplayedRows | None:
         """Ask for the rows of the next step; a ValueError if a replay begins or ends in the midst of an episode."""
         rows = self._source(starts.copy())
-        if rows is not None and rows.mask is self._resting:
-            return rows
-        mask = np.zeros_like(self._resting) if rows is None else np.asarray(rows.mask, dtype=bool)
+        if self._resting is self._none if rows is None else rows.mask is self._resting:
+            return rows  # as at the step before
+        mask = self._none if rows is None else np.asarray(rows.mask, dtype=bool)
         wrong = ~starts & (mask != self._resting)
         if wrong.any():
             raise ValueError(
                 f"The replay of environments {np.flatnonzero(wrong).tolist()} begins or stops within an episode; begin "
                 "it where an episode begins (starts), and go on until it terminates or is truncated."
             )
-        self._resting = mask
-        return rows if mask.any() else None
+        self._resting = mask if mask.any() else self._none
+        return None if self._resting is self._none else rows

@@ -97,7 +97,7 @@ class DemonstrationReplay:
         if self._cast is None:
             self._cast = _Cast(self._running, self.playing)
         rows = self._cast.next_rows(self.ends == "terminated", 0.0 if self.log_prob == "deterministic" else None)
-        if rows.terminated.any() or rows.truncated.any():
+        if not self._cast.left:
             self._running = {env: player for env, player in self._running.items() if player.left}
             self._cast = None
         return rows
@@ -190,7 +190,7 @@ class _Cast:
 
     def __init__(self, running: Mapping[int, _Player], mask: Array) -> None:
         self._players = [running[env] for env in sorted(running)]
-        self._mask, self._left = mask, min(player.left for player in self._players)
+        self._mask, self.left = mask, min(player.left for player in self._players)
         self._serials = np.array([player.demonstration.serial for player in self._players])
         self._never = np.zeros(len(self._players), dtype=bool)
         self._shown = self._observations()
@@ -208,8 +208,8 @@ class _Cast:
         reward = np.array([player.rewards[player.position] for player in players], dtype=np.float32)
         for player in players:
             player.position += 1
-        self._left -= 1
-        over = self._never if self._left else np.array([not player.left for player in players])
+        self.left -= 1
+        over = self._never if self.left else np.array([not player.left for player in players])
         # What follows this step is what comes before the next one.
         before, self._shown = self._shown, self._observations()
         return ReplayedRows(
