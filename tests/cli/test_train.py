@@ -180,7 +180,7 @@ def test_a_module_in_the_working_directory_brings_an_environment(env, run, tmp_p
         done = run("train", f"data.env={env.format(name)}", *TINY, "data.total_frames=128", "eval_episodes=1")
     finally:
         gymnasium.registry.pop("Reach-v0", None)
-    assert last_line(done.stdout)[1] == "5.0"
+    assert last_line(done.stdout)[1] == "5.000"
 
 
 def test_debug_runs_and_keeps_nothing(run, tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.collectors import Collector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
@@ -16,6 +17,9 @@ from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.torchrl_env import close_environment, with_bookkeeping
 from torchrl_lightning.entries import join, next_key
+
+if TYPE_CHECKING:
+    from torchrl.collectors import Collector
 
 
 class TorchRLCollector(CollectorBase):
@@ -114,6 +118,8 @@ class TorchRLCollector(CollectorBase):
         if self.closed:
             raise RuntimeError("The collector was shut down; build a new one.")
         if self._collector is None:
+            from torchrl.collectors import Collector  # takes time to import, and most runs never need it
+
             env = with_bookkeeping(self.env, self.policy)
             self._collector = Collector(
                 env,

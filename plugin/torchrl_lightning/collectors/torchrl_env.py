@@ -67,7 +67,7 @@ def make_environment(
         >>> env = make_environment(lambda: GymEnv("Pendulum-v1"), 3)
         >>> env.batch_size
         torch.Size([3])
-        >>> env.close()
+        >>> close_environment(env)
     """
     if isinstance(env, EnvBase):
         return _checked(env, num_envs, own_number)
