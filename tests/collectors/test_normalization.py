@@ -129,6 +129,17 @@ class Bare(Watching):
         return {"seen": step["observation"].clone(), "action": step["observation"][..., 0].long() * 0}
 
 
+def test_a_hook_that_comes_later_sees_each_step():
+    collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, seed=0)
+    policy, seen = Bare(), []
+    collector.policy = NormalizedPolicy(policy, ObservationNormalizer(collector.specs, True, 10.0))
+    collector.rollout()
+    policy.register_forward_hook(lambda module, args, output: seen.append(args))
+    collector.rollout()
+    collector.shutdown()
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("kind", [Watching, Bare])
 def test_collected_with_it_rollouts_are_raw_and_the_policy_saw_the_same_bits_as_a_learner(kind):
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=40, seed=0)

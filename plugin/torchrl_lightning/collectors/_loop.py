@@ -60,6 +60,9 @@ class RolloutLoop:
         for key, value in self._states.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
+        # What a policy prepares once for the step's tensors, which stay where they are.
+        self._prepare: Callable[..., Callable[[], Outputs]] | None = getattr(type(policy), "standing", None)
+        self._standing: Callable[[], Outputs] | None = None
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
     def reset(self, seeds: list[int] | None, resumed: bool = False) -> None:
@@ -129,6 +132,10 @@ class RolloutLoop:
     def _actor(self, device: torch.device) -> Callable[[], Outputs]:
         policy, step, bare = self.policy, self._step, bare_call(self.policy)
         move = device.type != "cpu"
+        if bare is not None and not move and self._prepare is not None:
+            if self._standing is None:
+                self._standing = self._prepare(policy, step)
+            return self._standing
         if bare is not None:
             return lambda: bare(step.to(device) if move else step)
         assert policy is not None

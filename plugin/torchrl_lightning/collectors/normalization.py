@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -94,6 +95,36 @@ class ObservationNormalizer(nn.Module):
             self.to(value.device)
             mean, factor = self._constants(key)
         return scaled(value, mean, factor, self.clip)
+
+    def standing(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Return where the normalised entry of a value on the CPU goes, which is overwritten, and what puts it there.
+
+        For a few rows this takes half of the time that :meth:`normalized` takes in a run; same bits.
+        """
+        out = torch.empty_like(value, dtype=torch.float32)
+        mean, factor = self._constants(key)
+        if value.dtype not in LIKE or not mean.is_cpu:
+
+            def copy() -> None:
+                out.copy_(self.normalized(key, value))
+
+            return out, copy
+        x, y, m, f = (each.numpy() for each in (value, out, mean, factor))
+        work = y if value.dtype is torch.float32 else np.empty_like(x)
+        low, high = (np.asarray(limit, work.dtype) for limit in (-self.clip, self.clip))
+
+        def refresh() -> None:
+            if self._constants(key)[0] is not mean:  # they have been moved
+                out.copy_(self.normalized(key, value))
+                return
+            np.subtract(x, m, out=work)
+            np.multiply(work, f, out=work)
+            np.maximum(work, low, out=work)
+            np.minimum(work, high, out=work)
+            if work is not y:
+                np.copyto(y, work, casting="same_kind")
+
+        return out, refresh
 
     def normalize_(self, data: TensorDictBase) -> None:
         """Put normalised entries, and those of ``next``, in the place of raw ones ``[*B, *F]``; others stay."""
@@ -200,6 +231,28 @@ class NormalizedPolicy(TensorDictModuleBase):
         policy, given = self._modules.get("policy") or self.policy, self._normalized(step)
         bare = bare_call(policy)
         return policy_outputs(policy, given) if bare is None else bare(given)
+
+    def standing(self, step: TensorDictBase) -> Callable[[], Outputs]:
+        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten."""
+        normalizer = self.normalizer
+        if not normalizer.is_flat:
+            return lambda: self.act_on(step)
+        policy, entries = self.policy, dict(level_of(step))
+        hooks = [policy._forward_hooks, policy._forward_pre_hooks] if isinstance(policy, nn.Module) else []
+        refreshers = []
+        for key in normalizer.keys:
+            entries[key], refresh = normalizer.standing(key, entries[key])
+            refreshers.append(refresh)
+        given, bare = new_tensordict(entries, step.batch_size), bare_call(policy)
+
+        def act() -> Outputs:
+            for refresh in refreshers:
+                refresh()
+            if bare is None or any(hooks):
+                return policy_outputs(policy, given.copy())
+            return bare(given)
+
+        return act
 
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
         """Return the policy's distribution over actions in a TensorDict ``[N]``, whose observations are raw."""
