@@ -14,7 +14,13 @@ from datamodules.replay_parts import experience, in_files, prioritized, replay_d
 from torchrl_lightning.learn import DQNModule, MLPNetwork, TD3Module
 
 FOLDER = Path(sys.argv[1])
-EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
+EXACT = {
+    "normalize_observation": True,
+    "normalize_reward": True,
+    "reset_at_each_batch": True,
+    "frames_per_batch": 8,
+    "frames_per_update": 0.7,
+}
 STREAMS = {
     "memory": {"buffer": experience(prioritized, n_steps=3)},
     "files": {"buffer": in_files(FOLDER / "cells", prioritized, n_steps=3)},
@@ -50,6 +56,7 @@ class Reporting(L.Callback):
             "updates": [module.updates, data.updates],
             "frames": data.frames,
             "ended": flat(module),
+            "moments": str(data._normalization.state_dict()),
             "cells": cells["observation"].flatten().tolist(),
             "next_sample": data.buffer.sample(16)["index"].tolist(),
         }

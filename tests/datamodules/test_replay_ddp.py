@@ -26,6 +26,7 @@ def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates
     # Each rank had built other networks; those of rank 0 count, target networks included.
     assert first["started"] == second["started"]
     assert first["ended"] == second["ended"] != first["started"]
+    assert first["moments"] == second["moments"]  # of all ranks
     assert first["updates"] == second["updates"] == [updates, updates]
     assert first["frames"] == second["frames"] == frames
 
@@ -33,7 +34,7 @@ def test_ranks_learn_the_same_from_experience_of_their_own(folder, name, updates
 @pytest.mark.parametrize("kept", ["memory", "files"])
 def test_two_ranks_go_on_as_if_never_stopped(folder, kept):
     for whole, resumed in zip(reports(folder, "memory_whole"), reports(folder, f"{kept}_resumed"), strict=True):
-        for name in ("updates", "frames", "ended", "cells", "next_sample"):
+        for name in ("updates", "frames", "ended", "cells", "next_sample", "moments"):
             assert resumed[name] == whole[name], name
         assert resumed["started"] != whole["started"]
 
