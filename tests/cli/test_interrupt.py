@@ -37,6 +37,8 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         rows = tmp_path / "first" / "csv" / "metrics.csv"
