@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -88,13 +87,14 @@ class ObservationNormalizer(nn.Module):
         place = self._place[key]
         return self._buffers[f"mean_{place}"], self._buffers[f"factor_{place}"]  # type: ignore[return-value]
 
+    def _constants_on(self, device: torch.device, key: NestedKey) -> tuple[Tensor, Tensor]:
+        if self._constants(key)[0].device != device:
+            self.to(device)
+        return self._constants(key)
+
     def normalized(self, key: NestedKey, value: Tensor) -> Tensor:
         """Return an entry ``[*B, *F]`` normalised, float32."""
-        mean, factor = self._constants(key)
-        if mean.device != value.device:
-            self.to(value.device)
-            mean, factor = self._constants(key)
-        return scaled(value, mean, factor, self.clip)
+        return scaled(value, *self._constants_on(value.device, key), self.clip)
 
     def standing(self, key: NestedKey, value: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Return where the normalised entry of a value on the CPU goes, which is overwritten, and what puts it there.
@@ -102,27 +102,9 @@ class ObservationNormalizer(nn.Module):
         For a few rows this takes half of the time that :meth:`normalized` takes in a run; same bits.
         """
         out = torch.empty_like(value, dtype=torch.float32)
-        mean, factor = self._constants(key)
-        if value.dtype not in LIKE or not mean.is_cpu:
-
-            def copy() -> None:
-                out.copy_(self.normalized(key, value))
-
-            return out, copy
-        x, y, m, f = (each.numpy() for each in (value, out, mean, factor))
-        work = y if value.dtype is torch.float32 else np.empty_like(x)
-        low, high = (np.asarray(limit, work.dtype) for limit in (-self.clip, self.clip))
 
         def refresh() -> None:
-            if self._constants(key)[0] is not mean:  # they have been moved
-                out.copy_(self.normalized(key, value))
-                return
-            np.subtract(x, m, out=work)
-            np.multiply(work, f, out=work)
-            np.maximum(work, low, out=work)
-            np.minimum(work, high, out=work)
-            if work is not y:
-                np.copyto(y, work, casting="same_kind")
+            _scale_into(out, value, *self._constants_on(value.device, key), self.clip)
 
         return out, refresh
 
@@ -171,14 +153,20 @@ class ObservationNormalizer(nn.Module):
 
 def scaled(value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> Tensor:
     r"""Return \(\mathrm{clip}((x - \bar x) f)\) of values ``[*B, *F]``, float32; ``[*F]`` are the other two."""
+    out = torch.empty_like(value, dtype=torch.float32)
+    _scale_into(out, value, mean, factor, clip)
+    return out
+
+
+def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: float) -> None:
     # Either way the same operations on each element, so the same bits.
     if value.dtype in LIKE and value.is_cpu and value.is_contiguous() and not value.requires_grad:
-        out, width = torch.empty_like(value, dtype=torch.float32), mean.numel()
+        width = mean.numel()
         rows = value.numel() // width if width else 0
         addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
         row_kernel(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
-        return out
-    return torch.sub(value, mean).mul_(factor).clamp_(-clip, clip).float()
+    else:
+        out.copy_(torch.sub(value, mean).mul_(factor).clamp_(-clip, clip))
 
 
 def _scale_rows(
