@@ -227,6 +227,13 @@ def test_recurrent_states_follow_the_demonstration(log_prob: Any) -> None:
         state = policy(step)["next", "recurrent_state"]
 
 
+def saved(part: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(part.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def test_a_state_goes_on_within_a_demonstration() -> None:
     storage = stored(*(rewarded(length=length, name=f"{length}") for length in (2, 5, 9)))
 
@@ -240,10 +247,7 @@ def test_a_state_goes_on_within_a_demonstration() -> None:
     first = DemonstrationReplay(storage, DemonstrationSampler(0.7, 0.0), 3)
     steps(first, 0)
     assert first.playing.any()
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = saved(first)
     resumed = DemonstrationReplay(storage, DemonstrationSampler(0.1, 0.1), 3)
     resumed.load_state_dict(state)
     assert steps(resumed, 1) == steps(first, 1)
@@ -260,20 +264,54 @@ def test_a_state_goes_on_within_a_demonstration() -> None:
         assert repr(resumed.state_dict()) == repr(before)
 
 
-def test_a_resumed_run_goes_on_within_a_demonstration() -> None:
-    storage, policy = stored(line_demo(10)), imitator()
+@pytest.mark.parametrize("log_prob", ["deterministic", "current"])
+def test_a_resumed_run_goes_on_within_a_demonstration(log_prob: Any) -> None:
+    storage = stored(line_demo(10), line_demo(7, first=20.0))
+    policy = actor_of(make_vector_env(Line, 2), RecurrentNetwork(hidden_size=4))
 
     def fresh() -> tuple[Any, Any]:
-        replay = DemonstrationReplay(storage, DemonstrationSampler(1.0, 0.0), 2)
+        replay = DemonstrationReplay(storage, DemonstrationSampler(1.0, 0.0), 2, log_prob=log_prob)
         return line_collector(replay, 2, 4, policy, seed=1), replay
 
     (whole, replay), (resumed, restored) = fresh(), fresh()
     whole.rollout()
-    restored.load_state_dict(replay.state_dict())
-    resumed.load_state_dict(whole.state_dict())
+    restored.load_state_dict(saved(replay))
+    resumed.load_state_dict(saved(whole))
+    assert repr(saved(resumed)) == repr(saved(whole))
     for _ in range(4):
-        one, other = whole.rollout().exclude("collector"), resumed.rollout().exclude("collector")
+        one, other = whole.rollout(), resumed.rollout()
         assert (one == other).all()
+    assert repr(saved(resumed)) == repr(saved(whole))
+
+
+def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
+    env = make_vector_env(lambda: Line(start=1.0), 2)
+    policy = actor_of(env, RecurrentNetwork(hidden_size=4))
+
+    def fresh() -> Any:
+        replay = DemonstrationReplay(stored(line_demo(9)), Scripted(None, 0, None), 2)
+        return replay, line_collector(replay, 2, 4, policy, seed=0, env=lambda: Line(start=1.0))
+
+    (replay, first), (restored, resumed) = fresh(), fresh()
+    first.rollout()
+    restored.load_state_dict(replay.state_dict())
+    state = saved(first)
+    resumed.load_state_dict(state)
+    on, batch = first.rollout(), resumed.rollout()
+    assert on["recurrent_state"][:, 0].abs().sum(-1).all()
+    assert batch["is_init"][:, 0, 0].tolist() == [True, False]
+    assert not batch["recurrent_state"][0, 0].any()
+    assert (batch[1] == on[1]).all()
+    for change, message in (
+        ({"recurrent_states": {}}, "lacks recurrent_state"),
+        ({"recurrent_states": {"recurrent_state": torch.zeros(3, 1, 4)}}, r"a tensor \[3, 1, 4\]"),
+        ({"trajectory_ids": [0, 1]}, "'trajectory_ids' is a list"),
+    ):
+        before = repr(saved(resumed))
+        with pytest.raises(ValueError, match=message):
+            resumed.load_state_dict({**state, **change})
+        assert repr(saved(resumed)) == before
+    assert "recurrent_states" not in line_collector(None, 2, 4, policy, seed=0, env=env).state_dict()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.vector_env import make_vector_env
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.state import check_state, flag, same, whole
+from torchrl_lightning.state import Check, check_state, flag, same, whole
 
 _STATE_VERSION = 1
 
@@ -109,7 +109,7 @@ class CollectorBase:
         """Close what is open; may be called any number of times. The arguments are those of TorchRL's collectors."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
         names = (*self._sizes, *self._counters)
         return {"schema_version": _STATE_VERSION, **{name.lstrip("_"): getattr(self, name) for name in names}}
@@ -120,13 +120,16 @@ class CollectorBase:
         Raises:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
-        schema = {name: same(getattr(self, name), "collector") for name in self._sizes}
-        for name in self._counters:
-            schema[name.lstrip("_")] = flag if isinstance(getattr(self, name), bool) else whole()
-        check_state(state_dict, schema, "collector", _STATE_VERSION)
+        check_state(state_dict, self._schema(), "collector", _STATE_VERSION)
         for name in self._counters:
             setattr(self, name, state_dict[name.lstrip("_")])
         self.reset()
+
+    def _schema(self) -> dict[str, Check]:
+        schema = {name: same(getattr(self, name), "collector") for name in self._sizes}
+        for name in self._counters:
+            schema[name.lstrip("_")] = flag if isinstance(getattr(self, name), bool) else whole()
+        return schema
 
     def __repr__(self) -> str:
         sizes = "".join(f", {name}={getattr(self, name)}" for name in (*self._sizes, "frames", "total_frames"))

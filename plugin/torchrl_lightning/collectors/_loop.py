@@ -56,8 +56,8 @@ class RolloutLoop:
             value = torch.zeros(num_envs, *spec.shape, dtype=spec.dtype)
             self._step[key] = value
             self._observations.append(value.numpy().reshape(num_envs, *(space.shape or ())))
-        self._states = {key: value.clone() for key, value in self.states.items()}
-        for key, value in self._states.items():
+        self.recurrent = {key: value.clone() for key, value in self.states.items()}  # recurrent states before each step
+        for key, value in self.recurrent.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
         # What a policy prepares once for the step's tensors, which stay where they are.
@@ -65,15 +65,22 @@ class RolloutLoop:
         self._standing: Callable[[], Outputs] | None = None
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
-    def reset(self, seeds: list[int] | None, resumed: bool = False) -> None:
-        """Begin a new episode in every environment; in a resumed run those that replay go on, and theirs follows."""
+    def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
+        """Begin an episode in every environment, and return where one begins.
+
+        In a resumed run those that replay go on, with the recurrent states that are given; theirs follows.
+        """
         for source, target in zip(self.stepper.reset(seeds), self._observations, strict=True):
             np.copyto(target, source)
         self._starts[:] = True
-        if resumed and self._replay is not None:
-            self._starts[self._replay.resume()] = False
         for key, value in self.states.items():
-            self._states[key].copy_(value)
+            self.recurrent[key].copy_(value)
+        if resumed is not None and self._replay is not None:
+            going_on = self._replay.resume()
+            self._starts[going_on] = False
+            for key, value in resumed.items():
+                self.recurrent[key][going_on] = value[going_on]
+        return self._starts
 
     def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
         """Fill a memory, and yield the number of each completed step.
@@ -108,7 +115,7 @@ class RolloutLoop:
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
-            for key, state in self._states.items():
+            for key, state in self.recurrent.items():
                 memory.states[key][t].copy_(state)
             outputs = act()
             if not t and not memory.fits(outputs):
@@ -121,11 +128,11 @@ class RolloutLoop:
                 views[t].copy_(value)
             if replayed is not None:
                 self._write_replayed(memory, t, replayed, device)
-            for key, state in self._states.items():
+            for key, state in self.recurrent.items():
                 state.copy_(outputs[self._next_states[key]])
             self._advance(memory, t, replayed)
-            if self._states and self._starts.any():
-                for key, state in self._states.items():
+            if self.recurrent and self._starts.any():
+                for key, state in self.recurrent.items():
                     state[self._starts] = self.states[key][self._starts]
             yield t
 

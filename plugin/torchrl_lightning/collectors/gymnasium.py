@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
-from torch import nn
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
@@ -22,6 +23,8 @@ from torchrl_lightning.collectors.replayed import Array, ReplaySource, Resumable
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env, vectorization_of
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.state import Check, check_state, tensor
 
 
 class GymnasiumCollector(CollectorBase):
@@ -120,7 +123,7 @@ class GymnasiumCollector(CollectorBase):
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
-        self._resumed = False
+        self._restored: dict[NestedKey, Tensor] | None = None  # recurrent states of what is resumed
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
@@ -186,13 +189,14 @@ class GymnasiumCollector(CollectorBase):
             IsolatedRng(numbered_seed(self._policy_seed, self._batches), device),
         ):
             if begin_anew:
-                loop.reset(self._reset_seeds(), self._resumed and not self.reset_at_each_batch)
-                self._ids = np.arange(self._trajectories, self._trajectories + self.num_envs)
-                self._trajectories += self.num_envs
+                starts = loop.reset(self._reset_seeds(), None if self.reset_at_each_batch else self._restored)
+                begun = int(starts.sum())
+                self._ids[starts] = np.arange(self._trajectories, self._trajectories + begun)
+                self._trajectories += begun
             for _ in loop.steps(memory, device, random):
                 pass
         self._number_trajectories(memory)
-        self._needs_reset = self._resumed = False
+        self._needs_reset, self._restored = False, None
         self._batches += 1
         self.frames += self.frames_per_batch
         return memory
@@ -217,18 +221,43 @@ class GymnasiumCollector(CollectorBase):
     # -- control -----------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Reset every environment before the next batch."""
-        self._needs_reset, self._resumed = True, False
+        self._needs_reset, self._restored = True, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the seed, with ``replay`` also what goes on within it: tensors and scalars only."""
+        state = super().state_dict()
+        if self._replay is not None:
+            state["trajectory_ids"] = torch.from_numpy(self._ids.copy())
+            state["recurrent_states"] = {_dotted(key): value.clone() for key, value in self._recurrent_states().items()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
 
-        What was replayed goes on where it was, if its source is restored too; recurrent states start anew there.
+        What was replayed goes on where it was, recurrent states included, if its source is restored too.
 
         Raises:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
         super().load_state_dict(state_dict)
-        self._resumed = True
+        if self._replay is not None:
+            states = state_dict["recurrent_states"]
+            self._restored = {key: states[_dotted(key)].clone() for key in self._recurrent_states()}
+            self._ids = state_dict["trajectory_ids"].numpy().copy()
+
+    def _schema(self) -> dict[str, Check]:
+        schema = super()._schema()
+        if self._replay is not None:
+            states = self._recurrent_states()
+            shapes = {_dotted(key): tensor(state.dtype, *state.shape) for key, state in states.items()}
+            schema["trajectory_ids"] = tensor(torch.int64, self.num_envs, low=0)
+            schema["recurrent_states"] = lambda state, name: check_state(state, shapes, f"collector's {name}")
+        return schema
+
+    def _recurrent_states(self) -> dict[NestedKey, Tensor]:
+        if self._restored is not None:
+            return self._restored
+        return recurrent_states(self.policy, self.num_envs) if self._loop is None else self._loop.recurrent
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, ``static_seed`` all alike, and return the seed of the last one; a reset follows."""
@@ -249,3 +278,7 @@ class GymnasiumCollector(CollectorBase):
         except Exception:
             if raise_on_error:
                 raise
+
+
+def _dotted(key: NestedKey) -> str:
+    return ".".join(path_of(key))
