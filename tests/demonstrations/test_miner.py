@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from collectors.counting import CountingEnv, still_policy
 from torchrl_lightning import (
@@ -19,10 +20,16 @@ from torchrl_lightning import (
     DemonstrationSampler,
     DemonstrationStorage,
     DemonstrationWriter,
+    EnvironmentSpecs,
     GymnasiumCollector,
 )
 
 KEYS = ["observation", ("inner", "vector")]
+SPECS = EnvironmentSpecs(
+    Composite(observation=Bounded(0, 255, (1,), dtype=torch.uint8), inner=Composite(vector=Unbounded((2,)))),
+    Categorical(1000),
+    1,
+)
 ENVS = 3
 
 
@@ -103,7 +110,7 @@ def test_mining_is_what_one_does_by_hand(seed: int) -> None:
     whole, expected = episodes(60, seed), Recorded()
     by_hand(whole, expected.storage, expected)
     found = Recorded()
-    miner = DemonstrationMiner(found, ENVS, observation_keys=KEYS)
+    miner = DemonstrationMiner(found, ENVS, specs=SPECS)
     begin = 0
     for length in (1, 7, 0, 20, 3, 29):
         part = whole[begin : begin + length].clone()
@@ -112,7 +119,7 @@ def test_mining_is_what_one_does_by_hand(seed: int) -> None:
             miner.mine(part if length % 2 else part.transpose(0, 1))
         part.apply_(lambda value: value.fill_(1))  # the memory is written again
         begin += length
-        restored = DemonstrationMiner(found, ENVS, observation_keys=KEYS)
+        restored = DemonstrationMiner(found, ENVS, specs=SPECS)
         restored.load_state_dict(saved(miner))
         miner = restored
     assert found.seen == expected.seen
@@ -155,7 +162,7 @@ def test_a_collected_run_with_replays() -> None:
 def test_without_values_nothing_is_refreshed() -> None:
     torch.manual_seed(0)
     writer = Recorded()
-    miner = DemonstrationMiner(writer, ENVS, observation_keys=KEYS)
+    miner = DemonstrationMiner(writer, ENVS, specs=SPECS)
     miner.mine(episodes(60, 0).exclude("state_value"))
     assert {each[1] for each in writer.seen} == {-math.inf}
     assert all(len(each) > 2 for each in writer.seen)
@@ -163,7 +170,7 @@ def test_without_values_nothing_is_refreshed() -> None:
 
 def test_bad_rollouts_and_states_change_nothing() -> None:
     torch.manual_seed(0)
-    miner, rollout = DemonstrationMiner(Recorded(), ENVS, observation_keys=KEYS), episodes(5, 1)
+    miner, rollout = DemonstrationMiner(Recorded(), ENVS, specs=SPECS), episodes(5, 1)
     miner.mine(rollout)
     state = saved(miner)
     wrong = rollout.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -16,13 +17,18 @@ from tensordict.nn import TensorDictModule
 from demonstrations.demos import DATA, demo, names, rewarded
 from torchrl_lightning import (
     Demonstration,
+    DemonstrationMiner,
     DemonstrationReplay,
     DemonstrationSampler,
     DemonstrationStorage,
+    DemonstrationWriter,
+    EnvironmentRecipe,
     GymnasiumCollector,
 )
 from torchrl_lightning.collectors import environment_specs, make_vector_env
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.demonstrations import record_demonstrations
+from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.learn import MLPNetwork, RecurrentNetwork
 from torchrl_lightning.learn.actors import build_actor
 from torchrl_lightning.moments import Moments
@@ -227,6 +233,83 @@ def test_recurrent_states_follow_the_demonstration(log_prob: Any) -> None:
         state = policy(step)["next", "recurrent_state"]
 
 
+class Pictures(gymnasium.Env[Any, Any]):
+    """Shows random images with or without channels, and a vector, for five steps."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, shape: tuple[int, ...], alone: bool = False) -> None:
+        image, vector = spaces.Box(0, 255, shape, np.uint8), spaces.Box(0, 1, (2,), np.float32)
+        self.observation_space: Any = image if alone else spaces.Dict({"image": image, "vector": vector})
+
+    def _shown(self) -> Any:
+        self.t += 1
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = -1
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._shown(), float(self.t), self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("shape", [(4, 5), (1, 4, 5), (3, 6, 6), (6, 6, 3), (5, 5, 2)])
+def test_stacks_of_frames_are_those_of_the_episode(shape: tuple[int, ...], count: int, alone: bool) -> None:
+    recipe = EnvironmentRecipe(partial(Pictures, shape, alone), frame_stack=count)
+    specs, _ = demonstration_specs(recipe)
+    torch.manual_seed(0)
+    own = GymnasiumCollector(recipe, num_envs=2, frames_per_batch=20, seed=3)
+    episodes = own.rollout()
+    writer = DemonstrationWriter(DemonstrationStorage(), reward_threshold=-1.0, cut_after_reward=False)
+    miner = DemonstrationMiner(writer, 2, specs=specs)
+    miner.mine(episodes)
+    mined = writer.storage.reward_demonstrations
+    assert [each.length for each in mined] == [5] * 4
+    for demonstration in mined:
+        demonstration.fits(specs)
+    # The four episodes end in the order of their ends, one of each environment after the other.
+    again = GymnasiumCollector(
+        recipe,
+        num_envs=2,
+        frames_per_batch=20,
+        replay=DemonstrationReplay(writer.storage, Scripted(0, 1, 2, 3, None), 2, frame_stack=count),
+    ).rollout()
+    assert again["demo", "mask"].all()
+    for key in (*specs.keys, *(("next", key) for key in specs.keys), "action", ("next", "reward"), ("next", "done")):
+        assert torch.equal(again[key], episodes[key]), key
+    mined_again = DemonstrationWriter(DemonstrationStorage(), reward_threshold=-1.0, cut_after_reward=False)
+    again["demo", "serial"].fill_(-1)
+    DemonstrationMiner(mined_again, 2, specs=specs).mine(again)
+    for one, other in zip(mined, mined_again.storage.reward_demonstrations, strict=True):
+        assert (one.steps == other.steps).all()
+        assert (one.last_observation == other.last_observation).all()
+
+
+def test_a_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
+    recipe = EnvironmentRecipe(partial(Pictures, (6, 6, 3)), frame_stack=3)
+    specs, _ = demonstration_specs(recipe)
+
+    def act(vector: torch.Tensor) -> torch.Tensor:
+        return (vector.sum(-1) * 3).long() % 3
+
+    policy = TensorDictModule(act, in_keys=["vector"], out_keys=["action"])
+    (recorded,) = record_demonstrations(recipe, policy, 1, seed=0)
+    replay = DemonstrationReplay(stored(recorded), Scripted(0, None), 1, frame_stack=3)
+    rollout = GymnasiumCollector(recipe, policy, frames_per_batch=5, replay=replay).rollout()
+    assert rollout["image"].shape == (1, 5, 6, 6, 9)
+    rollout["demo", "serial"].fill_(-1)
+    writer = DemonstrationWriter(DemonstrationStorage(), reward_threshold=-1.0, cut_after_reward=False)
+    DemonstrationMiner(writer, 1, specs=specs).mine(rollout)
+    (mined,) = writer.storage.reward_demonstrations
+    assert (mined.steps == recorded.steps).all()
+    assert (mined.last_observation == recorded.last_observation).all()
+
+
 def saved(part: Any) -> Any:
     file = io.BytesIO()
     torch.save(part.state_dict(), file)
@@ -316,7 +399,12 @@ def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_envs": 0}, "num_envs"), ({"ends": "done"}, "ends must be one of"), ({"log_prob": 0.0}, "log_prob must be")],
+    [
+        ({"num_envs": 0}, "num_envs"),
+        ({"ends": "done"}, "ends must be one of"),
+        ({"log_prob": 0.0}, "log_prob must be"),
+        ({"frame_stack": 0}, "frame_stack"),
+    ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

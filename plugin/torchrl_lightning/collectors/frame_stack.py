@@ -29,7 +29,9 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         space = env.observation_space
         entries = space.spaces if isinstance(space, spaces.Dict) else {"": space}
-        images = {name: entry for name, entry in entries.items() if isinstance(entry, spaces.Box) and _is_image(entry)}
+        images = {
+            name: entry for name, entry in entries.items() if isinstance(entry, spaces.Box) and is_image(entry.shape)
+        }
         if not images:
             raise ValueError(
                 f"frame_stack={count} stacks images, but the environment observes {space}. Leave frame_stack out; "
@@ -37,7 +39,7 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
             )
         self._count = count
         self._frames: dict[str, deque[Any]] = {name: deque(maxlen=count) for name in images}
-        self._last = {name: channels_are_last(entry.shape) for name, entry in images.items()}
+        self._axes = {name: stack_axis(entry.shape) for name, entry in images.items()}
         stacked = {
             name: spaces.Box(
                 self._joined(name, [entry.low] * count), self._joined(name, [entry.high] * count), dtype=entry.dtype
@@ -64,9 +66,18 @@ class FrameStack(gym.Wrapper[Any, Any, Any, Any]):
         return {**observation, **images} if self._is_dict else images[""]
 
     def _joined(self, name: str, frames: Sequence[Any]) -> Any:
-        if frames[0].ndim == 2:
-            return np.stack(frames)
-        return np.concatenate(frames, -1 if self._last[name] else 0)
+        joined = np.stack if frames[0].ndim == 2 else np.concatenate
+        return joined(frames, self._axes[name])
+
+
+def is_image(shape: Sequence[int]) -> bool:
+    """Return whether frames of this shape are stacked."""
+    return len(shape) in (2, 3)
+
+
+def stack_axis(shape: Sequence[int]) -> int:
+    """Return the axis of an image along which frames are stacked: that of its channels, a new one where it has none."""
+    return 2 if channels_are_last(shape) else 0
 
 
 def channels_are_last(shape: Sequence[int]) -> bool:
@@ -85,7 +96,3 @@ def channels_are_last(shape: Sequence[int]) -> bool:
         return False
     first, between, last = shape
     return first == between != last or (between != last and last < first)
-
-
-def _is_image(space: spaces.Box) -> bool:
-    return len(space.shape) in (2, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,9 +13,10 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.collectors import EnvironmentSpecs
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, newest_frames
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
-from torchrl_lightning.entries import nested_key, nested_keys, path_of, to_tensordict
+from torchrl_lightning.entries import nested_key, path_of, to_tensordict
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.rollout.writer import time_major
@@ -36,7 +37,8 @@ class DemonstrationMiner:
     Args:
         writer: What decides which are kept.
         num_envs: The number of environments.
-        observation_keys: Which entries are the observation.
+        specs: The specs of the environment, without a frame stack, that name the entries of the observation; of
+            stacked images the newest is taken. None means the entry ``observation`` as it is.
         value_key: The values of the states; where a rollout has none, episodes have the value ``-inf``.
         frame_skip: How many frames of the environment one step takes.
 
@@ -58,12 +60,12 @@ class DemonstrationMiner:
         writer: DemonstrationWriter,
         num_envs: int,
         *,
-        observation_keys: Sequence[NestedKey] = ("observation",),
+        specs: EnvironmentSpecs | None = None,
         value_key: NestedKey = "state_value",
         frame_skip: int = 1,
     ) -> None:
         self.writer, self.num_envs = writer, integer(num_envs, "num_envs")
-        self.observation_keys, self.value_key = nested_keys(observation_keys), nested_key(value_key)
+        self.specs, self.value_key = specs, nested_key(value_key)
         self.frame_skip = integer(frame_skip, "frame_skip")
         self._running: list[_Episode | None] = [None] * num_envs
         self._count = 0  # of the episodes that were offered
@@ -85,7 +87,7 @@ class DemonstrationMiner:
         done, starts = rows["next", "done"].flatten(1), rows["is_init"].flatten(1)
         values, serials = self._values(rows, done.shape), rows.get(SERIAL, None)
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
-        steps = rows.select(*self.observation_keys, ACTION, REWARD)
+        steps, following = self._observed(rows).update(rows.select(ACTION, REWARD)), self._observed(rows.get("next"))
         running, ended = [*self._running], []
         for env in range(self.num_envs):
             bounds = [*sorted({0, *starts[:, env].nonzero().flatten().tolist()}), len(rows)]
@@ -99,7 +101,7 @@ class DemonstrationMiner:
                 running[env] = episode
                 if done[end - 1, env]:
                     running[env] = None
-                    last = rows.get("next").select(*self.observation_keys)[end - 1, env]
+                    last = following[end - 1, env]
                     ended.append((end, env, episode, None if episode.is_replayed else self._mined(episode, last)))
         self._running = [episode and episode.kept() for episode in running]
         # No two end at the same step of the same environment.
@@ -109,6 +111,9 @@ class DemonstrationMiner:
                 self.writer.add(replace(mined, name=f"episode {self._count}"))
             elif episode.value > -math.inf and (replayed := self.writer.storage.find(episode.serial)) is not None:
                 self.writer.refresh(replayed, episode.value)
+
+    def _observed(self, rows: TensorDictBase) -> TensorDictBase:
+        return rows.select("observation") if self.specs is None else newest_frames(rows, self.specs)
 
     def _values(self, rows: TensorDictBase, shape: torch.Size) -> Tensor:
         values = rows.get(self.value_key, None)
@@ -159,7 +164,7 @@ class DemonstrationMiner:
             return _Episode(state["serial"], value)
         check_tree(state["steps"], torch.Size([]), owner)
         begun = Demonstration(to_tensordict(state["steps"], torch.Size([])), name="of a running episode")
-        wanted = [*self.observation_keys]
+        wanted = ["observation"] if self.specs is None else self.specs.keys
         if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in wanted}:
             raise ValueError(f"The {owner} state observes {begun.observation_keys}, this {owner} {wanted}.")
         return _Episode(OWN, value, (begun.steps.clone(),))

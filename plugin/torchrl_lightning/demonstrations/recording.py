@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import (
@@ -23,7 +22,7 @@ from torchrl_lightning.collectors import (
 from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors._policy import Policy
 from torchrl_lightning.collectors.recipe import plain
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, newest_frames
 from torchrl_lightning.ranges import integer
 
 _FRAMES = 64  # steps collected at a time
@@ -87,7 +86,7 @@ def record_demonstrations(
     if isinstance(env, EnvironmentRecipe) and env.frame_stack > 1:
         known["frame_stack"] = env.frame_stack
     for number, episode in enumerate(_episodes(env, policy, num_episodes, seed)):
-        steps, last = (_shown(part, specs) for part in (episode, episode["next"][-1:]))
+        steps, last = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
         for key in (ACTION, REWARD):
             steps[key] = episode[key].clone()
         yield Demonstration(
@@ -124,20 +123,3 @@ def _episodes(env: Environment, policy: Policy, count: int, seed: int | None) ->
                 )
     finally:
         close_environment(made)
-
-
-def _shown(part: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
-    """Copy the observation entries, of stacked images the newest."""
-    shown = TensorDict({}, part.batch_size)
-    for key in specs.keys:
-        shown[key] = _newest(part[key], specs.observation[key].shape).clone()
-    return shown
-
-
-def _newest(leaf: Tensor, shape: torch.Size) -> Tensor:
-    if leaf.ndim == len(shape) + 2:  # [H, W] became [K, H, W]
-        return leaf[:, -1]
-    for dim, (stacked, single) in enumerate(zip(leaf.shape[1:], shape, strict=True), 1):
-        if stacked != single:
-            leaf = leaf.narrow(dim, stacked - single, single)
-    return leaf

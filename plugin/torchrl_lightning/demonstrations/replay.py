@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.collectors import ReplayedRows
+from torchrl_lightning.collectors.frame_stack import is_image, stack_axis
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage, from_state, state_of
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -21,6 +22,7 @@ STATE_VERSION = 1
 End = Literal["terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
 Array = NDArray[Any]
+_AT_ONCE = 16
 
 
 class DemonstrationReplay:
@@ -37,9 +39,11 @@ class DemonstrationReplay:
         ends: How a demonstration ends: ``terminated``, or ``truncated``, so that the value of what follows counts.
         log_prob: What is stored as the log-probability of its actions: ``deterministic`` is 0, as if whoever showed
             them had no choice; ``current`` is that of the policy.
+        frame_stack: How many images the environment shows as one, as an :class:`~torchrl_lightning.EnvironmentRecipe`
+            stacks them; demonstrations hold single ones.
 
     Raises:
-        ValueError: ``num_envs`` is not positive, or an option has no such value.
+        ValueError: ``num_envs`` or ``frame_stack`` is not positive, or an option has no such value.
 
     Example:
         >>> import torch
@@ -63,12 +67,15 @@ class DemonstrationReplay:
         *,
         ends: End = "terminated",
         log_prob: LogProb = "deterministic",
+        frame_stack: int = 1,
     ) -> None:
         self.storage, self.sampler = storage, sampler
         self.num_envs = integer(num_envs, "num_envs")
         self.ends: End = one_of(ends, "ends", get_args(End))
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
+        self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, _Player] = {}
+        self._now = 0  # the number of the next call
         self._cast: _Cast | None = None
 
     @property
@@ -86,19 +93,20 @@ class DemonstrationReplay:
         """
         if len(starts) != self.num_envs:
             raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
-        if starts.any():
-            for env in np.flatnonzero(starts).tolist():
-                self._running.pop(env, None)
-                if (drawn := self.sampler.draw(self.storage)) is not None:
-                    self._running[env] = _Player(drawn)
-            self._cast = None
+        for env in np.flatnonzero(starts).tolist():
+            before, drawn = self._running.pop(env, None), self.sampler.draw(self.storage)
+            if drawn is not None:
+                self._running[env] = _Player(drawn, self.frame_stack, self._now)
+            if before is not None or drawn is not None:
+                self._cast = None
         if not self._running:
             return None
         if self._cast is None:
-            self._cast = _Cast(self._running, self.playing)
-        rows = self._cast.next_rows(self.ends == "terminated", 0.0 if self.log_prob == "deterministic" else None)
+            self._cast = _Cast(self._running, self.playing, self._now, self.ends, self.log_prob)
+        rows = self._cast.next_rows()
+        self._now += 1
         if not self._cast.left:
-            self._running = {env: player for env, player in self._running.items() if player.left}
+            self._running = {env: player for env, player in self._running.items() if player.left(self._now)}
             self._cast = None
         return rows
 
@@ -108,7 +116,7 @@ class DemonstrationReplay:
         The storage has a state of its own; what is being played may not be kept there any more.
         """
         playing = [
-            {"env": env, "position": player.position, "demonstration": state_of(player.demonstration)}
+            {"env": env, "position": self._now - player.began, "demonstration": state_of(player.demonstration)}
             for env, player in sorted(self._running.items())
         ]
         return {
@@ -127,7 +135,7 @@ class DemonstrationReplay:
         """
         running = self._checked(state_dict)
         self.sampler.load_state_dict(state_dict["sampler"])
-        self._running, self._cast = running, None
+        self._running, self._cast, self._now = running, None, 0
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
@@ -142,11 +150,11 @@ class DemonstrationReplay:
         for entry in state["playing"]:
             of_one = {"env": whole(0, self.num_envs - 1), "position": whole(), "demonstration": mapping}
             check_state(entry, of_one, owner)
-            player = _Player(from_state(entry["demonstration"]), entry["position"])
-            if player.left < 1:
+            player = _Player(from_state(entry["demonstration"]), self.frame_stack, -entry["position"])
+            if player.left(0) < 1:
                 raise ValueError(
-                    f"The {owner} state is at position {player.position} of demonstration "
-                    f"{player.demonstration.name!r}, which has {player.demonstration.length} steps."
+                    f"The {owner} state is at position {entry['position']} of demonstration "
+                    f"{player.demonstration.name!r}, which has {player.length} steps."
                 )
             running[entry["env"]] = player
         return running
@@ -157,10 +165,11 @@ class DemonstrationReplay:
 
 
 class _Player:
-    """A demonstration and the next step of it, over its own tensors."""
+    """A demonstration that plays, over its own tensors; its first step is that of call ``began`` of the replay."""
 
-    def __init__(self, demonstration: Demonstration, position: int = 0) -> None:
-        self.demonstration, self.position = demonstration, position
+    def __init__(self, demonstration: Demonstration, frame_stack: int, began: int) -> None:
+        self.demonstration, self.began = demonstration, began
+        self.length = demonstration.length
         steps, last = demonstration.steps, demonstration.last_observation
         self.observations: dict[NestedKey, Array] = {
             key: steps.get(key).numpy() for key in demonstration.observation_keys
@@ -170,56 +179,100 @@ class _Player:
             key: seen[-1] if last is None else last.get(key).numpy() for key, seen in self.observations.items()
         }
         self.actions: Array = steps.get("action").numpy()
-        self.rewards: list[float] = demonstration.rewards.tolist()
-        self._length = demonstration.length
+        self.rewards: Array = demonstration.rewards.numpy()
+        self._frame_stack = frame_stack
 
-    @property
-    def left(self) -> int:
-        """How many steps are left."""
-        return self._length - self.position
+    def left(self, now: int) -> int:
+        """Return how many steps are left before call ``now``."""
+        return self.length + self.began - now
 
-    def shown(self, key: NestedKey, t: int) -> Array:
-        """Return the observation before step ``t``, or after the last one."""
+    def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
+        """Return the shape in which observations are shown, and the axis that counts the frames of a stack, if any.
+
+        As the axis before that of the channels, or alone, it makes the stack in memory.
+        """
+        shape = self.observations[key].shape[1:]
+        if self._frame_stack == 1 or not isinstance(key, str) or not is_image(shape):
+            return shape, None
+        axis = stack_axis(shape)
+        return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
+
+    def show(self, key: NestedKey, t: int, out: Array) -> None:
+        """Write what is seen before the steps ``t``, ``t + 1``, ..., and at the end after the last one, in a layout."""
+        _, axis = self.layout(key)
+        if axis is None:
+            out[:] = self._frames(key, t, t + len(out))
+            return
+        frames = self._frames(key, t - self._frame_stack + 1, t + len(out))
+        windows = np.lib.stride_tricks.sliding_window_view(frames, self._frame_stack, 0)
+        out[:] = np.moveaxis(windows, -1, axis + 1)
+
+    def _frames(self, key: NestedKey, begin: int, end: int) -> Array:
         rows = self.observations[key]
-        seen: Array = rows[t] if t < self._length else self._last[key]
-        return seen
+        parts = [rows[max(begin, 0) : end]]
+        if begin < 0:
+            parts.insert(0, np.repeat(rows[:1], -begin, 0))
+        if end > self.length:
+            parts.append(self._last[key][None])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class _Cast:
-    """The demonstrations that play at the same time, until one begins or ends: what they share is told once."""
+    """The demonstrations that play at the same time, until one begins or ends: their steps are told some at a time."""
 
-    def __init__(self, running: Mapping[int, _Player], mask: Array) -> None:
+    def __init__(self, running: Mapping[int, _Player], mask: Array, now: int, ends: End, log_prob: LogProb) -> None:
         self._players = [running[env] for env in sorted(running)]
-        self._mask, self.left = mask, min(player.left for player in self._players)
+        self._mask, self._now, self._ends = mask, now, ends
+        self.left = min(player.left(now) for player in self._players)
+        self._log_prob = 0.0 if log_prob == "deterministic" else None
         self._serials = np.array([player.demonstration.serial for player in self._players])
         self._never = np.zeros(len(self._players), dtype=bool)
-        self._shown = self._observations()
+        self._told: Iterator[ReplayedRows] = iter(())
+        self._at_once = 2
 
-    def _observations(self) -> dict[NestedKey, Array]:
-        players = self._players
-        return {
-            key: np.array([player.shown(key, player.position) for player in players]) for key in players[0].observations
-        }
-
-    def next_rows(self, terminates: bool, log_prob: float | None) -> ReplayedRows:
+    def next_rows(self) -> ReplayedRows:
         """Go on by one step."""
-        players = self._players
-        action = np.array([player.actions[player.position] for player in players])
-        reward = np.array([player.rewards[player.position] for player in players], dtype=np.float32)
-        for player in players:
-            player.position += 1
+        rows = next(self._told, None)
+        if rows is None:
+            # Casts that soon change are told little in vain.
+            self._at_once = min(2 * self._at_once, self.left, _AT_ONCE)
+            self._told = iter(self._tell(self._at_once))
+            rows = next(self._told)
         self.left -= 1
-        over = self._never if self.left else np.array([not player.left for player in players])
-        # What follows this step is what comes before the next one.
-        before, self._shown = self._shown, self._observations()
-        return ReplayedRows(
-            mask=self._mask,
-            observation=before,
-            action=action,
-            next_observation=self._shown,
-            reward=reward,
-            terminated=over if terminates else self._never,
-            truncated=self._never if terminates else over,
-            serial=self._serials,
-            log_prob=log_prob,
-        )
+        self._now += 1
+        return rows
+
+    def _tell(self, steps: int) -> list[ReplayedRows]:
+        players, now = self._players, self._now
+        seen = {key: self._seen(key, steps + 1) for key in players[0].observations}
+        spans = [(player, now - player.began) for player in players]
+        actions = np.stack([player.actions[t : t + steps] for player, t in spans], 1)
+        rewards = np.stack([player.rewards[t : t + steps] for player, t in spans], 1)
+        told = []
+        for step in range(steps):
+            last = step + 1 == self.left
+            over = np.array([not player.left(now + step + 1) for player in players]) if last else self._never
+            told.append(
+                ReplayedRows(
+                    mask=self._mask,
+                    observation={key: values[step] for key, values in seen.items()},
+                    action=actions[step],
+                    next_observation={key: values[step + 1] for key, values in seen.items()},
+                    reward=rewards[step],
+                    terminated=over if self._ends == "terminated" else self._never,
+                    truncated=over if self._ends == "truncated" else self._never,
+                    serial=self._serials,
+                    log_prob=self._log_prob,
+                )
+            )
+        return told
+
+    def _seen(self, key: NestedKey, steps: int) -> list[Array]:
+        players = self._players
+        shape, axis = players[0].layout(key)
+        block = np.empty((steps, len(players), *shape), players[0].observations[key].dtype)
+        for i, player in enumerate(players):
+            player.show(key, self._now - player.began, block[:, i])
+        if axis is not None and len(shape) == 4:  # a stack of frames that have channels
+            block = block.reshape(steps, len(players), *shape[:axis], -1, *shape[axis + 2 :])
+        return list(block)

@@ -173,6 +173,36 @@ space does not have (...); replay it in the environment that it was recorded in.
             )
 
 
+def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
+    """Return the observation entries ``[*B]`` of rows, over their memory; of stacked images the newest.
+
+    Args:
+        rows: What the environment shows.
+        specs: The environment's specs, without a frame stack.
+
+    Example:
+        >>> from torchrl_lightning import EnvironmentSpecs
+        >>> from torchrl.data import Categorical, Composite, Unbounded
+        >>> specs = EnvironmentSpecs(Composite(image=Unbounded((2, 2))), Categorical(2), 1)
+        >>> rows = TensorDict({"image": torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 2)}, [1])
+        >>> newest_frames(rows, specs)["image"].tolist()
+        [[[2.0, 2.0], [2.0, 2.0]]]
+    """
+    newest = TensorDict({}, rows.batch_size)
+    for key in specs.keys:
+        newest[key] = _newest(rows.get(key), specs.observation[key].shape, rows.ndim)
+    return newest
+
+
+def _newest(leaf: Tensor, shape: torch.Size, batch_dims: int) -> Tensor:
+    if leaf.ndim - batch_dims > len(shape):  # [H, W] became [K, H, W]
+        return leaf.select(batch_dims, -1)
+    for dim, (stacked, single) in enumerate(zip(leaf.shape[batch_dims:], shape, strict=True), batch_dims):
+        if stacked != single:
+            leaf = leaf.narrow(dim, stacked - single, single)
+    return leaf
+
+
 def _dense(data: TensorDictBase, owner: str) -> TensorDict:
     try:
         check_tensordict(data)
