@@ -77,6 +77,7 @@ class DemonstrationReplay:
         self._running: dict[int, _Player] = {}
         self._now = 0  # the number of the next call
         self._cast: _Cast | None = None
+        self._next: ReplayedRows | None = None
 
     @property
     def playing(self) -> Array:
@@ -91,6 +92,18 @@ class DemonstrationReplay:
         Raises:
             ValueError: ``starts`` is of another number of environments.
         """
+        self.begin(starts)
+        rows = self.peek()
+        if rows is not None:
+            self._go_on()
+        return rows
+
+    def begin(self, starts: Array) -> None:
+        """Draw what is replayed where an episode begins (``starts``, ``[num_envs]`` bool); what was there is over.
+
+        Raises:
+            ValueError: ``starts`` is of another number of environments.
+        """
         if len(starts) != self.num_envs:
             raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
         for env in np.flatnonzero(starts).tolist():
@@ -99,16 +112,32 @@ class DemonstrationReplay:
                 self._running[env] = _Player(drawn, self.frame_stack, self._now)
             if before is not None or drawn is not None:
                 self._cast = None
+
+    def peek(self) -> ReplayedRows | None:
+        """Return the next step, and stay before it."""
         if not self._running:
             return None
         if self._cast is None:
             self._cast = _Cast(self._running, self.playing, self._now, self.ends, self.log_prob)
-        rows = self._cast.next_rows()
+            self._next = None
+        if self._next is None:
+            self._next = self._cast.next_rows()
+        return self._next
+
+    def advance(self, envs: Array) -> None:
+        """Go on by one step in some of the environments (``[num_envs]`` bool) that replay."""
+        for env, player in self._running.items():
+            if not envs[env]:
+                player.began += 1
+                self._cast = None
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._now += 1
-        if not self._cast.left:
+        self._next = None
+        if self._cast is None or not self._cast.left:
             self._running = {env: player for env, player in self._running.items() if player.left(self._now)}
             self._cast = None
-        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is being played and where, and the sampler's state: tensors and scalars only.

@@ -1,0 +1,91 @@
+"""A policy that does what demonstrations did, where they are replayed."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.collectors._loop import policy_outputs
+from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
+from torchrl_lightning.demonstrations.replay import LogProb
+from torchrl_lightning.demonstrations.replay_transform import DEMO_ACTION, MASK
+from torchrl_lightning.demonstrations.trajectory import ACTION
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.ranges import one_of
+
+
+class DemonstrationActor(TensorDictModuleBase):
+    """Act as a policy does, but as the demonstration did where one is replayed.
+
+    It samples for all environments and then takes the demonstrations' actions (``("demo", "action")``) where they are
+    replayed (``("demo", "mask")``), as :class:`DemonstrationReplayTransform` tells. Where nothing does, as in an
+    evaluation, it is the policy itself.
+
+    Args:
+        policy: Reads a TensorDict ``[N]`` and writes ``action``.
+        log_prob: What stands for the log-probability of the demonstrations' actions, if the policy writes one:
+            ``deterministic`` is 0, as if whoever showed them had no choice; ``current`` is that of the policy, which
+            must have ``get_dist`` then.
+
+    Raises:
+        ValueError: ``log_prob`` has no such value.
+        TypeError: The policy has no ``get_dist`` for ``current``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> still = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
+        >>> step = TensorDict({"observation": torch.zeros(2, 4)}, [2])
+        >>> step["demo"] = {"mask": torch.tensor([[False], [True]]), "action": torch.tensor([0, 3])}
+        >>> DemonstrationActor(still)(step)["action"].tolist()
+        [0, 3]
+    """
+
+    def __init__(self, policy: Policy, log_prob: LogProb = "deterministic") -> None:
+        super().__init__()
+        self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
+        if log_prob == "current" and not hasattr(policy, "get_dist"):
+            raise TypeError(
+                "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
+                f"actions are, got {type(policy).__name__}; give log_prob='deterministic' to do without."
+            )
+        self.policy = policy
+        self.in_keys: list[NestedKey] = list(getattr(policy, "in_keys", []))
+        self.out_keys: list[NestedKey] = list(getattr(policy, "out_keys", []))
+
+    def act_on(self, step: TensorDictBase) -> Outputs:
+        """Return what is written into a step, and write nothing."""
+        bare = bare_call(self.policy)
+        outputs = policy_outputs(self.policy, step.copy()) if bare is None else bare(step)
+        mask = step.get(MASK, None)
+        if mask is None or not mask.any():
+            return outputs
+        where, replaced = mask.view(step.batch_size), dict(outputs)
+        action = outputs[ACTION]
+        over = mask.view(*step.batch_size, *[1] * (action.ndim - step.ndim))
+        action = replaced[ACTION] = step.get(DEMO_ACTION).to(action).where(over, action)
+        for key in outputs:
+            if path_of(key)[-1].endswith("log_prob"):
+                written = replaced[key] = outputs[key].clone()
+                written[where] = 0.0 if self.log_prob == "deterministic" else self._log_probs(step[where], action[where])
+        return replaced
+
+    def _log_probs(self, step: TensorDictBase, action: Tensor) -> Tensor:
+        log_probs: Tensor = self.get_dist(step).log_prob(action)
+        return log_probs
+
+    @property
+    def get_dist(self) -> Any:
+        """The policy's ``get_dist``: its distribution over actions in a TensorDict ``[N]``."""
+        return self.policy.get_dist  # type: ignore[attr-defined]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write actions, and what else the policy writes, into a TensorDict ``[N]``."""
+        for key, value in self.act_on(tensordict).items():
+            tensordict.set(key, value)
+        return tensordict

@@ -1,0 +1,193 @@
+"""Demonstrations that stand in for episodes of a TorchRL environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Binary, Composite, TensorSpec, Unbounded
+from torchrl.envs import ConditionalSkip, EnvBase, Transform, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+
+from torchrl_lightning.collectors import ReplayedRows
+from torchrl_lightning.demonstrations.miner import OWN, SERIAL
+from torchrl_lightning.demonstrations.replay import DemonstrationReplay
+from torchrl_lightning.demonstrations.trajectory import ACTION
+
+MASK, DEMO_ACTION = ("demo", "mask"), ("demo", "action")
+
+
+class DemonstrationReplayTransform(Transform):
+    """Replay demonstrations in a TorchRL environment, which :meth:`wrap` lays around it.
+
+    Where an episode begins, the replay draws whether a demonstration is played in its place. What the policy sees
+    then, reward and end are the demonstration's, and the environment is not stepped; a reset follows. The transform
+    tells where that is (``("demo", "mask")``), what was done there (``("demo", "action")``, which
+    :class:`DemonstrationActor` does again), and what is replayed (``("demo", "serial")``, -1 for nothing).
+
+    Demonstrations show what the environment beneath shows: transforms that stack frames or scale rewards of both alike
+    belong above.
+
+    Args:
+        replay: What is replayed, for as many environments as there are.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.envs import GymEnv
+        >>> from torchrl_lightning import Demonstration, DemonstrationSampler, DemonstrationStorage
+        >>> steps = TensorDict({"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1])}, [3])
+        >>> steps["next", "reward"] = torch.tensor([[0.0], [0.0], [1.0]])
+        >>> storage = DemonstrationStorage()
+        >>> storage.replace([Demonstration(steps)], [])
+        >>> replay = DemonstrationReplay(storage, DemonstrationSampler(rho=1.0, phi=0.0), num_envs=1)
+        >>> env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        >>> rollout = DemonstrationReplayTransform(replay).wrap(env).rollout(9)
+        >>> rollout["demo", "action"].tolist(), rollout["next", "reward"].flatten().tolist()
+        ([0, 1, 1], [0.0, 0.0, 1.0])
+    """
+
+    def __init__(self, replay: DemonstrationReplay) -> None:
+        super().__init__(in_keys=[], out_keys=[MASK, DEMO_ACTION, SERIAL])
+        self.replay = replay
+        self._rows: ReplayedRows | None = None
+        self._goes_on = False
+
+    def wrap(self, env: EnvBase) -> TransformedEnv:
+        """Lay the transform around an environment, with what lets it rest beneath.
+
+        Raises:
+            ValueError: The replay is for another number of environments, ends in a way that the environment lacks, or
+                the environment cannot rest in part.
+        """
+        _check(env, self.replay)
+        # Were both in one layer, nothing would be played where all environments rest.
+        resting = TransformedEnv(env, ConditionalSkip(_Resting(self.replay)), auto_unwrap=False)
+        return TransformedEnv(resting, self, auto_unwrap=False)
+
+    def resume(self) -> None:
+        """Let the next resets leave alone what a restored replay plays, until a step is made."""
+        self._goes_on = True
+
+    def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
+        """Add what is told of the replay."""
+        beneath = self.container.base_env
+        inner = beneath.transform if isinstance(beneath, TransformedEnv) else None
+        if not (isinstance(inner, ConditionalSkip) and isinstance(inner.cond, _Resting)):
+            raise ValueError(
+                "Environments that replay would be stepped too; build them by DemonstrationReplayTransform(...).wrap(env)."
+            )
+        shape, device = beneath.batch_size, observation_spec.device
+        action = beneath.full_action_spec[ACTION]
+        observation_spec["demo"] = Composite(
+            mask=Binary(1, shape=(*shape, 1), dtype=torch.bool, device=device),
+            action=Unbounded(action.shape, dtype=action.dtype, device=device),
+            serial=Unbounded((*shape, 1), dtype=torch.int64, device=device),
+            shape=shape,
+            device=device,
+        )
+        return observation_spec
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        reset = tensordict.get("_reset", None)
+        starts = np.ones(self.replay.num_envs, dtype=bool) if reset is None else _flags(reset)
+        if self._goes_on:
+            starts = starts & ~self.replay.playing
+        self.replay.begin(starts)
+        rows = self._tell(tensordict_reset)
+        if rows is not None:
+            for key, shown in rows.observation.items():
+                _put(tensordict_reset, key, shown, rows.mask)
+        return tensordict_reset
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rows, self._goes_on = self._rows, False
+        if rows is None:
+            self._tell(next_tensordict)
+            return next_tensordict
+        step = tensordict.get("_step", None)
+        made = rows.mask if step is None else rows.mask & _flags(step)
+        of = made[rows.mask]
+        _carry(tensordict.get("next", None), next_tensordict, made)
+        for key, shown in rows.next_observation.items():
+            _put(next_tensordict, key, shown[of], made)
+        _put(next_tensordict, "reward", rows.reward[of], made)
+        for name, flags in (
+            ("terminated", rows.terminated),
+            ("truncated", rows.truncated),
+            ("done", rows.terminated | rows.truncated),
+        ):
+            if name in next_tensordict:
+                _put(next_tensordict, name, flags[of], made)
+        self.replay.advance(made)
+        self._tell(next_tensordict)
+        return next_tensordict
+
+    def _tell(self, tensordict: TensorDictBase) -> ReplayedRows | None:
+        """Write which step of a demonstration comes next."""
+        rows = self._rows = self.replay.peek()
+        for key, spec in self.container.full_observation_spec["demo"].items():
+            tensordict[("demo", key)] = spec.zero()
+        tensordict[SERIAL].fill_(OWN)
+        if rows is not None:
+            for key, values in ((MASK, rows.mask[rows.mask]), (DEMO_ACTION, rows.action), (SERIAL, rows.serial)):
+                _put(tensordict, key, np.asarray(values), rows.mask)
+        return rows
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.replay})"
+
+
+class _Resting:
+    """Tells ``ConditionalSkip`` which environments replay."""
+
+    def __init__(self, replay: DemonstrationReplay) -> None:
+        self.replay = replay
+
+    def __call__(self, tensordict: TensorDictBase) -> Tensor:
+        return torch.from_numpy(self.replay.playing).to(tensordict.device).view(tensordict.batch_size)
+
+
+def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
+    number, base = env.batch_size.numel(), env
+    if len(env.batch_size) > 1 or number != replay.num_envs:
+        raise ValueError(f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}.")
+    if replay.ends not in env.done_keys:
+        raise ValueError(
+            f"Demonstrations end as {replay.ends!r}, the environment has the flags {env.done_keys}; choose another "
+            f"ends= of DemonstrationReplay."
+        )
+    while isinstance(base, TransformedEnv):
+        base = base.base_env
+    if env.batch_size and not isinstance(base, BatchedEnvBase):
+        raise ValueError(
+            f"{type(base).__name__} steps its {number} environments at once, but those that replay must rest; put "
+            "single ones side by side in a SerialEnv or a ParallelEnv."
+        )
+
+
+def _flags(reset_or_step: Tensor) -> NDArray[np.bool_]:
+    """Return flags ``[N, 1]``, ``[N]`` or, of a single environment, ``[]``, as ``[N]``."""
+    return reset_or_step.cpu().numpy().reshape(-1)
+
+
+def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDArray[np.bool_]) -> None:
+    """Do what transforms beneath would have done in a step: no episode begins, and recurrent states go on."""
+    if "is_init" in successor:
+        _put(successor, "is_init", np.zeros((where.sum(), 1), dtype=bool), where)
+    for key in () if written is None else written.keys(True, True):
+        if key in successor.keys(True, True):
+            value = written.get(key)
+            _put(successor, key, value.reshape(len(where), *value.shape[written.ndim :])[torch.from_numpy(where)], where)
+
+
+def _put(data: TensorDictBase, key: NestedKey, values: NDArray[Any] | Tensor, where: NDArray[np.bool_]) -> None:
+    """Replace an entry by one that has other values in some environments; the memory of the former may be shared."""
+    entry = data.get(key)
+    rows = entry.reshape(len(where), *entry.shape[data.ndim :]).clone()
+    rows[torch.from_numpy(where)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
+    data.set(key, rows.reshape(entry.shape))
