@@ -163,7 +163,8 @@ def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     with layers(env) as (_, around):
         counted = {key for transform in around for key in _counted(transform)}
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
-        if {path_of(key)[0], path_of(key)[-1]} & _BOOKKEEPING or key in counted:
+        path = path_of(key)
+        if {path[0], path[-1]} & _BOOKKEEPING or key in counted or (path[0] == "demo" and len(path) > 1):
             del observation[key]
     for key, spec in list(observation.items()):
         if isinstance(spec, Composite) and spec.is_empty():
@@ -176,7 +177,7 @@ def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
     """Open the innermost environment, of several alike one more copy, and list the transforms around it, inside out."""
     if isinstance(env, TransformedEnv):
         with layers(env.base_env) as (base, around):
-            yield base, [*around, *_flat(env.transform)]
+            yield base, [*around, *flat(env.transform)]
     elif isinstance(env, BatchedEnvBase):
         # Its own may be in other processes.
         with closing(env.create_env_fn[0](**env.create_env_kwargs[0])) as one, layers(one) as found:
@@ -185,10 +186,11 @@ def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
         yield env, []
 
 
-def _flat(transform: Transform) -> Iterator[Transform]:
+def flat(transform: Transform) -> Iterator[Transform]:
+    """Yield the transforms that one consists of."""
     if isinstance(transform, transforms.Compose):
         for each in transform:
-            yield from _flat(each)
+            yield from flat(each)
     else:
         yield transform
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -15,7 +16,12 @@ from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._policy import Policy, acted, check_finite, policy_device, recurrent_states
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.torchrl_env import close_environment, with_bookkeeping
+from torchrl_lightning.collectors.torchrl_env import (
+    close_environment,
+    replaying,
+    replaying_nothing_yet,
+    with_bookkeeping,
+)
 from torchrl_lightning.entries import join, next_key
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ class TorchRLCollector(CollectorBase):
         self._specs = environment_specs(env)
         self._evaluation = EvaluationMode(policy)
         self._needs_reset = True
+        self._resumed = False
         self._collector: Collector | None = None
         self._acts_randomly = False
         self._trajectories = self._shift = 0
@@ -89,17 +96,20 @@ class TorchRLCollector(CollectorBase):
         if begin_anew and self.reset_at_each_batch and self._collector is None:
             self._check_seeding(stream, device)
         self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
-        with self._evaluation, IsolatedRng(stream, device):
+        with self._evaluation, IsolatedRng(stream, device), replaying_nothing_yet(self.env):
             collector = self._built()  # tries the policy, which draws
         with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
             collector.reset_at_each_iter = begin_anew
             if begin_anew:
                 self._seed_environment()
+            if self._resumed and not self.reset_at_each_batch:
+                for transform in replaying(self.env):
+                    transform.resume()
             batch = collector.rollout()
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned})
             self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
-        self._needs_reset = False
+        self._needs_reset = self._resumed = False
         self._batches += 1
         self.frames += self.frames_per_batch
         if batch.ndim == 1:  # of an environment without a batch
@@ -152,7 +162,7 @@ class TorchRLCollector(CollectorBase):
         """Refuse an environment that would begin otherwise in a resumed run."""
         starts = []
         for _ in range(2):
-            with torch.no_grad(), IsolatedRng(stream, device):
+            with torch.no_grad(), IsolatedRng(stream, device), replaying_nothing_yet(self.env):
                 self._seed_environment()
                 starts.append(self.env.reset().select(*self.specs.keys).clone())
         for key in self.specs.keys:
@@ -166,7 +176,18 @@ class TorchRLCollector(CollectorBase):
 
     def reset(self) -> None:
         """Reset the environment before the next batch."""
-        self._needs_reset = True
+        self._needs_reset, self._resumed = True, False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
+
+        What was replayed goes on where it was, if its source is restored too; recurrent states start anew there.
+
+        Raises:
+            ValueError: The state comes from a collector of other sizes, or from another version of this class.
+        """
+        super().load_state_dict(state_dict)
+        self._resumed = True
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment, and return the seed; a reset follows."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchrl.envs import (
 )
 
 from torchrl_lightning.collectors._policy import recurrent_primers
-from torchrl_lightning.collectors.specs import layers
+from torchrl_lightning.collectors.specs import flat, layers
 from torchrl_lightning.collectors.vector_env import (
     NoGymnasiumEnvironmentError,
     make_vector_env,
@@ -102,6 +103,24 @@ def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
     return env
+
+
+def replaying(env: EnvBase) -> Iterator[Any]:
+    """Yield the transforms around an environment that replay steps of a source, their ``replay``."""
+    while isinstance(env, TransformedEnv):
+        yield from (transform for transform in flat(env.transform) if hasattr(transform, "replay"))
+        env = env.base_env
+
+
+@contextmanager
+def replaying_nothing_yet(env: EnvBase) -> Iterator[None]:
+    """Take back afterwards what resets of an environment have drawn to be replayed."""
+    before = [(transform.replay, transform.replay.state_dict()) for transform in replaying(env)]
+    try:
+        yield
+    finally:
+        for replay, state in before:
+            replay.load_state_dict(state)
 
 
 def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:

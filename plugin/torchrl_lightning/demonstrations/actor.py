@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
 from torchrl_lightning.collectors._loop import policy_outputs
 from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
@@ -37,6 +35,7 @@ class DemonstrationActor(TensorDictModuleBase):
         TypeError: The policy has no ``get_dist`` for ``current``.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> still = TensorDictModule(lambda x: x[..., 0].long() * 0, in_keys=["observation"], out_keys=["action"])
@@ -72,12 +71,9 @@ class DemonstrationActor(TensorDictModuleBase):
         for key in outputs:
             if path_of(key)[-1].endswith("log_prob"):
                 written = replaced[key] = outputs[key].clone()
-                written[where] = 0.0 if self.log_prob == "deterministic" else self._log_probs(step[where], action[where])
+                current = self.log_prob == "current"
+                written[where] = self.get_dist(step[where]).log_prob(action[where]) if current else 0.0
         return replaced
-
-    def _log_probs(self, step: TensorDictBase, action: Tensor) -> Tensor:
-        log_probs: Tensor = self.get_dist(step).log_prob(action)
-        return log_probs
 
     @property
     def get_dist(self) -> Any:

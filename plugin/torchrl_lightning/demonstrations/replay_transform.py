@@ -79,7 +79,7 @@ class DemonstrationReplayTransform(Transform):
         inner = beneath.transform if isinstance(beneath, TransformedEnv) else None
         if not (isinstance(inner, ConditionalSkip) and isinstance(inner.cond, _Resting)):
             raise ValueError(
-                "Environments that replay would be stepped too; build them by DemonstrationReplayTransform(...).wrap(env)."
+                "Environments that replay would be stepped too; lay the transform around them by its method wrap(env)."
             )
         shape, device = beneath.batch_size, observation_spec.device
         action = beneath.full_action_spec[ACTION]
@@ -103,6 +103,11 @@ class DemonstrationReplayTransform(Transform):
             for key, shown in rows.observation.items():
                 _put(tensordict_reset, key, shown, rows.mask)
         return tensordict_reset
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # An environment that rests repeats what it was given, which may be stacked above.
+        given, beneath = self._rows.observation if self._rows else (), self.container.base_env.full_observation_spec
+        return tensordict.exclude(*(key for key in given if tensordict[key].shape != beneath[key].shape))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows, self._goes_on = self._rows, False
@@ -179,10 +184,13 @@ def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDA
     """Do what transforms beneath would have done in a step: no episode begins, and recurrent states go on."""
     if "is_init" in successor:
         _put(successor, "is_init", np.zeros((where.sum(), 1), dtype=bool), where)
-    for key in () if written is None else written.keys(True, True):
+    if written is None:
+        return
+    for key, value in written.items(True, True):
         if key in successor.keys(True, True):
-            value = written.get(key)
-            _put(successor, key, value.reshape(len(where), *value.shape[written.ndim :])[torch.from_numpy(where)], where)
+            _put(
+                successor, key, value.reshape(len(where), *value.shape[written.ndim :])[torch.from_numpy(where)], where
+            )
 
 
 def _put(data: TensorDictBase, key: NestedKey, values: NDArray[Any] | Tensor, where: NDArray[np.bool_]) -> None:
