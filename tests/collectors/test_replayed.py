@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from tensordict import TensorDict
 
-from collectors.counting import CountingEnv, still_policy, vector_env
+from collectors.counting import CountingEnv, still_policy
 from torchrl_lightning.collectors import GymnasiumCollector, ReplayedRows, make_vector_env
 
 
@@ -133,12 +134,79 @@ def late(starts: Any) -> ReplayedRows | None:
     return None if starts.all() else Demonstration(3, 1, 1, 5)(np.array([True, True, True]))
 
 
-def test_environments_that_cannot_rest_are_refused() -> None:
-    source = Demonstration(4, env=1, start=1, length=2)
-    ready = SyncVectorEnv([CountingEnv], autoreset_mode="SameStep")
-    for env, kwargs in ((ready, {}), (vector_env(), {}), ("CartPole-v1", {"vectorization": "async"})):
-        with pytest.raises(ValueError, match="make_vector_env"):
-            GymnasiumCollector(env, frames_per_batch=4, replay=source, **kwargs)
+class BlindEnv(CountingEnv):
+    """Returns NaN from its second step on in its first two episodes; checks its actions."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        observation, reward, *rest = super().step(action)
+        if self.identity == 1 and self.t >= 2 and self.episode < 2:
+            observation, reward = observation * np.nan, np.nan
+        return observation, reward, *rest
+
+
+def blind_env(index: int) -> CountingEnv:
+    return BlindEnv(index, length=4 if index != 1 else 3)
+
+
+def shadowed(kind: str) -> Any:
+    if kind == "async":
+        return AsyncVectorEnv([partial(blind_env, i) for i in range(3)], context="fork", autoreset_mode="SameStep")
+    return SyncVectorEnv([partial(blind_env, i) for i in range(3)], autoreset_mode=kind)
+
+
+@pytest.mark.parametrize("kind", ["SameStep", "Disabled", "async"])
+def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
+    env = shadowed(kind)
+    made = GymnasiumCollector(
+        env, still_policy(), frames_per_batch=18, replay=Demonstration(3, env=1, start=1, length=5)
+    )
+    try:
+        batches = torch.cat([made.rollout(), made.rollout()], 1)
+    finally:
+        made.shutdown()
+    row = batches[1]
+    assert row["demo", "mask"].flatten().tolist() == [True] * 5 + [False] * 7
+    assert row["observation"][:5].tolist() == [[50, 60, t] for t in range(5)]
+    assert row["next", "observation"][:5].tolist() == [[50, 60, t + 1] for t in range(5)]
+    assert row["next", "reward"][:5].flatten().tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert row["next", "done"].flatten().nonzero().flatten().tolist() == [4, 7, 10]
+    # Unseen, an episode of three steps has ended and another has begun; the reset begins the third one.
+    assert row["observation"][5:8].tolist() == [[1, 2, t] for t in range(3)]
+    others = torch.tensor([0, 2])
+    plain = GymnasiumCollector(vector_of(4), still_policy(), frames_per_batch=36)
+    expected = plain.rollout()[others]
+    for key in ("observation", ("next", "observation"), ("next", "reward"), ("next", "done"), "is_init"):
+        assert torch.equal(batches[key][others], expected[key]), key
+
+
+def vector_of(length: int) -> SyncVectorEnv:
+    return SyncVectorEnv([partial(CountingEnv, i, length) for i in range(3)], autoreset_mode="SameStep")
+
+
+def test_what_cannot_be_reset_in_part_is_refused_when_that_is_needed() -> None:
+    class AllOrNone(SyncVectorEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return super().reset(seed=seed)
+
+    env = AllOrNone([partial(CountingEnv, i) for i in range(3)], autoreset_mode="SameStep")
+    with pytest.raises(RuntimeError, match=r"cannot reset only some environments .* as a replay .* make_vector_env"):
+        GymnasiumCollector(env, frames_per_batch=18, replay=Demonstration(3, 1, 1, 5)).rollout()
+
+
+def test_what_make_vector_env_built_rests() -> None:
     built = make_vector_env(lambda: CountingEnv(length=4), 3)
     batch = GymnasiumCollector(built, frames_per_batch=3, replay=Demonstration(3, 1, 1, 2)).rollout()
     assert batch["observation"][:, 0, 0].tolist() == [0, 50, 0]
+    assert [env.t for env in built.envs] == [1, 0, 1]
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    class Narrow(Demonstration):
+        def __call__(self, starts: Any) -> ReplayedRows | None:
+            rows = super().__call__(starts)
+            assert rows is not None
+            return rows._replace(observation={"observation": np.zeros((1, 1))})
+
+    with pytest.raises(ValueError, match="reshape"):
+        run(Narrow(3, 1, 1, 2))

@@ -110,8 +110,7 @@ class RolloutLoop:
         for t in range(memory.steps):
             replayed = None if self._replay is None else self._replay.next_rows(self._starts)
             if replayed is not None:
-                for key, target in zip(self.stepper.keys, self._observations, strict=True):
-                    target[replayed.mask] = replayed.observation[key].reshape(-1, *target.shape[1:])
+                self._put(self._observations, replayed.observation)
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
@@ -180,14 +179,16 @@ class RolloutLoop:
 
     def _write_replayed(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
         """Mark the replayed rows of step ``t``, and put their actions in the place of the policy's."""
-        mask, actions = rows.mask, memory.actions[t]
-        memory.replayed[t][mask], memory.serials[t][mask] = True, rows.serial
-        actions[mask] = rows.action.reshape(-1, *actions.shape[1:])
+        assert self._replay is not None
+        where, actions = self._replay.where, memory.actions[t]
+        memory.replayed[t][where], memory.serials[t][where] = True, rows.serial
+        actions[where] = rows.action.reshape(len(where), *actions.shape[1:])
         written = memory.outputs.get(LOG_PROB)
         if written is None:
             return
+        places = torch.from_numpy(where)
         if rows.log_prob is not None:
-            written[t].numpy()[mask] = rows.log_prob
+            written[t].index_fill_(0, places, rows.log_prob)
             return
         get_dist = getattr(self.policy, "get_dist", None)
         if get_dist is None:
@@ -195,10 +196,9 @@ class RolloutLoop:
                 "The policy must offer get_dist(td), as TorchRL's ProbabilisticActor does, to tell how likely replayed "
                 f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
             )
-        where = torch.from_numpy(mask)
         # What the policy reads is unchanged yet, its recurrent states included.
-        read, action = self._step[where].to(device), memory.outputs["action"][t][where].to(device)
-        written[t][where] = get_dist(read).log_prob(action).cpu()
+        read, action = self._step[places].to(device), memory.outputs["action"][t][places].to(device)
+        written[t][places] = get_dist(read).log_prob(action).cpu()
 
     def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
@@ -214,9 +214,8 @@ class RolloutLoop:
             action = action.astype(stepper.action_dtype)
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
-        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(
-            action, None if replayed is None else replayed.mask
-        )
+        resting = None if replayed is None else replayed.mask
+        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(action, resting)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
         done = np.logical_or(terminated, truncated, out=self._starts)
         memory.done[t][:] = done
@@ -224,19 +223,32 @@ class RolloutLoop:
         for source, target in zip(leaves, successor, strict=True):
             np.copyto(target, source)
         if done.any():
-            leaves, finals = stepper.finish(done, leaves, info)
+            leaves, finals = stepper.finish(done, leaves, info, resting)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source
         for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
-        if replayed is not None:
-            mask = replayed.mask
-            memory.rewards[t][mask] = replayed.reward
-            memory.terminated[t][mask], memory.truncated[t][mask] = replayed.terminated, replayed.truncated
-            done[mask] = memory.done[t][mask] = np.logical_or(replayed.terminated, replayed.truncated)
-            for key, target in zip(stepper.keys, successor, strict=True):
-                target[mask] = replayed.next_observation[key].reshape(-1, *target.shape[1:])
+        if replayed is not None and self._replay is not None:
+            where = self._replay.where
+            memory.rewards[t][where] = replayed.reward
+            memory.terminated[t][where], memory.truncated[t][where] = replayed.terminated, replayed.truncated
+            done[where] = memory.done[t][where] = over = replayed.terminated | replayed.truncated
+            self._put(successor, replayed.next_observation)
+            if not stepper.can_rest and over.any():
+                # Its own episode has gone on unseen.
+                ended = where[over]
+                mask = np.zeros_like(done)
+                mask[ended] = True
+                for source, target in zip(stepper.restart(mask, leaves), self._observations, strict=True):
+                    target[ended] = source[ended]
+
+    def _put(self, targets: Sequence[Array], values: Mapping[NestedKey, Array]) -> None:
+        """Write observations of what is replayed, in place of those of the environments that replay it."""
+        assert self._replay is not None
+        where = self._replay.where
+        for key, target in zip(self.stepper.keys, targets, strict=True):
+            target[where] = values[key].reshape(len(where), *target.shape[1:])
 
 
 def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from torchrl_lightning.collectors._faults import check_observation
-from torchrl_lightning.collectors.replayed import Array
+from torchrl_lightning.collectors.replayed import Array, ResumableVectorEnv
 from torchrl_lightning.collectors.specs import observation_leaves
 from torchrl_lightning.collectors.vector_env import autoreset_mode
 
@@ -37,6 +37,9 @@ class VectorStepper:
         self.action_dtype = np.dtype(space.dtype)
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
         self._unchecked = {"reset", "step"}
+        self.can_rest = isinstance(env, ResumableVectorEnv)
+        idle = np.zeros(space.shape or (), self.action_dtype)
+        self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
 
     def reset(self, seeds: list[int] | None) -> list[Array]:
         """Start an episode in every environment."""
@@ -49,12 +52,18 @@ class VectorStepper:
         return self.leaves(observation)
 
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
-        """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info."""
+        """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info.
+
+        Where they cannot rest, some valid action is taken, and what comes of it is of no use.
+        """
         try:
-            if resting is None:
-                observation, reward, terminated, truncated, info = self.env.step(action)
-            else:
+            if resting is not None and self.can_rest:
                 observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]
+            else:
+                if resting is not None:
+                    action = action.copy()
+                    action[resting] = self._idle
+                observation, reward, terminated, truncated, info = self.env.step(action)
         except Exception:
             self._check_copies()
             raise
@@ -62,13 +71,20 @@ class VectorStepper:
             self._check_first("step", observation)
         return self.leaves(observation), reward, terminated, truncated, info
 
-    def finish(self, done: Array, leaves: list[Array], info: dict[str, Any]) -> tuple[list[Array], list[Final]]:
+    def finish(
+        self, done: Array, leaves: list[Array], info: dict[str, Any], resting: Array | None = None
+    ) -> tuple[list[Array], list[Final]]:
         """Return what to act on next, and the true last observation of each episode that ended (``done``, ``[N]``).
 
-        A RuntimeError if the environment does not report it, or cannot reset single environments.
+        A RuntimeError if the environment does not report it, or cannot reset single environments. Of those that should
+        rest nothing is reported.
         """
+        own = done if resting is None else done & ~resting
         if self.mode is AutoresetMode.DISABLED:
-            return self._reset_done(done, leaves)
+            final_leaves = [np.array(leaf) for leaf in leaves]
+            return self.restart(done, leaves), _rows(final_leaves, own)
+        if not own.any():
+            return leaves, []
         final = info.get("final_obs")
         if final is None:
             raise RuntimeError(
@@ -76,11 +92,27 @@ class VectorStepper:
                 "AutoresetMode.SAME_STEP promises the last observation there."
             )
         if isinstance(final, dict):
-            return leaves, _rows(self.leaves(final), done)
-        ended = np.flatnonzero(done).tolist()
+            return leaves, _rows(self.leaves(final), own)
+        ended = np.flatnonzero(own).tolist()
         for i in ended:  # nobody has put them together, which would have shown what does not fit
             check_observation(self.env.single_observation_space, final[i], f"environment {i}")
         return leaves, [(i, self.leaves(final[i])) for i in ended]
+
+    def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
+        """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.
+
+        A RuntimeError if the environment cannot do that without the others.
+        """
+        others = [leaf[~ended] for leaf in leaves]
+        try:
+            observation, _ = self.env.reset(options={"reset_mask": ended.copy()})
+        except Exception as error:
+            raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
+        fresh = self.leaves(observation)
+        for before, after in zip(others, fresh, strict=True):
+            if not np.array_equal(before, after[~ended], equal_nan=before.dtype.kind == "f"):
+                raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
+        return fresh
 
     def leaves(self, observation: Any) -> list[Array]:
         """List an observation's arrays in the order of ``keys``."""
@@ -111,25 +143,13 @@ class VectorStepper:
                 if observation is not None:  # not reset yet
                     check_observation(env.single_observation_space, observation, f"{when}environment {index}")
 
-    def _reset_done(self, done: Array, leaves: list[Array]) -> tuple[list[Array], list[Final]]:
-        final = [np.array(leaf) for leaf in leaves]
-        try:
-            observation, _ = self.env.reset(options={"reset_mask": done.copy()})
-        except Exception as error:
-            raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
-        fresh = self.leaves(observation)
-        for before, after in zip(final, fresh, strict=True):
-            if not np.array_equal(before[~done], after[~done], equal_nan=before.dtype.kind == "f"):
-                raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env))
-        return fresh, _rows(final, done)
-
 
 def _rows(leaves: list[Array], done: Array) -> list[Final]:
     return [(i, [leaf[i] for leaf in leaves]) for i in np.flatnonzero(done).tolist()]
 
 
 _NO_PARTIAL_RESET = (
-    "{env} has AutoresetMode.DISABLED but cannot reset only the environments that are done "
-    "(env.reset(options={{'reset_mask': done}})). Build it with "
-    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP instead."
+    "{env} cannot reset only some environments (env.reset(options={{'reset_mask': mask}})), as a replay "
+    "and AutoresetMode.DISABLED need. Build it by make_vector_env from an id or a factory; without a replay, "
+    "autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP does."
 )

@@ -19,7 +19,7 @@ from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.replayed import Array, ReplaySource, ResumableVectorEnv
+from torchrl_lightning.collectors.replayed import Array, ReplaySource
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env, vectorization_of
@@ -59,17 +59,21 @@ class GymnasiumCollector(CollectorBase):
         storing_device: Device of the batches; ``None`` means ``device``.
         return_same_td: Yield the same memory each time instead of new memory; on another device it is new.
         clip_actions: Clip the actions that the environment gets (not those that are stored) to its Box.
-        replay: Replays recorded steps in some environments, which rest meanwhile
+        replay: Replays recorded steps in some environments
             (:class:`~torchrl_lightning.collectors.ReplaySource`). Batches say then which steps these are
             (``("demo", "mask")``), and what is replayed (``("demo", "serial")``, -1 for nothing), ``[N, T, 1]`` each.
+            These environments rest meanwhile, if :func:`make_vector_env` builds or built them with
+            ``vectorization="sync"``. All others are stepped, and reset at the end of a replay, for which the vector
+            environment must take ``options={"reset_mask": mask}``.
 
     ``vectorization``, ``env_kwargs`` and ``wrappers`` are those of :func:`make_vector_env`.
 
     Raises:
         ValueError: Sizes do not fit, the id is unknown, actions are NaN, the environment resets in mode ``NEXT_STEP``,
-            returns what its spaces do not allow or is not finite, or cannot rest in part, as ``replay`` needs.
+            or returns what its spaces do not allow or is not finite.
         TypeError: The environment or policy is something else, or a space has no TorchRL spec.
         KeyError: The policy writes no ``action``.
+        RuntimeError: The environment cannot reset in part, where that is needed.
 
     Example:
         >>> collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=8, total_frames=16, seed=0)
@@ -103,12 +107,6 @@ class GymnasiumCollector(CollectorBase):
     ) -> None:
         vectorization = vectorization_of(env, vectorization)
         check_env_source(env)
-        can_rest = isinstance(env, ResumableVectorEnv) if isinstance(env, VectorEnv) else vectorization == "sync"
-        if replay is not None and not can_rest:
-            raise ValueError(
-                f"replay= leaves some environments unstepped, which {env} (vectorization={vectorization!r}) cannot do; "
-                "build it by make_vector_env, from an id or a factory and with vectorization='sync'."
-            )
         env_args: dict[str, Any] = {"vectorization": vectorization, "env_kwargs": env_kwargs, "wrappers": wrappers}
         if isinstance(env, VectorEnv):
             num_envs = make_vector_env(env, num_envs, **env_args).num_envs  # only checks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,8 +46,8 @@ class ReplayedRows(NamedTuple):
 class ReplaySource(Protocol):
     """Where replayed steps come from, such as demonstrations.
 
-    A replay begins where an episode begins, and lasts until the replayed episode ends. The environment is not stepped
-    meanwhile; its own episode, which had just begun, follows.
+    A replay begins where an episode begins, and lasts until the replayed episode ends. The environment rests meanwhile,
+    and its own episode, which had just begun, follows; one that cannot rest is stepped unseen, and reset at the end.
     """
 
     def __call__(self, starts: Array) -> ReplayedRows | None:
@@ -72,31 +73,37 @@ class ResumableVectorEnv(SyncVectorEnv):
 
     def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step the environments that do not rest; the others show the same observation again, without reward."""
-        envs, shown = self.envs, self._env_obs
-        stepped: list[Any] = [_Resting(shown[i]) if resting[i] else env for i, env in enumerate(envs)]
+        envs = self.envs
+        chosen = zip(resting.tolist(), self._resting, envs, strict=True)
+        stepped: list[Any] = [still if rests else env for rests, still, env in chosen]
         self.envs = stepped
         try:
             return self.step(actions)
         finally:
             self.envs = envs
 
+    @cached_property
+    def _resting(self) -> list[_Resting]:
+        return [_Resting(self._env_obs, i) for i in range(self.num_envs)]
+
 
 class _Resting:
     """Takes the place of an environment for a step."""
 
-    def __init__(self, observation: Any) -> None:
-        self.observation = observation
+    def __init__(self, shown: list[Any], index: int) -> None:
+        self._shown, self._index = shown, index
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation, 0.0, False, False, {}
+        return self._shown[self._index], 0.0, False, False, {}
 
 
 class Replay:
-    """Follows which of ``num_envs`` environments replay steps of a source."""
+    """Follows which of ``num_envs`` environments replay steps of a source; ``where`` are their numbers, ``[M]``."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:
         self._source = source
         self._resting = self._none = np.zeros(num_envs, dtype=bool)
+        self.where: Array = np.flatnonzero(self._none)
 
     def resume(self) -> Array:
         """Return where a restored source goes on, ``[N]``."""
@@ -115,5 +122,6 @@ class Replay:
                 f"The replay of environments {np.flatnonzero(wrong).tolist()} begins or stops within an episode; begin "
                 "it where an episode begins (starts), and go on until it terminates or is truncated."
             )
-        self._resting = mask if mask.any() else self._none
+        self.where = np.flatnonzero(mask)
+        self._resting = mask if len(self.where) else self._none
         return None if self._resting is self._none else rows
