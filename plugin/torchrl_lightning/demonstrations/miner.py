@@ -27,6 +27,14 @@ SERIAL = ("demo", "serial")
 OWN = -1  # in the place of a serial number, where the environment plays
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """A demonstration that was replayed to its end: its serial number, and the largest value of its states now."""
+
+    serial: int
+    value: float
+
+
 class DemonstrationMiner:
     """Follow every environment's episodes over rollouts, and offer the finished ones to a writer.
 
@@ -78,6 +86,22 @@ class DemonstrationMiner:
             ValueError: It is of another number of environments, its dimensions have no names, or a value is not finite;
                 nothing was changed.
         """
+        for finished in self.finished(rollout):
+            self.offer(finished)
+
+    def offer(self, finished: Demonstration | Replayed) -> None:
+        """Give a finished episode to the writer: one of the agent's as a candidate, a replayed one for its value."""
+        if isinstance(finished, Demonstration):
+            self.writer.add(finished)
+        elif (demonstration := self.writer.storage.find(finished.serial)) is not None:
+            self.writer.refresh(demonstration, finished.value)
+
+    def finished(self, rollout: TensorDictBase) -> list[Demonstration | Replayed]:
+        """Read a rollout like :meth:`mine`, and return the episodes that end in it instead of offering them.
+
+        They come in the order in which they end, over the rollout's memory. Replayed ones whose values are unknown are
+        left out.
+        """
         rows = time_major(rollout, None)
         if rows.ndim != 2 or rows.shape[1] != self.num_envs:
             raise ValueError(
@@ -88,7 +112,8 @@ class DemonstrationMiner:
         values, serials = self._values(rows, done.shape), rows.get(SERIAL, None)
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
         steps, following = self._observed(rows).update(rows.select(ACTION, REWARD)), self._observed(rows.get("next"))
-        running, ended = [*self._running], []
+        running: list[_Episode | None] = [*self._running]
+        ended: list[tuple[int, int, _Episode, TensorDictBase]] = []
         for env in range(self.num_envs):
             bounds = [*sorted({0, *starts[:, env].nonzero().flatten().tolist()}), len(rows)]
             for begin, end in pairwise(bounds):
@@ -101,16 +126,19 @@ class DemonstrationMiner:
                 running[env] = episode
                 if done[end - 1, env]:
                     running[env] = None
-                    last = following[end - 1, env]
-                    ended.append((end, env, episode, None if episode.is_replayed else self._mined(episode, last)))
-        self._running = [episode and episode.kept() for episode in running]
+                    ended.append((end, env, episode, following[end - 1, env]))
         # No two end at the same step of the same environment.
-        for *_, episode, mined in sorted(ended, key=lambda each: each[:2]):
+        ended.sort(key=lambda each: each[:2])
+        own = [None if each.is_replayed else self._mined(each, last) for _, _, each, last in ended]
+        self._running = [episode and episode.kept() for episode in running]
+        finished: list[Demonstration | Replayed] = []
+        for (*_, episode, _), mined in zip(ended, own, strict=True):
             if mined is not None:
                 self._count += 1
-                self.writer.add(replace(mined, name=f"episode {self._count}"))
-            elif episode.value > -math.inf and (replayed := self.writer.storage.find(episode.serial)) is not None:
-                self.writer.refresh(replayed, episode.value)
+                finished.append(replace(mined, name=f"episode {self._count}"))
+            elif episode.value > -math.inf:
+                finished.append(Replayed(episode.serial, episode.value))
+        return finished
 
     def _observed(self, rows: TensorDictBase) -> TensorDictBase:
         return rows.select("observation") if self.specs is None else newest_frames(rows, self.specs)

@@ -107,15 +107,34 @@ class DemonstrationWriter:
         episode = episode.labelled(value=episode.value, serial=None)  # none of those that are kept, even if it was one
         storage, total = self.storage, episode.total_reward
         reward, value = [*storage.reward_demonstrations], [*storage.value_demonstrations]
-        successes, annealed = storage.successes, storage.annealed
         is_success = total >= self.threshold
         if is_success:
             if total > max((each.total_reward for each in reward), default=-math.inf):
                 reward = [each for each in reward if each.is_human]
             reward.append(episode)
-            successes += 1
         else:
             value.append(episode)
+        is_kept = self._keep(reward, value, is_success, episode)
+        return None if not is_kept else "reward" if is_success else "value"
+
+    def anneal(self) -> None:
+        """Move probability, and let go of value demonstrations, as one more success does."""
+        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=True)
+
+    def make_room(self) -> None:
+        """Apply the capacity rule to what is kept; it holds already, unless the storage's capacity was lowered."""
+        self._keep([*self.storage.reward_demonstrations], [*self.storage.value_demonstrations], is_success=False)
+
+    def _keep(
+        self,
+        reward: list[Demonstration],
+        value: list[Demonstration],
+        is_success: bool,
+        episode: Demonstration | None = None,
+    ) -> bool:
+        """Keep what finds room, with all that follows from a success; return whether a new episode is among it."""
+        storage = self.storage
+        successes, annealed = storage.successes + is_success, storage.annealed
         reward, value = self._with_room(reward, value, successes)
         if is_success:
             annealed = self.annealing.moved(annealed, successes, len(value))
@@ -125,7 +144,7 @@ class DemonstrationWriter:
         storage.replace(reward, value, successes, annealed)
         if is_success:
             self._raise_threshold()
-        return None if not is_kept else "reward" if is_success else "value"
+        return is_kept
 
     def refresh(self, demonstration: Demonstration, value: float) -> bool:
         """Give a demonstration that was replayed the largest value that the critic estimates in it now.
