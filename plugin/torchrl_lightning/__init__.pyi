@@ -27,6 +27,7 @@ from torchrl_lightning.demonstrations import DemonstrationReplayTransform as Dem
 from torchrl_lightning.demonstrations import DemonstrationSampler as DemonstrationSampler
 from torchrl_lightning.demonstrations import DemonstrationStorage as DemonstrationStorage
 from torchrl_lightning.demonstrations import DemonstrationWriter as DemonstrationWriter
+from torchrl_lightning.demonstrations import PPODBuffer as PPODBuffer
 from torchrl_lightning.demonstrations import minari_demonstrations as minari_demonstrations
 from torchrl_lightning.demonstrations import play_demonstrations as play_demonstrations
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration

@@ -76,6 +76,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             _buffer("vanilla", "VanillaOnPolicyBuffer", {*ON_POLICY, "batch_size"}),
             _buffer("gae", "GAEBuffer", {*ON_POLICY, "batch_size"}),
             _buffer("vtrace", "VTraceBuffer", {*ON_POLICY, "batch_size"}),
+            _buffer("ppod", "PPODBuffer", {*ON_POLICY, "batch_size"}),
             _buffer("ppo", "PPOBuffer", ON_POLICY),
             _buffer("experience", "ExperienceBuffer", {*REPLAY, *RARE, "batch_size"}),
             _buffer("recurrent", "RecurrentReplayBuffer", {*REPLAY, "batch_size"}),

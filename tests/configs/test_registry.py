@@ -24,7 +24,7 @@ GROUPS = {
     "sampler": {"minibatch", "prioritized", "sequence", "uniform"},
     "transform": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
-    "replay_buffer": {"experience", "gae", "ppo", "recurrent", "simple", "vanilla", "vtrace"},
+    "replay_buffer": {"experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},
 }
 NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 

@@ -91,6 +91,51 @@ class VTraceBufferSchema:
 
 
 @dataclass
+class PPODBufferSchema:
+    """Arguments of :class:`torchrl_lightning.PPODBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.PPODBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    device: str = "cpu"
+    rho: float = 0.1
+    phi: float = 0.3
+    gae_lambda: float = 0.95
+    alpha: float = 10
+    total_buffer_demo_capacity: int = 51
+    initial_human_demos_dir: str | None = None
+    initial_agent_demos_dir: str | None = None
+    supplementary_demos_dir: str | None = None
+    target_agent_demos_dir: str | None = None
+    num_agent_demos_to_save: int = 10
+    initial_reward_threshold: float | None = None
+    save_demos_every: int = 10
+    demo_dtypes: Any = None
+    annealing: str = "linear"
+    cut_after_reward: bool = True
+    ends: str = "terminated"
+    log_prob: str = "deterministic"
+    save_value_demos: bool = False
+    shared_demos: bool = False
+    frame_skip: int | None = None
+    gamma: float | None = None
+    gamma_intrinsic: float | None = None
+    normalize_intrinsic: bool = True
+    intrinsic_direction: str = "forward"
+    standardize_advantages: bool = True
+    recompute_values: bool = False
+    bootstrap: bool = True
+    value_key: Any = "state_value"
+    advantage_key: Any = "advantage"
+    value_target_key: Any = "value_target"
+    frame_stack: int | None = None
+    recurrent: bool | None = None
+    recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
+    batch_keys: Any = None
+    transform: Any = None
+
+
+@dataclass
 class PPOBufferSchema:
     """Arguments of :class:`torchrl_lightning.PPOBuffer` that a DataModule does not fill in itself."""
 
@@ -238,6 +283,7 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
     ("buffer", "gae"): GAEBufferSchema,
     ("buffer", "vtrace"): VTraceBufferSchema,
+    ("buffer", "ppod"): PPODBufferSchema,
     ("buffer", "ppo"): PPOBufferSchema,
     ("buffer", "experience"): ExperienceBufferSchema,
     ("buffer", "recurrent"): RecurrentReplayBufferSchema,

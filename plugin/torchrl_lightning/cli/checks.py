@@ -165,7 +165,7 @@ def check_checkpoint(
     """
     import torch
 
-    from torchrl_lightning.datamodules.ranks import state_of_rank
+    from torchrl_lightning.ranks import state_of_rank
 
     state = stored.get(type(data).__qualname__)
     try:

@@ -70,6 +70,7 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
         vanilla="VanillaOnPolicyBuffer",
         gae="GAEBuffer",
         vtrace="VTraceBuffer",
+        ppod="PPODBuffer",
         ppo="PPOBuffer",
         experience="ExperienceBuffer",
         recurrent="RecurrentReplayBuffer",

@@ -40,8 +40,8 @@ from torchrl_lightning.datamodules.evaluation import (
     view_of_collector,
 )
 from torchrl_lightning.datamodules.normalization import Normalization
-from torchrl_lightning.datamodules.ranks import gather_states, state_of_rank
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.state import check_state, mapping, sequence
 from torchrl_lightning.updates import UpdateBatches
 
@@ -225,7 +225,7 @@ class ExperienceDataModule(L.LightningDataModule):
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.state_dict(),
-            "ranks": gather_states(self._rank_state()),
+            "ranks": gathered(self._rank_state()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

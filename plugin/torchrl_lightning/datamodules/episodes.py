@@ -27,21 +27,30 @@ class FinishedEpisodes:
     def __init__(self, num_envs: int) -> None:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of the episodes that go on
         self._lengths = torch.zeros(num_envs, dtype=torch.int64)
-        self._noted: list[tuple[Tensor, Tensor]] = []  # all of the same environments
+        self._noted: list[tuple[Tensor, Tensor, Tensor | None]] = []  # all of the same environments
         self._env_ids: Tensor | None = None  # which ones
         self._finished: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, reward: Tensor, done: Tensor, env_ids: Tensor | None = None, *, cut: bool = False) -> None:
+    def add(
+        self,
+        reward: Tensor,
+        done: Tensor,
+        env_ids: Tensor | None = None,
+        *,
+        cut: bool = False,
+        replayed: Tensor | None = None,
+    ) -> None:
         """Take the rewards (summed) and done flags (any ends an episode) ``[N, T, *]`` of a rollout.
 
         They are those of the environments ``env_ids`` ``[N]``, of the first ``N`` if None. With ``cut`` the
-        environments are reset afterwards; episodes that this ends do not count.
+        environments are reset afterwards; episodes that this ends do not count, nor do those that are ``replayed``
+        (``[N, T, 1]`` bool).
         """
         if env_ids is not self._env_ids:
             self._flush()
             self._env_ids = env_ids
         # Copies: a collector may reuse its memory.
-        self._noted.append((reward.clone(), done.clone()))
+        self._noted.append((reward.clone(), done.clone(), None if replayed is None else replayed.clone()))
         if cut:
             self.forget_unfinished()
         elif len(self._noted) >= 1024:
@@ -70,7 +79,7 @@ class FinishedEpisodes:
         """Find what has ended in the noted rollouts."""
         if not self._noted:
             return
-        rewards, dones = zip(*self._noted, strict=True)
+        rewards, dones, replays = zip(*self._noted, strict=True)
         self._noted.clear()
         reward, done = torch.cat(rewards, 1).detach().cpu(), torch.cat(dones, 1).cpu()
         reward, done = reward.reshape(*reward.shape[:2], -1).sum(-1), done.reshape(*done.shape[:2], -1).any(-1)
@@ -87,7 +96,11 @@ class FinishedEpisodes:
         first[1:] = env[1:] != env[:-1]
         returns = at_end - torch.where(first, -before[env], at_end.roll(1))
         lengths = after - torch.where(first, -steps_before[env], after.roll(1))
-        self._finished.append((returns, lengths))
+        if replays[0] is None:
+            self._finished.append((returns, lengths))
+        else:
+            own = ~torch.cat(replays, 1)[env, time, 0].cpu()
+            self._finished.append((returns[own], lengths[own]))
         # Each environment carries over what it collected since the end of its last episode.
         before, steps_before = before + total[:, -1], steps_before + total.shape[1]
         last = first.roll(-1)

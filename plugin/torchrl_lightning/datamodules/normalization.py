@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torchrl_lightning.collectors import EnvironmentSpecs
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
-from torchrl_lightning.datamodules.ranks import gather_states
 from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import positive
+from torchrl_lightning.ranks import gathered
 from torchrl_lightning.state import check_state, mapping, sequence, whole
 
 _REWARD = ("next", "reward")
@@ -147,7 +147,7 @@ class Normalization:
         self._add(_REWARD, self._scale.reduced())
         noted, self._noted = self._noted, {}
         self._total, self._count = self._total + self._count, 0
-        ranks: list[dict[Any, Moments]] = gather_states(noted)
+        ranks: list[dict[Any, Moments]] = gathered(noted)
         merged: dict[NestedKey, Moments] = {}
         for rank in ranks:
             for key, moments in rank.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -104,6 +105,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         if stage == "fit" and self.buffer is None:
             self.buffer = self._make_buffer(size=self.rollout_length)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
+            self.buffer.attach(self.env, self.num_envs)
 
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
@@ -161,6 +163,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         # Of other collectors, some yield the same memory again.
         fresh = type(self.collector) is GymnasiumCollector and not self.collector.return_same_td
         buffer.insert_data_slice(seen, copy=not fresh)
+        buffer.note_collected(rollout)
         if hasattr(module, "annotate"):
             module.annotate(buffer.rollout)
         buffer.policy_version = getattr(self.collector, "policy_version", None)
@@ -222,6 +225,24 @@ class OnPolicyDataModule(ExperienceDataModule):
             )
         return number, size
 
+    def _collector_options(self) -> dict[str, Any]:
+        options, replay = super()._collector_options(), self._require_buffer().replay
+        if replay is not None and not isinstance(self._environments.built(), EnvBase):  # there wrap_env() replays
+            options["replay"] = replay
+        return options
+
+    def _own_collector_options(self) -> dict[str, Any]:
+        options = super()._own_collector_options()
+        replay = None if self.buffer is None else self.buffer.replay
+        if self._make_collector is None or replay is None:
+            return options
+        if "replay" not in inspect.signature(self._make_collector).parameters:
+            raise ValueError(
+                f"{type(self.buffer).__name__} replays demonstrations, but collector= takes no `replay`. Give it "
+                "such a parameter, as GymnasiumCollector and AsynchronousCollector have one."
+            )
+        return {**options, "replay": replay}
+
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         return self._require_buffer().wrap_env(env)
 
@@ -250,5 +271,11 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
         ids = env_ids(rollout)
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
-            self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
+            self._episodes.add(
+                rollout["next", "reward"],
+                rollout["next", "done"],
+                ids,
+                cut=self.reset_at_each_batch,
+                replayed=rollout.get(("demo", "mask"), None),
+            )
             self._metrics |= self._episodes.summary()

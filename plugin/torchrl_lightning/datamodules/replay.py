@@ -23,10 +23,10 @@ from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
-from torchrl_lightning.datamodules.ranks import of_first_rank
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, one_of, positive
+from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches

@@ -7,6 +7,7 @@ from torchrl_lightning.demonstrations.files import read_demonstration, write_dem
 from torchrl_lightning.demonstrations.keyboard import play_demonstrations
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.miner import DemonstrationMiner
+from torchrl_lightning.demonstrations.ppod import PPODBuffer
 from torchrl_lightning.demonstrations.recording import record_demonstrations
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
 from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
@@ -26,6 +27,7 @@ __all__ = [
     "DemonstrationSampler",
     "DemonstrationStorage",
     "DemonstrationWriter",
+    "PPODBuffer",
     "minari_demonstrations",
     "play_demonstrations",
     "read_demonstration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class DemonstrationDirectory:
         human: Whether the demonstrations count as given by a human, whatever their files say.
         most: How many there may be at start; any number if None.
         may_be_empty: Whether none at start, or no directory, is no mistake.
+        taken: Names of files that are left out, as those that were read before.
         limit: How many bytes a file, and all that it unpacks to, may have.
 
     Attributes:
@@ -67,6 +68,7 @@ class DemonstrationDirectory:
         *,
         most: int | None = None,
         may_be_empty: bool = False,
+        taken: Collection[str] = (),
         limit: int = LIMIT,
     ) -> None:
         self.path, self.specs, self.human = Path(path), specs, human
@@ -74,7 +76,7 @@ class DemonstrationDirectory:
         optional(integer)(most, "most")
         if not may_be_empty and not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is no directory; name one that holds demonstrations.")
-        self._known: set[str] = set()  # files that were taken, or saved
+        self._known = set(taken)  # and what is saved here
         self._refused: dict[str, tuple[_Stamp, bool]] = {}  # how each was, and whether that was said
         self.initial: tuple[Demonstration, ...] = tuple(self._read(at_start=True))
         if not self.initial and not may_be_empty:
@@ -87,6 +89,11 @@ class DemonstrationDirectory:
                 f"{self.path} holds {len(self.initial)} demonstrations, more than the capacity of {most}; take some "
                 "away, or enlarge the capacity."
             )
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """The names of the files that were read, or saved here."""
+        return frozenset(self._known)
 
     def poll(self) -> list[Demonstration]:
         """Return the demonstrations that came since, each once.

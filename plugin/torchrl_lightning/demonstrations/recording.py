@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
@@ -30,12 +31,12 @@ _MANY_STEPS = 100_000
 Environment = str | Callable[..., Any]
 
 
-def demonstration_specs(env: Environment) -> tuple[EnvironmentSpecs, int]:
+def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[EnvironmentSpecs, int]:
     """Return the specs without a frame stack, and the frame skip, that demonstrations of an environment have.
 
     Args:
-        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's. Of the frame skip, only the
-            ``action_repeat`` of a recipe is known.
+        env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's, or a ready one. Of the frame
+            skip, only the ``action_repeat`` of a recipe is known.
 
     Example:
         >>> specs, frame_skip = demonstration_specs(EnvironmentRecipe("CartPole-v1", action_repeat=2))
@@ -43,6 +44,8 @@ def demonstration_specs(env: Environment) -> tuple[EnvironmentSpecs, int]:
         (2, 2)
     """
     repeat = 1
+    if isinstance(env, VectorEnv | EnvBase):  # a ready one, which is not ours to close
+        return environment_specs(env), repeat
     if isinstance(env, EnvironmentRecipe):
         repeat, env = env.action_repeat, copy.copy(env)
         env.frame_stack = 1

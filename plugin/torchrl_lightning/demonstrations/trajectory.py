@@ -125,6 +125,12 @@ class Demonstration:
         object.__setattr__(copied, "serial", serial)
         return copied
 
+    def copied(self) -> Demonstration:
+        """Copy the tensors, which may be views of a larger memory or be written again; the copy has no number yet."""
+        last = self.last_observation
+        last = None if last is None else last.clone()
+        return replace(self, steps=self.steps.clone(), last_observation=last, serial=None)
+
     def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1) -> None:
         """Refuse to be replayed in an environment that it is not from.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
@@ -86,7 +85,7 @@ class DemonstrationWriter:
                 f"{len(demonstrations)} demonstrations and {human} human ones that are kept exceed the capacity "
                 f"{self.storage.capacity}; load fewer, or raise the capacity."
             )
-        reward = [*self.storage.reward_demonstrations, *map(_copied, demonstrations)]
+        reward = [*self.storage.reward_demonstrations, *(each.copied() for each in demonstrations)]
         reward, value = self._with_room(reward, [*self.storage.value_demonstrations], self.storage.successes)
         self.storage.replace(reward, value)
         self._raise_threshold()
@@ -139,8 +138,8 @@ class DemonstrationWriter:
         if is_success:
             annealed = self.annealing.moved(annealed, successes, len(value))
         is_kept = any(each is episode for each in (*reward, *value))
-        reward = [_copied(each) if each is episode else each for each in reward]
-        value = [_copied(each) if each is episode else each for each in value]
+        reward = [each.copied() if each is episode else each for each in reward]
+        value = [each.copied() if each is episode else each for each in value]
         storage.replace(reward, value, successes, annealed)
         if is_success:
             self._raise_threshold()
@@ -210,10 +209,3 @@ class DemonstrationWriter:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(threshold={self.threshold}, {self.annealing})"
-
-
-def _copied(episode: Demonstration) -> Demonstration:
-    """Copy the tensors, which may be views of a larger memory or be written again; the copy has no number yet."""
-    last = episode.last_observation
-    last = None if last is None else last.clone()
-    return replace(episode, steps=episode.steps.clone(), last_observation=last, serial=None)

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.collectors.replayed import ReplaySource
 from torchrl_lightning.ranges import Check, integer
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
 
@@ -193,6 +194,22 @@ class DocumentedVerbs:
     def required_keys(self) -> list[NestedKey]:
         """Entries that the policy must write."""
         return ["action"]
+
+    def attach(self, env: Any, num_envs: int) -> None:
+        """Prepare for ``num_envs`` environments that are collected from; a hook for DataModules.
+
+        Args:
+            env: an id, a factory or a ready environment, as a DataModule takes it.
+            num_envs: how many are stepped side by side.
+        """
+
+    @property
+    def replay(self) -> ReplaySource | None:
+        """What is replayed in some environments in the place of their own steps; a hook for DataModules."""
+        return None
+
+    def note_collected(self, rollout: TensorDictBase) -> None:
+        """Take note of a rollout as it was collected, where what is stored is normalised; a hook for DataModules."""
 
     def wrap_env(self, env: Any) -> Any:
         """Return the environment to collect from; a hook for DataModules."""

@@ -1,4 +1,4 @@
-"""States of the processes of a distributed run."""
+"""Values of the processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 
+def is_distributed() -> bool:
+    """Return whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def this_rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 def of_first_rank(value: Value) -> Value:
     """Return the value of rank 0 on all ranks; the value itself without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return value
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
-def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of all ranks, ordered by rank; a list of one without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [state]
-    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(states, state)
-    return states
+def gathered(value: Value) -> list[Value]:
+    """Return the values of all ranks, ordered by rank; a list of one without a process group."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def state_of_rank(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
