@@ -227,7 +227,7 @@ def test_a_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyP
         writer.add(rewarded(total, is_human=True))
     with pytest.raises(ValueError, match="2 demonstrations and 1 human ones that are kept exceed the capacity 2"):
         writer.load([rewarded(), rewarded()])
-    monkeypatch.setattr("torchrl_lightning.demonstrations.trajectory.replace", lambda *_, **__: 1 / 0)  # no memory is left
+    monkeypatch.setattr("torchrl_lightning.demonstrations.trajectory.replace", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.add(rewarded(total, value=2.0))
     with pytest.raises(ZeroDivisionError):

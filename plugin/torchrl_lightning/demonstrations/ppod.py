@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors import EnvironmentSpecs
+from torchrl_lightning.collectors import EnvironmentRecipe, EnvironmentSpecs
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.demonstrations.annealing import Schedule
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
@@ -272,7 +272,10 @@ class PPODBuffer(GAEBuffer):
             self.frame_skip = frame_skip if told is None else integer(told, "frame_skip")
         _check_saved_dtypes(self.demo_dtypes, specs)
         self._specs = specs
-        self._replay = DemonstrationReplay(self.demonstrations, self.demonstration_sampler, num_envs, **self._options)
+        stack = env.frame_stack if isinstance(env, EnvironmentRecipe) else 1
+        self._replay = DemonstrationReplay(
+            self.demonstrations, self.demonstration_sampler, num_envs, frame_stack=stack, **self._options
+        )
         self.load_initial_demos()
         if self.supplementary_demos_dir is not None:
             Path(self.supplementary_demos_dir).mkdir(parents=True, exist_ok=True)
@@ -397,9 +400,7 @@ class PPODBuffer(GAEBuffer):
         self._success = (self.demonstrations.successes - successes) / own if own else None
 
     def _miner(self, num_envs: int, specs: EnvironmentSpecs) -> DemonstrationMiner:
-        return DemonstrationMiner(
-            self.demonstration_writer, num_envs, observation_keys=specs.keys, frame_skip=self.frame_skip or 1
-        )
+        return DemonstrationMiner(self.demonstration_writer, num_envs, specs=specs, frame_skip=self.frame_skip or 1)
 
     def _stored_rows(self) -> TensorDictBase:
         """Return what was collected, ``[T, N]``, with its values."""
