@@ -8,6 +8,7 @@ from torchrl_lightning.collectors import AsynchronousCollector as AsynchronousCo
 from torchrl_lightning.collectors import EnvironmentRecipe as EnvironmentRecipe
 from torchrl_lightning.collectors import EnvironmentSpecs as EnvironmentSpecs
 from torchrl_lightning.collectors import FrameStack as FrameStack
+from torchrl_lightning.collectors import GoalReward as GoalReward
 from torchrl_lightning.collectors import GymnasiumCollector as GymnasiumCollector
 from torchrl_lightning.collectors import SelectObservation as SelectObservation
 from torchrl_lightning.collectors import environment_specs as environment_specs

@@ -40,7 +40,9 @@ def compose_in(tmp_path: Path) -> Callable[..., DictConfig]:
 @pytest.fixture
 def compose_train(compose_in: Callable[..., DictConfig], tmp_path: Path) -> Callable[..., DictConfig]:
     def compose_config(*overrides: str) -> DictConfig:
-        cfg = compose_in(CONF_DIR, "train", "paths.output_dir=here", *overrides)
+        # Both are known in a run alone.
+        paths = ("paths.output_dir=here", f"paths.demonstrations={CONF_DIR / 'demonstrations'}")
+        cfg = compose_in(CONF_DIR, "train", *paths, *overrides)
         cfg.paths.output_dir = str(tmp_path)
         return cfg
 

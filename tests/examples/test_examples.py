@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from configs.processes import PROJECT, environment
+from torchrl_lightning import read_demonstration
 
 EXAMPLES = PROJECT / "examples"
-SCRIPTS = ("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py")
+SCRIPTS = (
+    *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
+    *("planner.py", "demonstrations.py"),
+)
 
 
 def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -42,6 +46,25 @@ def test_an_example_runs_and_ends_with_its_return(script, arguments, last_line, 
     # CartPole gives one a step; no policy falls at once, and an episode lasts 500 steps at most. A treasure is one.
     low, high = (0, 1) if script == "own_environment.py" else (5, 500)
     assert low <= float(match[1]) <= high
+
+
+def test_the_planner_solves_a_task(tmp_path):
+    pytest.importorskip("minigrid")
+    done = run_example("planner.py", "--env", "MiniGrid-BlockedUnlockPickup-v0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    actions, end = done.stdout.strip().splitlines()
+    count = len(actions.split())
+    assert end == f"reward after {count} steps: {1 - 0.9 * count / 576:.3f}"
+
+
+def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
+    folder, task = str(tmp_path / "car"), "MountainCar-v0"
+    done = run_example("demonstrations.py", "record", folder, task, "--seed", "3", "--count", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["seed 3: return 1.000 after 114 steps", "seed 4: return 1.000 after 122 steps"]
+    assert read_demonstration(tmp_path / "car" / "seed_4.safetensors").metadata["environment"] == task
+    done = run_example("demonstrations.py", "replay", folder, task, "--episodes", "5", cwd=tmp_path)
+    assert re.fullmatch(r".*random actions: 0.000\n.*demonstrated actions solve: [01]\.\d0\n", done.stdout), done.stderr
 
 
 def test_every_example_is_run():

@@ -25,8 +25,8 @@ main()
 
 def test_the_wheel_carries_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.yaml")}
-    assert tree
+    tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.*")}
+    assert {Path(name).suffix for name in tree} == {".yaml", ".safetensors"}
     assert tree <= names
     assert "torchrl_lightning/py.typed" in names
     assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in names
@@ -58,10 +58,12 @@ def test_the_package_comes_from_where_it_was_installed(from_wheel, from_checkout
 
 
 def test_the_train_command_composes_its_config(installation):
-    cfg = OmegaConf.create(installation.run("torchrl-lightning-train", "--cfg", "job", "data=vtrace", "seed=3").stdout)
+    arguments = ("--cfg", "job", "--resolve", "data=vtrace", "seed=3")
+    cfg = OmegaConf.create(installation.run("torchrl-lightning-train", *arguments).stdout)
     assert cfg.data.buffer._target_ == "torchrl_lightning.VTraceBuffer"
     assert cfg.data.env == "CartPole-v1"
     assert cfg.seed == 3
+    assert list(Path(cfg.paths.demonstrations, "mountaincar").glob("*.safetensors"))
 
 
 def test_the_other_commands_answer(installation):

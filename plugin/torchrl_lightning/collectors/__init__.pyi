@@ -3,6 +3,7 @@
 from torchrl_lightning.collectors.asynchronous import AsynchronousCollector as AsynchronousCollector
 from torchrl_lightning.collectors.episodes import play_episodes as play_episodes
 from torchrl_lightning.collectors.frame_stack import FrameStack as FrameStack
+from torchrl_lightning.collectors.goal_reward import GoalReward as GoalReward
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector as GymnasiumCollector
 from torchrl_lightning.collectors.recipe import EnvironmentRecipe as EnvironmentRecipe
 from torchrl_lightning.collectors.recipe import SelectObservation as SelectObservation

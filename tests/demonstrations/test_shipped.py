@@ -1,0 +1,34 @@
+"""The demonstrations that experiments begin with are what their environments do."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from torchrl_lightning import EnvironmentRecipe, GoalReward, read_demonstration
+from torchrl_lightning._conf import CONF_DIR
+
+FILES = sorted((CONF_DIR / "demonstrations").glob("*/*"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_actions_earn_the_same_in_the_same_episode(path):
+    demonstration = read_demonstration(path)
+    environment, seed = (demonstration.metadata[key] for key in ("environment", "seed"))
+    if environment.startswith("minigrid:"):
+        pytest.importorskip("minigrid")
+    wrappers = [GoalReward] if environment == "MountainCar-v0" else []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is out of date.*")  # MultiRoom-N4-S5-v0 is the one with published scores
+        env = EnvironmentRecipe(environment, wrappers=wrappers)()
+    env.reset(seed=seed)
+    played = [env.step(action)[1] for action in demonstration.steps["action"].tolist()]
+    assert torch.tensor(played).float().equal(demonstration.rewards)
+    assert demonstration.rewards[-1] > 0
+    assert demonstration.rewards[:-1].eq(0).all()
+
+
+def test_there_are_some():
+    assert {path.suffix for path in FILES} == {".safetensors"}
