@@ -45,3 +45,10 @@ def _set_training(modules: list[nn.Module], mode: bool) -> None:
     # Not by `train()`, which visits the children again, nor by setattr, which costs a microsecond for each module.
     for module in modules:
         module.__dict__["training"] = mode
+
+
+def clock_of(data: object) -> tuple[int, str] | None:
+    """Return what a DataModule counts a run's time by, and in what unit; None if it counts nothing."""
+    frames = getattr(data, "frames", None)
+    clock: tuple[int, str] | None = getattr(data, "clock", None if frames is None else (frames, "frames"))
+    return clock

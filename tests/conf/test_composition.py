@@ -17,8 +17,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from demonstrations.episodes import episode
 from extras import need_extra
-from torchrl_lightning import ExperienceDataModule, ReplayDataModule
+from torchrl_lightning import ExperienceDataModule, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
 PRIMARY = ("train", "evaluate", "record")
@@ -130,7 +131,10 @@ def test_an_experiment_is_built(compose_train, experiment):
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_a_data_module_is_built_with_its_buffer(compose_train, option):
+def test_a_data_module_is_built_with_its_buffer(compose_train, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demonstrations").mkdir()
+    write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # what data=offline reads
     cfg = compose_train(f"data={option}", "~experiment").data
     data = instantiate(cfg)
     data.setup("fit")

@@ -43,11 +43,12 @@ class ReplayDataSchema:
     env: Any = MISSING
     buffer: Any = MISSING
     source: Any = None
+    dataset: Any = None
     batch_size: int = 256
     updates_per_epoch: int = 1000
     updates_per_step: int = 1
-    frames_per_update: float = 1.0
-    warmup_frames: int = 1000
+    frames_per_update: float | None = None
+    warmup_frames: int | None = None
     write_back: Any = None
     checkpoint_buffer: str = "inside"
     buffer_dir: str | None = None

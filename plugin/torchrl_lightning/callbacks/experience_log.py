@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.ranges import integer
 
@@ -32,21 +34,22 @@ class ExperienceLog(SparseCallback):
         super().__init__()
         self.every_n_epochs = integer(every_n_epochs, "every_n_epochs")
         self._began = 0.0
-        self._frames = 0
+        self._counted = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting frames per second."""
         self._began = time.perf_counter()
-        self._frames = int(getattr(getattr(trainer, "datamodule", None), "frames", 0))
+        self._counted = (clock_of(getattr(trainer, "datamodule", None)) or (0,))[0]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write one row."""
-        data = getattr(trainer, "datamodule", None)
-        if data is None or not hasattr(data, "frames") or (trainer.current_epoch + 1) % self.every_n_epochs:
+        data: Any = getattr(trainer, "datamodule", None)
+        clock = clock_of(data)
+        if clock is None or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
-        now = time.perf_counter()
+        now, (count, unit) = time.perf_counter(), clock
         metrics = dict(data.metrics()) if hasattr(data, "metrics") else {}
-        metrics["frames_per_second"] = (data.frames - self._frames) / max(now - self._began, 1e-9)
-        self._began, self._frames = now, data.frames
+        metrics[f"{unit}_per_second"] = (count - self._counted) / max(now - self._began, 1e-9)
+        self._began, self._counted = now, count
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=data.frames)
+            logger.log_metrics(metrics, step=count)

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from torchrl_lightning._modules import clock_of
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -61,14 +62,14 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         data = self._data(trainer)
         if data is None or not self._enabled:
             return
-        total = data.total_frames if data.total_frames > 0 else None
+        total, (count, unit) = data.total_frames if data.total_frames > 0 else None, clock_of(data) or (0, "")
         self._interval = max(self.refresh_every, 0.0 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES)
         self._refreshed = time.monotonic()
         self._warm = False
         self._bar = Tqdm(
             total=total,
-            initial=data.frames,
-            unit=" frames",
+            initial=count,
+            unit=f" {unit}",
             unit_scale=True,
             dynamic_ncols=True,
             smoothing=0.1,
@@ -105,17 +106,18 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         metrics = data.metrics() if hasattr(data, "metrics") else {}
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         bar.set_postfix({name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}, refresh=False)
+        count, _ = clock_of(data) or (0, "")
         # The last rollout may exceed total_frames.
         if bar.total is not None:
-            bar.total = max(bar.total, data.frames)
-        if not self._warm and data.frames > bar.n:
+            bar.total = max(bar.total, count)
+        if not self._warm and count > bar.n:
             # Exclude the start of workers and the compilation of kernels from the estimate of the time left.
             self._warm = True
-            bar.n = bar.last_print_n = data.frames
+            bar.n = bar.last_print_n = count
             bar.last_print_t = time.time()
             bar.refresh()
         else:
-            bar.update(data.frames - bar.n)
+            bar.update(count - bar.n)
 
     def _close(self) -> None:
         if self._bar is not None:

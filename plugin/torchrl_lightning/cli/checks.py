@@ -34,8 +34,12 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
             return task(cfg)
         except ValueError as error:
             from torchrl_lightning.collectors._faults import EnvironmentFault
+            from torchrl_lightning.demonstrations.dataset import DatasetFault
 
-            if not isinstance(error, UsageError | EnvironmentFault) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            if (
+                not isinstance(error, UsageError | EnvironmentFault | DatasetFault)
+                or os.environ.get("HYDRA_FULL_ERROR") == "1"
+            ):
                 raise
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:

@@ -58,7 +58,7 @@ def train(cfg: DictConfig) -> float:
     returns = episodes["episode_return"]
     if trainer.is_global_zero:
         for logger in trainer.loggers:
-            logger.log_metrics({SCORE: float(returns.mean())}, step=data.frames)
+            logger.log_metrics({SCORE: float(returns.mean())}, step=data.clock[0])
             logger.save()
         report(cfg, episodes, checkpoint, data.frames, seconds)
     return float(returns.mean())

@@ -145,6 +145,11 @@ class ExperienceDataModule(L.LightningDataModule):
         """Number of ranks that collect."""
         return self.trainer.world_size if self.trainer is not None else 1
 
+    @property
+    def clock(self) -> tuple[int, str]:
+        """What loggers and progress bars count."""
+        return self.frames, "frames"
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the last rollout or epoch, for loggers and progress bars.
 

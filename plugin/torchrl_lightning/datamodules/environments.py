@@ -33,7 +33,7 @@ class RunEnvironments:
     """
 
     def __init__(self, env: Any, num_envs: int, eval_env: Any) -> None:
-        if _is_ready(env) and eval_env is None:
+        if is_ready(env) and eval_env is None:
             raise ValueError(
                 "env is a ready (vector) environment, which cannot be built a second time for evaluation. "
                 "Pass eval_env= (an id or a factory) too, or pass env= as an id or a factory."
@@ -79,7 +79,7 @@ class RunEnvironments:
         try:
             return check_evaluation(stepped, view_of(env), given=self._eval_env_given)
         finally:
-            if not _is_ready(self.eval_env):
+            if not is_ready(self.eval_env):
                 close_environment(env)
 
     @contextmanager
@@ -101,5 +101,6 @@ class RunEnvironments:
             close_environment(env)
 
 
-def _is_ready(env: object) -> bool:
+def is_ready(env: object) -> bool:
+    """Return whether it is an environment, and not what makes one."""
     return isinstance(env, VectorEnv | EnvBase)

@@ -22,6 +22,8 @@ from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.dataset import BufferedDataset
+from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.parts import passed_on
@@ -57,6 +59,10 @@ class ReplayDataModule(ExperienceDataModule):
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
+        dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
+            ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
+            and loggers count updates), unless ``frames_per_update`` says so: what is collected is written behind the
+            data set and, when the buffer is full, over it. An episode ends as its metadata say, else it terminates.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
@@ -64,9 +70,10 @@ class ReplayDataModule(ExperienceDataModule):
             weights are those of one update a step; ``global_step`` counts steps. Above 1, the module optimizes manually
             and learns from each batch of :func:`~torchrl_lightning.updates_of`, as ours do. The last step of an epoch
             has what is left.
-        frames_per_update: new frames for each update, over all environments of this rank; may be below 1.
+        frames_per_update: new frames for each update, over all environments of this rank; may be below 1. If None, 1,
+            and 0 with a data set.
         warmup_frames: frames collected with random actions before the first update (by our own collector; one that is
-            given as ``collector=`` does so by its ``init_random_frames``).
+            given as ``collector=`` does so by its ``init_random_frames``). If None, 1000, and 0 with a data set.
         write_back: keys that the module may rewrite in a batch, e.g. recurrent states, and that then replace what is
             stored. If None, what its method ``rewritten_keys(batch)`` names, where it has one (our off-policy modules
             do: the states that ``refresh_states=True`` rewrites).
@@ -80,7 +87,8 @@ class ReplayDataModule(ExperienceDataModule):
     The other arguments are those of :class:`ExperienceDataModule`.
 
     Raises:
-        ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown.
+        ValueError: if a number is out of range or ``checkpoint_buffer`` is unknown, or if nothing is to be collected
+            and an argument of collection is given.
 
     Example:
         >>> data = ReplayDataModule("CartPole-v1", buffer=ExperienceBuffer, num_envs=2, updates_per_epoch=100)
@@ -96,11 +104,12 @@ class ReplayDataModule(ExperienceDataModule):
         *,
         buffer: ReplayBufferFactory,
         source: Callable[[ExperienceBuffer], BatchSource] | None = None,
+        dataset: Any = None,
         batch_size: int = 256,
         updates_per_epoch: int = 1000,
         updates_per_step: int = 1,
-        frames_per_update: float = 1.0,
-        warmup_frames: int = 1000,
+        frames_per_update: float | None = None,
+        warmup_frames: int | None = None,
         write_back: Sequence[NestedKey] | None = None,
         checkpoint_buffer: str = "inside",
         buffer_dir: str | Path | None = None,
@@ -117,19 +126,36 @@ class ReplayDataModule(ExperienceDataModule):
         normalize_clip: float = 10.0,
         seed: int | None = None,
     ) -> None:
+        if warmup_frames is None:
+            warmup_frames = 1000 if dataset is None else 0
+        if frames_per_update is None:
+            frames_per_update = 1.0 if dataset is None else 0.0
+        not_negative(warmup_frames, "warmup_frames")
+        if dataset is None:
+            positive(frames_per_update, "frames_per_update")
+        elif not not_negative(frames_per_update, "frames_per_update"):
+            given = {"collector": collector, "warmup_frames": warmup_frames or None}
+            given["total_frames"] = None if total_frames == -1 else total_frames
+            if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:
+                raise ValueError(
+                    f"{', '.join(useless)}: with dataset= and frames_per_update=0 nothing is collected. Leave it out "
+                    "(max_epochs, max_steps or max_time of the trainer end such a run), or give frames_per_update=1."
+                )
+            num_envs = num_envs if is_ready(env) else 1  # one ring holds an episode of any length
         frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
         super().__init__(**passed_on(ExperienceDataModule, locals()))
-        not_negative(warmup_frames, "warmup_frames")
         self.batch_size = integer(batch_size, "batch_size")
         self.updates_per_epoch = integer(updates_per_epoch, "updates_per_epoch")
         self.updates_per_step = integer(updates_per_step, "updates_per_step")
-        self.frames_per_update = positive(frames_per_update, "frames_per_update")
+        self.frames_per_update = frames_per_update
         self.warmup_frames = warmup_frames
         self.write_back = None if write_back is None else list(write_back)
         self.checkpoint_buffer = one_of(checkpoint_buffer, "checkpoint_buffer", ("inside", "beside", "none"))
         self.buffer_dir = buffer_dir
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
+        self.dataset = dataset
+        self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._make_buffer = buffer
         self._make_source = source
         self._source: BatchSource | None = None
@@ -154,6 +180,11 @@ class ReplayDataModule(ExperienceDataModule):
         """Steps of Lightning's in an epoch, the same on every rank."""
         return -(-self.updates_per_epoch // self.updates_per_step)
 
+    @property
+    def clock(self) -> tuple[int, str]:
+        """What loggers and progress bars count: frames, or updates where nothing is collected."""
+        return super().clock if self.warmup_frames or self._ratio else (self.updates, "updates")
+
     def metrics(self) -> dict[str, float]:
         """Add the number of updates, and as ``replay/size`` what the buffer holds."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
@@ -171,6 +202,8 @@ class ReplayDataModule(ExperienceDataModule):
                 self._hooks.attach(self.trainer)
             if not len(self.buffer) and not self.updates:
                 self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
+            if self.dataset is not None and not len(self.buffer):
+                self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, self.buffer)
 
     def _check_module(self, module: Any) -> None:
         if self.updates_per_step > 1 and module.automatic_optimization:
@@ -189,6 +222,10 @@ class ReplayDataModule(ExperienceDataModule):
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
+        self._restore_rng()
+        dataset, self._dataset = self._dataset, None
+        if dataset is not None and not len(self._require_buffer()):  # a checkpoint has not brought it
+            dataset.write(self._module().policy, self._normalization if not self.updates else None)
         size = self.updates_per_step
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
         update, in_epoch = self._batches_served() * size + self._in_step, self.updates_per_epoch
@@ -422,8 +459,9 @@ class ReplayDataModule(ExperienceDataModule):
         else:
             refilled += self.warmup_frames
             logger.warning(
-                "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %d frames are collected anew before "
-                "the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
+                "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %s%d frames are collected anew "
+                "before the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
+                "" if self.dataset is None else "the data set is read and ",
                 self.warmup_frames,
             )
         super()._restore_rank(own)

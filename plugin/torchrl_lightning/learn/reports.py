@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning._modules import clock_of
 from torchrl_lightning.learn.schedules import progress_of
 
 
@@ -110,7 +111,7 @@ class ReportingModule(L.LightningModule):
         """
         metrics = {f"train/{name}": value for name, value in {**self.metric_sums.flush(), **self.report()}.items()}
         self.epoch_metrics = metrics
-        step = getattr(self._data, "frames", self.global_step)
+        step = (clock_of(self._data) or (self.global_step,))[0]
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -122,9 +123,10 @@ class ReportingModule(L.LightningModule):
             "eval/return_std": returns.std(correction=0),
             "eval/length": lengths.mean(),
         }
-        if hasattr(self._data, "frames"):
+        clock = clock_of(self._data)
+        if clock is not None:
             # Lightning's loggers take an entry called "step" for their x axis.
-            metrics["step"] = float(self.frames)
+            metrics["step"] = float(clock[0])
         self.log_dict(
             metrics, batch_size=returns.numel(), sync_dist=self.trainer.world_size > 1, on_step=False, on_epoch=True
         )

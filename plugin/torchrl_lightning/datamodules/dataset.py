@@ -1,0 +1,66 @@
+"""A data set on its way into a replay buffer: read and checked before training, written when the policy is there."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from torchrl_lightning.collectors import EnvironmentSpecs
+from torchrl_lightning.collectors._policy import recurrent_states
+from torchrl_lightning.datamodules.environments import is_ready
+from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning.demonstrations import Demonstration
+from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+from torchrl_lightning.demonstrations.recording import demonstration_specs
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.replay import ExperienceBuffer
+
+
+class BufferedDataset:
+    """The demonstrations of a data set, each whole in the ring that had the fewest steps before.
+
+    Args:
+        dataset: what :func:`~torchrl_lightning.demonstrations.dataset.read_dataset` takes.
+        env: the environment that they are to be of: an id, a factory or a ready one.
+        specs: its specs, with a frame stack.
+        buffer: where they are to be written; it is empty.
+
+    Raises:
+        DatasetFault: the data set cannot be read, is of another environment, or has more steps than the buffer.
+    """
+
+    def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
+        self._specs, self._buffer = specs, buffer
+        demonstrations = read_dataset(dataset, *((specs, 1) if is_ready(env) else demonstration_specs(env)))
+        writer = buffer.parts[2]
+        steps, self._placed = [0] * writer.num_envs, deque[tuple[int, Demonstration]]()
+        for demonstration in demonstrations:
+            ring = steps.index(min(steps))
+            steps[ring] += demonstration.length
+            self._placed.append((ring, demonstration))
+        if max(steps) > writer.length:
+            rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
+            raise DatasetFault(
+                f"dataset={dataset} has {sum(steps)} steps in {len(demonstrations)} episodes, but the buffer has "
+                f"max_size={buffer.storage.max_size}{rings}. Give it a larger one."
+            )
+
+    def write(self, policy: Any, normalization: Normalization | None) -> None:
+        """Write and let go of them.
+
+        Args:
+            policy: what acts; a recurrent one finds its first states at each step.
+            normalization: what takes them into its statistics; None if it has them.
+        """
+        states = recurrent_states(policy, 1)
+        while self._placed:
+            ring, demonstration = self._placed.popleft()  # which frees it
+            rows = transitions(demonstration, self._specs)
+            for key, state in states.items():
+                rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
+            ids = None if self._buffer.parts[2].num_envs == 1 else torch.tensor([ring])
+            self._buffer.extend(rows, env_ids=ids)
+            if normalization:
+                normalization.note(rows.unsqueeze(0), torch.tensor([ring]), cut=False)

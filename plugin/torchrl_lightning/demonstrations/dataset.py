@@ -1,0 +1,114 @@
+"""A data set of demonstrations, and its steps as a replay buffer holds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
+from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
+from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+
+MINARI = "minari:"
+
+
+class DatasetFault(ValueError):
+    """A data set cannot be learned from; the message is one line that names it and how to mend it."""
+
+
+def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> list[Demonstration]:
+    """Read the demonstrations of a data set.
+
+    Args:
+        dataset: A directory, of which a file that cannot be used is left out, by a warning; one file; ``"minari:ID"``,
+            a Minari data set on this machine; or a ``minari.MinariDataset``.
+        specs: What the environment shows and takes, without a frame stack.
+        frame_skip: How many frames the environment takes in one step.
+
+    Raises:
+        DatasetFault: There is no such data set, it holds no steps, or those of another environment.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> read_dataset("nowhere", environment_specs(make_vector_env("CartPole-v1", 1)))
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.demonstrations.dataset.DatasetFault: dataset=nowhere: nowhere is no directory; name one that \
+holds demonstrations.
+    """
+    try:
+        if isinstance(dataset, str | Path) and not str(dataset).startswith(MINARI):
+            path = Path(dataset)
+            if path.is_dir() or path.suffix not in SUFFIXES:
+                return list(DemonstrationDirectory(path, specs, frame_skip).initial)
+            found = [read_demonstration(path, specs)]
+        else:
+            found = list(
+                minari_demonstrations(dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset, specs)
+            )
+        for demonstration in found:
+            demonstration.fits(specs, frame_skip)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise DatasetFault(f"dataset={dataset}: {error}") from error
+    if not found:
+        raise DatasetFault(f"dataset={dataset} holds no episodes.")
+    return found
+
+
+def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> TensorDict:
+    """Return the steps of a demonstration, ``[T]``, as a collector delivers those of an environment.
+
+    The episode ended as its metadata say; where they do not, it terminated, so that no value is taken of what nobody
+    has seen. Where the last observation is not known, the one before it stands in its place.
+
+    Args:
+        demonstration: One that fits the environment.
+        specs: What the environment shows and takes; images become its frame stacks, as those of an
+            :class:`~torchrl_lightning.EnvironmentRecipe`.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> steps = TensorDict({"observation": torch.arange(8.0).view(2, 4), "action": torch.tensor([0, 1])}, [2])
+        >>> steps["next", "reward"] = torch.ones(2, 1)
+        >>> rows = transitions(Demonstration(steps), environment_specs(make_vector_env("CartPole-v1", 1)))
+        >>> rows["next", "observation"][:, 0].tolist(), rows["next", "terminated"].flatten().tolist()
+        ([4.0, 4.0], [False, True])
+    """
+    steps, last, length = demonstration.steps, demonstration.last_observation, demonstration.length
+    first, ended, never = torch.zeros(3, length, 1, dtype=torch.bool)
+    first[0] = ended[-1] = True
+    terminates = bool(demonstration.metadata.get("terminated", True))
+    following = {
+        "reward": steps.get(REWARD),
+        "done": ended,
+        "terminated": ended if terminates else never,
+        "truncated": never if terminates else ended,
+        "is_init": never,
+    }
+    rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])
+    for key in demonstration.observation_keys:
+        seen: Tensor = steps.get(key)
+        seen = torch.cat([seen, seen[-1:] if last is None else last.get(key).unsqueeze(0)])
+        seen = _stacked(seen, specs.observation[key].shape)
+        path = key if isinstance(key, tuple) else (key,)
+        rows[key], rows["next", *path] = seen[:-1], seen[1:]
+    return rows
+
+
+def _stacked(images: Tensor, shape: torch.Size) -> Tensor:
+    """Join each of the images ``[T, *F]`` to those before it, the first one repeated, as ``[T, *shape]``."""
+    single = images.shape[1:]
+    if single == shape:
+        return images
+    if len(single) < len(shape):  # [H, W] becomes [K, H, W]
+        images, single = images.unsqueeze(1), torch.Size([1, *single])
+    dim = next(dim for dim, (one, all_) in enumerate(zip(single, shape, strict=True)) if one != all_)
+    times = torch.arange(len(images))
+    lags = range(shape[dim] // single[dim] - 1, -1, -1)
+    return torch.cat([images[(times - lag).clamp(min=0)] for lag in lags], dim + 1)

@@ -1,0 +1,241 @@
+"""A data set fills the buffer: alone, or before what is collected."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch.loggers import CSVLogger
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules.distributions import NormalParamExtractor
+from torchrl.objectives import IQLLoss, LossModule, SoftUpdate
+
+from datamodules.replay_parts import BUFFERS, SIZE, dqn, experience, fit, parameters, recurrent, replay_data, stored
+from torchrl_lightning import ExperienceLog, LossModuleAgent, environment_specs, make_vector_env
+from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
+from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
+
+
+def coin(step):
+    return step.set("action", torch.randint(2, step.batch_size))
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory):
+    """A directory of episodes of CartPole."""
+    folder = tmp_path_factory.mktemp("cartpole")
+    torch.manual_seed(0)
+    for number, each in enumerate(record_demonstrations("CartPole-v1", coin, 6, seed=0)):
+        write_demonstration(folder / f"{number}.safetensors", each)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(cartpole):
+    """Their steps."""
+    specs = environment_specs(make_vector_env("CartPole-v1", 1))
+    return [transitions(each, specs) for each in read_dataset(cartpole, specs)]
+
+
+def offline(dataset, buffer="uniform", **kwargs):
+    return replay_data(buffer, **{"dataset": dataset, "warmup_frames": None, **kwargs})
+
+
+@pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
+def test_nothing_is_collected_and_every_buffer_serves_what_was_recorded(name, cartpole, rows, tmp_path):
+    data = offline(cartpole, recurrent if name == "recurrent" else name)
+    if name == "recurrent":
+        data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
+    module, run = fit(tmp_path, data, dqn(recurrent=name in ("sequence", "recurrent")), limit_val_batches=1)
+    assert (module.updates, data.updates, data.frames, data.collector) == (20, 20, 0, None)
+    assert run.callback_metrics["eval/length"] > 5
+    held = data.buffer.storage.get(torch.arange(len(data.buffer)))
+    for key, leaf in torch.cat(rows).items(True, True):
+        assert torch.equal(held.get(key).reshape(leaf.shape), leaf), key
+    assert data.metrics()["replay/size"] == len(held) == sum(map(len, rows))
+
+
+def test_what_is_collected_comes_behind_the_data(cartpole, rows, tmp_path):
+    data = offline(cartpole, frames_per_update=2.0, num_envs=2, total_frames=30)
+    fit(tmp_path, data)
+    assert data.frames == 30
+    writer, cells = data.buffer.writer, data.buffer.storage.get
+    assert sum(writer.positions) == sum(map(len, rows)) + 30
+    lengths = [0, 0]
+    for each in rows:  # an episode goes into the ring that had the fewest steps before
+        ring = lengths.index(min(lengths))
+        position = torch.arange(lengths[ring], lengths[ring] + len(each))
+        found = cells(writer.cell(torch.tensor(ring), position))
+        assert torch.equal(found["next", "observation"], each["next", "observation"])
+        lengths[ring] += len(each)
+    behind = cells(writer.cell(torch.arange(2), torch.tensor(lengths)))
+    assert behind["is_init"].all()
+
+
+def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
+    data = offline(cartpole, normalize_observation=True, normalize_reward=True)
+    fit(tmp_path, data)
+    (moments,) = data._normalization._normalizer.moments.values()
+    seen = torch.cat(rows)["observation"].double()
+    assert torch.allclose(moments.mean, seen.mean(0))
+    assert torch.allclose(moments.variance, seen.var(0, correction=0))
+    assert data._normalization._scale.moments.count == len(seen)
+
+
+def prioritized_data(cartpole, **kwargs):
+    buffer = experience(lambda: PrioritizedSampler(SIZE, alpha=0.7, beta=0.5), n_steps=3)
+    return offline(cartpole, buffer, normalize_observation=True, **kwargs)
+
+
+@pytest.mark.parametrize("kept", ["inside", "beside"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kept, cartpole, tmp_path):
+    whole, first, resumed = (prioritized_data(cartpole, checkpoint_buffer=kept) for _ in range(3))
+    uninterrupted, _ = fit(tmp_path, whole, max_epochs=4)
+    _, run = fit(tmp_path, first, max_epochs=2)
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    module, _ = fit(tmp_path, resumed, dqn(seed=9), tmp_path / "at.ckpt", max_epochs=4)
+    assert torch.equal(parameters(module), parameters(uninterrupted))
+    assert torch.equal(stored(resumed), stored(whole))
+
+
+def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path, caplog):
+    first, resumed = (prioritized_data(cartpole, checkpoint_buffer="none") for _ in range(2))
+    _, run = fit(tmp_path, first)
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    fit(tmp_path, resumed, dqn(), tmp_path / "at.ckpt", max_epochs=3)
+    assert "the data set is read and 0 frames are collected anew" in caplog.text
+    assert torch.equal(stored(resumed), stored(first))
+    assert (resumed.updates, resumed.frames) == (30, 0)
+    states = [data._normalization.state_dict()["observation"] for data in (first, resumed)]
+    assert str(states[0]) == str(states[1])
+
+
+def test_loggers_count_updates(cartpole, tmp_path):
+    data = offline(cartpole)
+    fit(tmp_path, data, logger=CSVLogger(tmp_path, "", ""), callbacks=[ExperienceLog()], log_every_n_steps=1)
+    lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert {float(line[lines[0].index("step")]) for line in lines[1:]} == {10.0, 20.0}
+    assert "updates_per_second" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_frames": 10}, "warmup_frames=10: with dataset= and frames_per_update=0 nothing is collected"),
+        ({"total_frames": 100}, r"total_frames=100: .*\(max_epochs, max_steps"),
+        ({"collector": print}, "collector=.*: with dataset="),
+        ({"frames_per_update": -1.0}, r"frames_per_update must be a finite number of at least 0, got -1\.0"),
+        ({"dataset": None, "frames_per_update": 0.0}, r"must be above 0, got 0\.0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        offline(**{"dataset": "nowhere", **settings})
+
+
+def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_path):
+    steps = sum(map(len, rows))
+    for data, message in [
+        (offline(tmp_path / "nowhere"), "nowhere is no directory"),
+        (offline(cartpole, env="MountainCar-v0"), "holds no demonstration that can be used"),
+        (
+            offline(cartpole, lambda num_envs: ExperienceBuffer(storage=RingStorage(8), num_envs=num_envs)),
+            rf"has {steps} steps in 6 episodes, but the buffer has max_size=8\. Give it a larger one",
+        ),
+    ]:
+        with pytest.raises(DatasetFault, match=message):
+            fit(tmp_path, data)
+        data.close()
+
+
+# ------------------------------------------------------------------ learning
+
+
+class Match(gym.Env):
+    """Rewards actions that are near to the number that is shown; an episode has three steps."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 3
+        return self.shown(), {}
+
+    def shown(self):
+        self.number = self.np_random.uniform(-0.9, 0.9, 1).astype(np.float32)
+        return self.number
+
+    def step(self, action):
+        self.left -= 1
+        reward = -float(np.abs(action - self.number)[0])
+        return self.shown(), reward, not self.left, False, {}
+
+
+def gaussian(specs):
+    net = nn.Sequential(MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor())
+    return ProbabilisticActor(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=specs.action,
+        distribution_class=TanhNormal,
+    )
+
+
+def iql(specs):
+    keys, network = ["observation", "action"], partial(MLP, out_features=1, num_cells=[32])
+    critics = ValueOperator(network(in_features=2), in_keys=keys), ValueOperator(network(in_features=1))
+    loss = IQLLoss(gaussian(specs), critics[0], value_network=critics[1], temperature=10.0, expectile=0.8)
+    loss.make_value_estimator(gamma=0.9)
+    return loss
+
+
+def match_data(folder, policy, **kwargs):
+    torch.manual_seed(0)
+    for number, each in enumerate(record_demonstrations(Match, policy, 60, seed=0)):
+        write_demonstration(folder / f"{number}.safetensors", each)
+    return offline(folder, env=Match, batch_size=64, updates_per_epoch=50, eval_episodes=20, **kwargs)
+
+
+def returns(data, module):
+    return data.evaluate(module.policy)["episode_return"].mean()
+
+
+def test_iql_is_better_than_its_data(tmp_path):
+    data = match_data(tmp_path, lambda step: step.set("action", torch.rand(*step.shape, 1) * 2 - 1))
+    agent = LossModuleAgent(iql, target_updater=partial(SoftUpdate, tau=0.05), learning_rate=1e-2)
+    module, _ = fit(tmp_path, data, agent, max_epochs=2)
+    recorded = data.buffer[:]["next", "reward"].mean() * 3
+    assert recorded < -1.5
+    assert returns(data, module) > recorded / 2
+
+
+class Cloning(LossModule):
+    """TorchRL's own warns of an annotation that it lacks."""
+
+    functional = False
+
+    def __init__(self, actor_network):
+        super().__init__()
+        self.actor_network = actor_network
+
+    @classmethod
+    def of(cls, specs):
+        return cls(gaussian(specs))
+
+    def forward(self, batch):
+        return TensorDict({"loss_bc": -self.actor_network.get_dist(batch).log_prob(batch["action"]).mean()})
+
+
+def test_behaviour_is_cloned(tmp_path):
+    data = match_data(tmp_path, lambda step: step.set("action", step["observation"].clone()))
+    module, _ = fit(tmp_path, data, LossModuleAgent(Cloning.of, learning_rate=1e-2), max_epochs=3)
+    assert returns(data, module) > -0.3

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from demonstrations.episodes import CARTPOLE, episode
+from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, environment_specs
+from torchrl_lightning.collectors import make_environment
+from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
+from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+
+
+class Counting(gym.Env):
+    """Shows its step as an image and a number; ends after five steps, or is cut there."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape=(2, 2), terminates=True):
+        image = spaces.Box(0, 255, shape, np.uint8)
+        self.observation_space = spaces.Dict({"image": image, "step": spaces.Box(0, 255, (1,), np.float32)})
+        self.terminates = terminates
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.seen(), {}
+
+    def step(self, action):
+        self.count += 1
+        over = self.count == 5
+        return self.seen(), float(self.count), over and self.terminates, over and not self.terminates, {}
+
+    def seen(self):
+        space = self.observation_space["image"]
+        return {"image": np.full(space.shape, self.count, np.uint8), "step": np.array([self.count], np.float32)}
+
+
+def first_action(step):
+    return step.set("action", torch.zeros(step.batch_size, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("terminates", [True, False])
+@pytest.mark.parametrize(("shape", "stack"), [((2, 2), 1), ((2, 2), 3), ((1, 4, 4), 3), ((4, 4, 2), 3)])
+def test_the_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stack, terminates):
+    recipe = EnvironmentRecipe(partial(Counting, shape, terminates), frame_stack=stack)
+    (demonstration,) = record_demonstrations(recipe, first_action, 1, seed=0)
+    env = make_environment(recipe, 1)
+    specs = environment_specs(env)
+    collected = GymnasiumCollector(env, first_action, frames_per_batch=5, seed=0).rollout()[0]
+    collected = collected.exclude("collector", "done", "terminated", "truncated").flatten_keys()
+    rows = transitions(demonstration, specs).flatten_keys()
+    assert set(rows.keys()) == set(collected.keys())
+    for key, leaf in rows.items():
+        assert leaf.dtype == collected[key].dtype
+        assert torch.equal(leaf, collected[key]), key
+    env.close()
+
+
+def test_what_is_not_known_of_an_end_is_a_terminal_step_whose_observation_stays():
+    found = episode(3)
+    rows = transitions(found, CARTPOLE)
+    assert (
+        rows["next", "terminated"].flatten().tolist() == rows["next", "done"].flatten().tolist() == [False] * 2 + [True]
+    )
+    assert not rows["next", "truncated"].any()
+    assert torch.equal(rows["next", "observation"], found.steps["observation"][[1, 2, 2]])
+
+
+def test_a_directory_or_one_of_its_files(tmp_path, caplog):
+    for number in range(2):
+        write_demonstration(tmp_path / f"{number}.safetensors", episode(number + 1))
+    write_demonstration(tmp_path / "2.npz", episode(4))
+    (tmp_path / "3.npz").write_bytes(b"nothing")
+    with caplog.at_level(logging.WARNING):
+        assert [each.length for each in read_dataset(str(tmp_path), CARTPOLE)] == [1, 2, 4]
+    assert "3.npz was refused" in caplog.text
+    assert [each.length for each in read_dataset(tmp_path / "2.npz", CARTPOLE)] == [4]
+
+
+def test_what_cannot_be_learned_from_is_named(tmp_path):
+    write_demonstration(tmp_path / "skipping.safetensors", episode(frame_skip=4))
+    for dataset, message in [
+        (tmp_path / "none", "none is no directory; name one that holds demonstrations"),
+        (tmp_path / "none.npz", r"none\.npz is not a file"),
+        (tmp_path, r"holds no demonstration that can be used \(1 refused\)"),
+        (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
+    ]:
+        with pytest.raises(DatasetFault, match=rf"dataset={dataset}: .*{message}"):
+            read_dataset(dataset, CARTPOLE)
+
+
+def test_a_minari_data_set(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari")
+    from demonstrations.test_minari import write
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    seen = [np.zeros((length + 1, 4), np.float32) for length in (3, 2)]
+    write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], ends=False, env="CartPole-v1")
+    for dataset in ("minari:cartpole/small-v0", minari.load_dataset("cartpole/small-v0")):
+        found = read_dataset(dataset, CARTPOLE)
+        assert [each.length for each in found] == [3, 2]
+        assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
+    with pytest.raises(DatasetFault, match=r"dataset=minari:cartpole/none-v0: .*cartpole/none-v0"):
+        read_dataset("minari:cartpole/none-v0", CARTPOLE)
+    with pytest.raises(DatasetFault, match=r"dataset=3: dataset must be a minari\.MinariDataset"):
+        read_dataset(3, CARTPOLE)
