@@ -90,6 +90,7 @@ def test_golden_sequence() -> None:
     assert numbers(row["next", "observation"])[:7] == [1, 2, 3, 101, 102, 103, 103]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["SerialEnv", "ParallelEnv", "TorchRLCollector", "Collector"])
 def test_environments_that_replay_are_not_stepped(kind: str) -> None:
     make = partial(line, Counting)
@@ -249,5 +250,9 @@ def test_bad_input() -> None:
         DemonstrationReplayTransform(replay_of(0, num_envs=3)).wrap(base)
     with pytest.raises(ValueError, match=r"Walk steps its 2 environments at once.*SerialEnv"):
         DemonstrationReplayTransform(replay_of(0)).wrap(Walk([2]))
+    walk = Walk()
+    del walk.full_done_spec["truncated"]
+    with pytest.raises(ValueError, match=r"end as 'truncated', the environment has the flags \['done', 'terminated'\]"):
+        DemonstrationReplayTransform(replay_of(0, num_envs=1, ends="truncated")).wrap(walk)
     with pytest.raises(ValueError, match="by its method wrap"):
         TransformedEnv(base, DemonstrationReplayTransform(replay_of(0))).reset()

@@ -70,7 +70,7 @@ class DemonstrationReplayTransform(Transform):
         return TransformedEnv(resting, self, auto_unwrap=False)
 
     def resume(self) -> None:
-        """Let the next resets leave alone what a restored replay plays, until a step is made."""
+        """Let what a restored replay plays go on through the resets before the next step."""
         self._goes_on = True
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
@@ -121,13 +121,9 @@ class DemonstrationReplayTransform(Transform):
         for key, shown in rows.next_observation.items():
             _put(next_tensordict, key, shown[of], made)
         _put(next_tensordict, "reward", rows.reward[of], made)
-        for name, flags in (
-            ("terminated", rows.terminated),
-            ("truncated", rows.truncated),
-            ("done", rows.terminated | rows.truncated),
-        ):
-            if name in next_tensordict:
-                _put(next_tensordict, name, flags[of], made)
+        ends = {"terminated": rows.terminated, "truncated": rows.truncated, "done": rows.terminated | rows.truncated}
+        for name in ends.keys() & next_tensordict.keys():
+            _put(next_tensordict, name, ends[name][of], made)
         self.replay.advance(made)
         self._tell(next_tensordict)
         return next_tensordict
@@ -135,12 +131,11 @@ class DemonstrationReplayTransform(Transform):
     def _tell(self, tensordict: TensorDictBase) -> ReplayedRows | None:
         """Write which step of a demonstration comes next."""
         rows = self._rows = self.replay.peek()
-        for key, spec in self.container.full_observation_spec["demo"].items():
-            tensordict[("demo", key)] = spec.zero()
+        tensordict["demo"] = self.container.full_observation_spec["demo"].zero()
         tensordict[SERIAL].fill_(OWN)
         if rows is not None:
             for key, values in ((MASK, rows.mask[rows.mask]), (DEMO_ACTION, rows.action), (SERIAL, rows.serial)):
-                _put(tensordict, key, np.asarray(values), rows.mask)
+                _put(tensordict, key, values, rows.mask)
         return rows
 
     def __repr__(self) -> str:
@@ -160,15 +155,18 @@ class _Resting:
 def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
     number, base = env.batch_size.numel(), env
     if len(env.batch_size) > 1 or number != replay.num_envs:
-        raise ValueError(f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}.")
+        raise ValueError(
+            f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}; give it "
+            "their number, side by side in one dimension."
+        )
     if replay.ends not in env.done_keys:
         raise ValueError(
             f"Demonstrations end as {replay.ends!r}, the environment has the flags {env.done_keys}; choose another "
-            f"ends= of DemonstrationReplay."
+            "ends= of DemonstrationReplay."
         )
     while isinstance(base, TransformedEnv):
         base = base.base_env
-    if env.batch_size and not isinstance(base, BatchedEnvBase):
+    if number > 1 and not isinstance(base, BatchedEnvBase):
         raise ValueError(
             f"{type(base).__name__} steps its {number} environments at once, but those that replay must rest; put "
             "single ones side by side in a SerialEnv or a ParallelEnv."
@@ -184,18 +182,19 @@ def _carry(written: TensorDictBase | None, successor: TensorDictBase, where: NDA
     """Do what transforms beneath would have done in a step: no episode begins, and recurrent states go on."""
     if "is_init" in successor:
         _put(successor, "is_init", np.zeros((where.sum(), 1), dtype=bool), where)
-    if written is None:
-        return
-    for key, value in written.items(True, True):
+    for key, value in () if written is None else written.items(True, True):
         if key in successor.keys(True, True):
-            _put(
-                successor, key, value.reshape(len(where), *value.shape[written.ndim :])[torch.from_numpy(where)], where
-            )
+            _put(successor, key, _by_environment(value, written, where)[torch.from_numpy(where)], where)
 
 
-def _put(data: TensorDictBase, key: NestedKey, values: NDArray[Any] | Tensor, where: NDArray[np.bool_]) -> None:
+def _put(data: TensorDictBase, key: NestedKey, values: Any, where: NDArray[np.bool_]) -> None:
     """Replace an entry by one that has other values in some environments; the memory of the former may be shared."""
     entry = data.get(key)
-    rows = entry.reshape(len(where), *entry.shape[data.ndim :]).clone()
+    rows = _by_environment(entry, data, where).clone()
     rows[torch.from_numpy(where)] = torch.as_tensor(values).to(rows).reshape(-1, *rows.shape[1:])
     data.set(key, rows.reshape(entry.shape))
+
+
+def _by_environment(entry: Tensor, data: TensorDictBase, where: NDArray[np.bool_]) -> Tensor:
+    """Give an entry its first dimension, which that of a single environment lacks."""
+    return entry.reshape(len(where), *entry.shape[data.ndim :])
