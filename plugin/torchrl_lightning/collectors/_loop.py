@@ -183,12 +183,11 @@ class RolloutLoop:
         where, actions = self._replay.where, memory.actions[t]
         memory.replayed[t][where], memory.serials[t][where] = True, rows.serial
         actions[where] = rows.action.reshape(len(where), *actions.shape[1:])
-        written = memory.outputs.get(LOG_PROB)
+        written = memory.log_probs
         if written is None:
             return
-        places = torch.from_numpy(where)
         if rows.log_prob is not None:
-            written[t].index_fill_(0, places, rows.log_prob)
+            written[t][where] = rows.log_prob
             return
         get_dist = getattr(self.policy, "get_dist", None)
         if get_dist is None:
@@ -197,8 +196,9 @@ class RolloutLoop:
                 f"actions are, got {type(self.policy).__name__}; replay with log_prob='deterministic' to do without."
             )
         # What the policy reads is unchanged yet, its recurrent states included.
+        places = torch.from_numpy(where)
         read, action = self._step[places].to(device), memory.outputs["action"][t][places].to(device)
-        written[t][places] = get_dist(read).log_prob(action).cpu()
+        written[t][where] = get_dist(read).log_prob(action).cpu().numpy()
 
     def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
@@ -316,6 +316,7 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
+        self._replays = replays
         if replays:
             self._reserve(("demo", "mask"), torch.bool, 1)
             self._reserve(("demo", "serial"), torch.int64, 1)
@@ -343,6 +344,7 @@ class RolloutMemory:
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
         self.actions: list[Array] = []
+        self.log_probs: list[Array] | None = None  # where some may be replaced
         self._layout: dict[NestedKey, tuple[torch.Size, torch.dtype]] = {}
         self._written: dict[NestedKey, Tensor] = {}
         self._ready: dict[object, TensorDict] = {}
@@ -391,6 +393,8 @@ class RolloutMemory:
         }
         self.outputs = {key: value.unbind(0) for key, value in self._written.items()}
         self.actions = list(self._written["action"].numpy().reshape(self.steps, *self._action_shape))
+        if self._replays and LOG_PROB in self._written:
+            self.log_probs = list(self._written[LOG_PROB].numpy())
         self._ready.clear()
 
     def batch(self) -> TensorDict:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector.utils import concatenate
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -69,32 +69,24 @@ class ReplaySource(Protocol):
 
 
 class ResumableVectorEnv(SyncVectorEnv):
-    """A ``SyncVectorEnv`` that can leave some of its environments as they are in a step."""
+    """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can leave some of its environments as they are in a step."""
 
     def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
-        """Step the environments that do not rest; the others show the same observation again, without reward."""
-        envs = self.envs
-        chosen = zip(resting.tolist(), self._resting, envs, strict=True)
-        stepped: list[Any] = [still if rests else env for rests, still, env in chosen]
-        self.envs = stepped
-        try:
-            return self.step(actions)
-        finally:
-            self.envs = envs
+        """Step the environments that do not rest; the others show the same observation again, without reward.
 
-    @cached_property
-    def _resting(self) -> list[_Resting]:
-        return [_Resting(self._env_obs, i) for i in range(self.num_envs)]
-
-
-class _Resting:
-    """Takes the place of an environment for a step."""
-
-    def __init__(self, shown: list[Any], index: int) -> None:
-        self._shown, self._index = shown, index
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self._shown[self._index], 0.0, False, False, {}
+        Of info there are only the last observations of episodes, ``final_obs``.
+        """
+        shown, final = self._env_obs, [None] * self.num_envs
+        rewards = np.zeros(self.num_envs)
+        terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
+        for i in np.flatnonzero(~resting).tolist():
+            env = self.envs[i]
+            shown[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                final[i] = shown[i]
+                shown[i], _ = env.reset()
+        self._observations = concatenate(self.single_observation_space, shown, self._observations)
+        return self._observations, rewards, terminated, truncated, {"final_obs": final}
 
 
 class Replay:

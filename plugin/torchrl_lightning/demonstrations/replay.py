@@ -22,7 +22,7 @@ STATE_VERSION = 1
 End = Literal["terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
 Array = NDArray[Any]
-_AT_ONCE = 16
+_AT_ONCE = 32
 
 
 class DemonstrationReplay:
@@ -273,28 +273,25 @@ class _Cast:
 
     def _tell(self, steps: int) -> list[ReplayedRows]:
         players, now = self._players, self._now
-        seen = {key: self._seen(key, steps + 1) for key in players[0].observations}
-        spans = [(player, now - player.began) for player in players]
-        actions = np.stack([player.actions[t : t + steps] for player, t in spans], 1)
-        rewards = np.stack([player.rewards[t : t + steps] for player, t in spans], 1)
-        told = []
-        for step in range(steps):
-            last = step + 1 == self.left
-            over = np.array([not player.left(now + step + 1) for player in players]) if last else self._never
-            told.append(
-                ReplayedRows(
-                    mask=self._mask,
-                    observation={key: values[step] for key, values in seen.items()},
-                    action=actions[step],
-                    next_observation={key: values[step + 1] for key, values in seen.items()},
-                    reward=rewards[step],
-                    terminated=over if self._ends == "terminated" else self._never,
-                    truncated=over if self._ends == "truncated" else self._never,
-                    serial=self._serials,
-                    log_prob=self._log_prob,
-                )
+        shown = [self._seen(key, steps + 1) for key in players[0].observations]
+        seen = [dict(zip(players[0].observations, values, strict=True)) for values in zip(*shown, strict=True)]
+        actions = np.empty((steps, len(players), *players[0].actions.shape[1:]), players[0].actions.dtype)
+        rewards = np.empty((steps, len(players)), np.float32)
+        for i, player in enumerate(players):
+            t = now - player.began
+            actions[:, i], rewards[:, i] = player.actions[t : t + steps], player.rewards[t : t + steps]
+        overs = [self._never] * steps
+        if steps == self.left:
+            overs[-1] = np.array([not player.left(now + steps) for player in players])
+        nevers = [self._never] * steps
+        terminated, truncated = (overs, nevers) if self._ends == "terminated" else (nevers, overs)
+        constant = self._serials, self._log_prob
+        return [
+            ReplayedRows(
+                self._mask, seen[t], actions[t], seen[t + 1], rewards[t], terminated[t], truncated[t], *constant
             )
-        return told
+            for t in range(steps)
+        ]
 
     def _seen(self, key: NestedKey, steps: int) -> list[Array]:
         players = self._players
