@@ -2,6 +2,7 @@
 
 python examples/demonstrations.py record demonstrations/car MountainCar-v0 --seed 3 --count 1
 python examples/demonstrations.py replay demonstrations/car MountainCar-v0 --episodes 100
+python examples/demonstrations.py record demonstrations/key minigrid:MiniGrid-UnlockPickup-v0 --goal
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from tensordict import TensorDict
 
 from torchrl_lightning import Demonstration, EnvironmentRecipe, GoalReward, read_demonstration, write_demonstration
 
-UNSEEN = 1_000_000  # the first seed of episodes that no demonstration is from
 
-
-def recipe_of(task: str) -> EnvironmentRecipe:
-    """Return what the presets env=minigrid and env=mountaincar_sparse make of a task."""
-    if task.startswith("MiniGrid"):
-        return EnvironmentRecipe(f"minigrid:{task}", drop=["mission"])
-    return EnvironmentRecipe(task, wrappers=[GoalReward])
+def recipe_of(id: str, goal: bool) -> EnvironmentRecipe:
+    """Return what the presets env=minigrid and env=mountaincar_sparse make of an id."""
+    if id.startswith("minigrid:"):
+        return EnvironmentRecipe(id, drop=["mission"], wrappers=[GoalReward] if goal else [])
+    return EnvironmentRecipe(id, wrappers=[GoalReward])
 
 
 def expert(env: Any) -> Iterator[int]:
@@ -47,39 +46,37 @@ def play(env: Any, actions: Iterable[int]) -> tuple[list[Any], ...]:
     return tuple(map(list, zip(*played, strict=True)))
 
 
-def demonstrate(env: Any, task: str, seed: int) -> Demonstration:
+def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     first, _ = env.reset(seed=seed)
     observations, actions, rewards = play(env, expert(env.unwrapped))
     env.reset(seed=seed)
     if sum(rewards) <= 0 or play(env, actions)[2] != rewards:
-        raise RuntimeError(f"{task} was not solved with seed {seed}, or not once more by the same actions.")
+        raise RuntimeError(f"{id} was not solved with seed {seed}, or not once more by the same actions.")
     entries = [each if isinstance(each, dict) else {"observation": each} for each in (first, *observations)]
     shown = TensorDict({key: np.stack([each[key] for each in entries]) for key in entries[0]}, [len(entries)])
     steps = shown[:-1].clone()
     steps["action"], steps["next", "reward"] = torch.tensor(actions), torch.tensor(rewards)[:, None]
-    metadata = {"environment": str(recipe_of(task).id), "terminated": True, "seed": seed}
+    metadata = {"environment": id, "terminated": True, "seed": seed}
     return Demonstration(steps, shown[-1].clone(), is_human=True, metadata=metadata)  # given, not found by an agent
 
 
-def record(folder: Path, task: str, seeds: range) -> None:
-    env = recipe_of(task)()
+def record(env: Any, id: str, folder: Path, seeds: range) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        demonstration = demonstrate(env, task, seed)
+        demonstration = demonstrate(env, id, seed)
         write_demonstration(folder / f"seed_{seed}.safetensors", demonstration)
         print(f"seed {seed}: return {demonstration.total_reward:.3f} after {demonstration.length} steps")
 
 
-def replay(folder: Path, task: str, episodes: int) -> None:
-    env = recipe_of(task)()
+def replay(env: Any, folder: Path, episodes: int) -> None:
     env.action_space.seed(0)
     plans = [read_demonstration(path).steps["action"].tolist() for path in sorted(folder.glob("*.safetensors"))]
     blind, random = [], []
-    for number in range(episodes):
-        env.reset(seed=UNSEEN + number)
+    for seed in range(1_000_000, 1_000_000 + episodes):  # episodes that no demonstration is from
+        env.reset(seed=seed)
         random.append(sum(play(env, iter(env.action_space.sample, None))[2]))
-        env.reset(seed=UNSEEN + number)
-        blind.append(sum(play(env, plans[number % len(plans)])[2]))
+        env.reset(seed=seed)
+        blind.append(sum(play(env, plans[seed % len(plans)])[2]))
     print(f"mean return of random actions: {np.mean(random):.3f}")
     print(f"share of episodes that the demonstrated actions solve: {np.mean(np.array(blind) > 0):.2f}")
 
@@ -88,12 +85,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["record", "replay"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("task", help="MountainCar-v0, or a task of MiniGrid such as MiniGrid-UnlockPickup-v0")
+    parser.add_argument("id", help="MountainCar-v0, or a task of MiniGrid with minigrid: in front")
+    parser.add_argument("--goal", action="store_true", help="a reward of 1 at the goal of a MiniGrid, however late")
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()
+    env = recipe_of(args.id, args.goal)()
     if args.what == "record":
-        record(args.folder, args.task, range(args.seed, args.seed + args.count))
+        record(env, args.id, args.folder, range(args.seed, args.seed + args.count))
     else:
-        replay(args.folder, args.task, args.episodes)
+        replay(env, args.folder, args.episodes)

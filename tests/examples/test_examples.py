@@ -58,12 +58,12 @@ def test_the_planner_solves_a_task(tmp_path):
 
 
 def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
-    folder, task = str(tmp_path / "car"), "MountainCar-v0"
-    done = run_example("demonstrations.py", "record", folder, task, "--seed", "3", "--count", "2", cwd=tmp_path)
+    folder, id = str(tmp_path / "car"), "MountainCar-v0"
+    done = run_example("demonstrations.py", "record", folder, id, "--seed", "3", "--count", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["seed 3: return 1.000 after 114 steps", "seed 4: return 1.000 after 122 steps"]
-    assert read_demonstration(tmp_path / "car" / "seed_4.safetensors").metadata["environment"] == task
-    done = run_example("demonstrations.py", "replay", folder, task, "--episodes", "5", cwd=tmp_path)
+    assert read_demonstration(tmp_path / "car" / "seed_4.safetensors").metadata["environment"] == id
+    done = run_example("demonstrations.py", "replay", folder, id, "--episodes", "5", cwd=tmp_path)
     assert re.fullmatch(r".*random actions: 0.000\n.*demonstrated actions solve: [01]\.\d0\n", done.stdout), done.stderr
 
 
