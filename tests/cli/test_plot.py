@@ -59,6 +59,12 @@ def test_one_run_becomes_a_picture(tmp_path: Path, figures: list[Figure]) -> Non
     assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 21)]
 
 
+def test_a_run_without_frames_is_drawn_over_updates(tmp_path: Path, figures: list[Figure]) -> None:
+    (tmp_path / "metrics.csv").write_text("step,eval/return,updates_per_second\n10,1.0,\n20,2.0,5.0\n")
+    plot_runs([tmp_path], tmp_path / "curve.png", smooth=2)
+    assert figures[0].axes[0].get_xlabel() == "updates"
+
+
 def test_seeds_share_a_line_with_mean_and_range(tmp_path: Path, figures: list[Figure]) -> None:
     for seed in range(3):
         write_run(tmp_path / "ppo" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed)

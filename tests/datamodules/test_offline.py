@@ -63,9 +63,10 @@ def test_nothing_is_collected_and_every_buffer_serves_what_was_recorded(name, ca
     assert data.metrics()["replay/size"] == len(held) == sum(map(len, rows))
 
 
-def test_what_is_collected_comes_behind_the_data(cartpole, rows, tmp_path):
-    data = offline(cartpole, frames_per_update=2.0, num_envs=2, total_frames=30)
-    fit(tmp_path, data)
+@pytest.mark.parametrize("name", ["prioritized, three steps", "sequence"])
+def test_what_is_collected_comes_behind_the_data(name, cartpole, rows, tmp_path):
+    data = offline(cartpole, name, frames_per_update=2.0, num_envs=2, total_frames=30)
+    fit(tmp_path, data, dqn(recurrent=name == "sequence"))
     assert data.frames == 30
     writer, cells = data.buffer.writer, data.buffer.storage.get
     assert sum(writer.positions) == sum(map(len, rows)) + 30

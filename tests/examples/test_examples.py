@@ -15,7 +15,7 @@ from torchrl_lightning import read_demonstration
 EXAMPLES = PROJECT / "examples"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
-    *("planner.py", "demonstrations.py"),
+    *("planner.py", "demonstrations.py", "behaviour_cloning.py"),
 )
 
 
@@ -31,6 +31,7 @@ def run_example(script: str, *arguments: str, cwd: Path) -> subprocess.Completed
         ("own_trainer.py", ["--frames", "2048"], r"mean return of 20 episodes: (\d+\.\d)"),
         ("own_environment.py", ["--frames", "2048"], r"mean return of 100 episodes: (\d\.\d\d)"),
         ("loss_module.py", ["--frames", "1100"], r"mean return of 20 episodes: (\d+\.\d)"),
+        ("behaviour_cloning.py", ["--updates", "100"], r"mean return of 20 episodes: (\d+\.\d)"),
         (
             "hydra_app/train.py",
             ["data.total_frames=512", "data.frames_per_batch=256", "data.eval_episodes=2", "seed=1"],

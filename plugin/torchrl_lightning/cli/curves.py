@@ -35,6 +35,7 @@ class Curve:
     y: NDArray[np.float64]
     seed: Any = None  # None where it is unknown or does not matter
     run: Run | None = None  # None where Hydra recorded none
+    unit: str = "environment frames"  # of Lightning's `step`
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
         if points:
             xs, ys = np.array(sorted(points.items())).T
             name = label or (default_label(path) if run is None else run.label)
-            curves.append(Curve(name, path, xs, ys, None if run is None or label else run.seed, run))
+            seed = None if run is None or label else run.seed
+            unit = "updates" if "updates_per_second" in header else Curve.unit
+            curves.append(Curve(name, path, xs, ys, seed, run, unit))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:

@@ -64,7 +64,7 @@ def evaluate(cfg: DictConfig) -> float:
     if cfg.video is not None:
         film = record_video(data.eval_env, policy, Path(cfg.video), cfg.seed, deterministic=cfg.deterministic)
         print(f"video: {film}")
-    print(summary(episodes, data.state_frames(stored[type(data).__qualname__]), seconds))
+    print(summary(episodes, (data.state_frames(stored[type(data).__qualname__]), "frames"), seconds))
     return float(episodes["episode_return"].mean())
 
 

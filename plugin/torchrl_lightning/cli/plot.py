@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -43,7 +44,7 @@ def plot_runs(
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
         output: The picture; its suffix says which format.
         metric: Column to draw.
-        x: Column to draw it over; Lightning's ``step`` holds environment frames here.
+        x: Column to draw it over; Lightning's ``step`` holds environment frames here, or updates where there are none.
         labels: One for each source; by default the experiment and the overrides of a run without its seed, as Hydra
             recorded them, or else the folder above ``seed_...``.
         smooth: Length of the centred moving average, in points of a run.
@@ -80,7 +81,7 @@ def _smoothed(curve: Curve, length: int) -> Curve:
         return curve
     window = np.ones(length)
     weight = np.convolve(np.ones_like(curve.y), window, "same")
-    return Curve(curve.label, curve.path, curve.x, np.convolve(curve.y, window, "same") / weight)
+    return replace(curve, y=np.convolve(curve.y, window, "same") / weight)
 
 
 def _together(curves: Iterable[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -95,6 +96,7 @@ def _draw(
 ) -> Path:
     from matplotlib.ticker import EngFormatter
 
+    units = " or ".join(sorted({curve.unit for curves in groups.values() for curve in curves}))
     figure, grid = panel_grid(len(groups), (4.2, 3.1)) if panels else panel_grid(1, (7.5, 4.6))
     for i, (label, curves) in enumerate(groups.items()):
         axes = grid[i if panels else 0]
@@ -104,7 +106,7 @@ def _draw(
         if panels:
             axes.set_title(name)
     for axes in grid:
-        axes.set(xlabel="environment frames" if x == "step" else x, ylabel=metric)
+        axes.set(xlabel=units if x == "step" else x, ylabel=metric)
         if x == "step":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.5M
         if not panels:

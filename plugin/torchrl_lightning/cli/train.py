@@ -60,7 +60,7 @@ def train(cfg: DictConfig) -> float:
         for logger in trainer.loggers:
             logger.log_metrics({SCORE: float(returns.mean())}, step=data.clock[0])
             logger.save()
-        report(cfg, episodes, checkpoint, data.frames, seconds)
+        report(cfg, episodes, checkpoint, data.clock, seconds)
     return float(returns.mean())
 
 
@@ -78,7 +78,9 @@ def load_weights(model: Any, data: Any, trainer: Any, which: str) -> str | None:
     return str(path)
 
 
-def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames: int, seconds: float) -> None:
+def report(
+    cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, clock: tuple[int, str], seconds: float
+) -> None:
     """Draw the learning curve and print where everything is, and how the evaluation went."""
     from torchrl_lightning.cli.plot import plot_runs
 
@@ -92,12 +94,13 @@ def report(cfg: DictConfig, episodes: TensorDict, checkpoint: str | None, frames
             print(f"learning curve: {plot_runs([folder], folder / 'curve.png', metric=metric)}")
     if checkpoint is not None:
         print(f"evaluated checkpoint: {checkpoint}")
-    print(summary(episodes, frames, seconds))
+    print(summary(episodes, clock, seconds))
 
 
-def summary(episodes: TensorDict, frames: int, seconds: float) -> str:
+def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str:
     """Format the last line of a run, which suits people and scripts."""
     returns = episodes["episode_return"].double()
     digits = 1 if returns.abs().max() >= 10 else 3  # of a goal reached or not, tenths say little
+    count, unit = clock
     mean, std = (f"{value:.{digits}f}" for value in (returns.mean(), returns.std(correction=0)))
-    return f"mean evaluation return: {mean} +- {std} over {len(returns)} episodes, {frames} frames, {seconds:.0f} s"
+    return f"mean evaluation return: {mean} +- {std} over {len(returns)} episodes, {count} {unit}, {seconds:.0f} s"
