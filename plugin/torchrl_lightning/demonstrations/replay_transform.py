@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
@@ -55,6 +55,7 @@ class DemonstrationReplayTransform(Transform):
         super().__init__(in_keys=[], out_keys=[MASK, DEMO_ACTION, SERIAL])
         self.replay = replay
         self._rows: ReplayedRows | None = None
+        self._nothing = TensorDict()  # what is told where nothing is replayed
         self._goes_on = False
 
     def wrap(self, env: EnvBase) -> TransformedEnv:
@@ -93,6 +94,8 @@ class DemonstrationReplayTransform(Transform):
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        self._nothing = self.container.full_observation_spec["demo"].zero()
+        self._nothing["serial"].fill_(OWN)
         reset = tensordict.get("_reset", None)
         starts = np.ones(self.replay.num_envs, dtype=bool) if reset is None else _flags(reset)
         if self._goes_on:
@@ -106,8 +109,10 @@ class DemonstrationReplayTransform(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # An environment that rests repeats what it was given, which may be stacked above.
-        given, beneath = self._rows.observation if self._rows else (), self.container.base_env.full_observation_spec
-        return tensordict.exclude(*(key for key in given if tensordict[key].shape != beneath[key].shape))
+        if self._rows is None:
+            return tensordict
+        shown, beneath = self._rows.observation, self.container.base_env.full_observation_spec
+        return tensordict.exclude(*(key for key in shown if tensordict[key].shape != beneath[key].shape))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows, self._goes_on = self._rows, False
@@ -131,8 +136,7 @@ class DemonstrationReplayTransform(Transform):
     def _tell(self, tensordict: TensorDictBase) -> ReplayedRows | None:
         """Write which step of a demonstration comes next."""
         rows = self._rows = self.replay.peek()
-        tensordict["demo"] = self.container.full_observation_spec["demo"].zero()
-        tensordict[SERIAL].fill_(OWN)
+        tensordict["demo"] = self._nothing.clone()
         if rows is not None:
             for key, values in ((MASK, rows.mask[rows.mask]), (DEMO_ACTION, rows.action), (SERIAL, rows.serial)):
                 _put(tensordict, key, values, rows.mask)
