@@ -154,6 +154,32 @@ def test_one_that_gives_way_is_played_to_its_end() -> None:
     assert made.rollout()["demo", "serial"].flatten().tolist() == [1, 1, 1]
 
 
+def test_a_step_is_seen_before_it_is_made() -> None:
+    replay = DemonstrationReplay(stored(line_demo(3)), Scripted(0), 2)
+    assert replay.peek() is None
+    replay.begin(np.ones(2, bool))
+
+    def seen() -> list[float]:
+        rows = replay.peek()
+        assert rows is not None
+        assert replay.peek() is rows
+        return rows.observation["observation"].flatten().tolist()
+
+    assert seen() == [100.0, 100.0]
+    replay.advance(np.array([True, False]))
+    assert seen() == [101.0, 100.0]
+    replay.begin(np.array([True, False]))
+    assert seen() == [100.0, 100.0]
+    restored = DemonstrationReplay(DemonstrationStorage(), Scripted(None), 2)
+    restored.load_state_dict(replay.state_dict())
+    for _ in range(2):
+        restored.advance(np.array([False, True]))
+    rows = restored(np.zeros(2, bool))
+    assert rows is not None
+    assert rows.observation["observation"].flatten().tolist() == [100.0, 102.0]
+    assert restored.playing.tolist() == [True, False]
+
+
 def test_dict_observations_keep_their_shapes_and_dtypes() -> None:
     storage = stored(demo(0.0, 0.0, 1.0, name="a"), demo(1.0, 0.0, name="b"))
     replay = DemonstrationReplay(storage, Scripted(1, None, 0), 3)

@@ -28,6 +28,8 @@ _AT_ONCE = 32
 class DemonstrationReplay:
     """Replay demonstrations in a :class:`~torchrl_lightning.collectors.GymnasiumCollector`, as its ``replay``.
 
+    In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
+
     Where an episode begins, the sampler draws whether a demonstration is played in its place, and which. One that gives
     way to another meanwhile is played to its end. Demonstrations must fit the environment, see
     :meth:`Demonstration.fits`.
