@@ -382,9 +382,9 @@ class ExperienceDataModule(L.LightningDataModule):
             if self._restored is not None and "rng" not in self._restored:
                 # The run continues already; building a collector must not draw from its generator.
                 self._restored["rng"] = torch.get_rng_state()
+            env: Any = self._wrap_env(self._environments.built()) if self._make_collector is None else None
             policy = self._of_raw(self._wrap_policy(policy))
             if self._make_collector is None:
-                env = self._wrap_env(self._environments.built())
                 frames, options = self.frames_per_batch, self._collector_options()
                 self.collector = (
                     TorchRLCollector(env, policy, frames_per_batch=frames, **options)

@@ -13,15 +13,18 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import EnvironmentRecipe, EnvironmentSpecs
 from torchrl_lightning.collectors.origins import env_ids
+from torchrl_lightning.demonstrations.actor import DemonstrationActor
 from torchrl_lightning.demonstrations.annealing import Schedule
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import read_demonstration
 from torchrl_lightning.demonstrations.miner import DemonstrationMiner
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
+from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
@@ -185,6 +188,8 @@ class PPODBuffer(GAEBuffer):
         self._supplementary: DemonstrationDirectory | None = None
         self._waiting: list[Demonstration] = []  # found in that directory, and not taken yet
         self._target: DemonstrationDirectory | None = None
+        self._is_wrapped = False  # whether TorchRL steps the environment, which takes the policy's actions
+        self._is_resumed = False
         self._collected: TensorDictBase | None = None
         self._is_tracked = False  # whether what is stored was looked through
         self._num_rollouts = 0
@@ -425,6 +430,20 @@ class PPODBuffer(GAEBuffer):
 
     # ---- around a rollout --------------------------------------------------------------------------------------------
 
+    def wrap_env(self, env: Any) -> Any:
+        """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
+        if not isinstance(env, EnvBase) or self._replay is None:
+            return env
+        transform = DemonstrationReplayTransform(self._replay)
+        if self._is_resumed:
+            transform.resume()
+        self._is_wrapped = True
+        return transform.wrap(env)
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Let the policy do what demonstrations did, where :meth:`wrap_env` replays them."""
+        return DemonstrationActor(policy, self._options["log_prob"]) if self._is_wrapped else policy
+
     def note_collected(self, rollout: TensorDictBase) -> None:
         """Mine demonstrations from ``rollout``, ``[N, T]``, in the place of what is stored of it."""
         self._collected = rollout
@@ -519,15 +538,15 @@ class PPODBuffer(GAEBuffer):
             ValueError: another version, capacity, number of environments or other data; names both.
             RuntimeError: :meth:`attach` was not called, and there were environments.
         """
-        self.check_state(state_dict)
+        super().load_state_dict(state_dict)
         state = state_dict["demonstrations"]
         self._miners = self._checked_miners(state)
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "demonstrations"})
         self.demonstrations.load_state_dict(state["storage"])
         self.demonstration_writer.load_state_dict(state["writer"])
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
             self._look_for_supplementary(state["taken"])
+            self._is_resumed = True
         self._num_rollouts, self._is_tracked = state["rollouts"], state["is_tracked"]
 
 
