@@ -132,7 +132,7 @@ def test_a_start_without_usable_demonstrations_is_refused(tmp_path: Path) -> Non
     }
     with pytest.raises(ValueError, match="1 human and 2 agent demonstrations at start, more than total_buffer_demo_ca"):
         attached(total_buffer_demo_capacity=2, **both)
-    with pytest.raises(ValueError, match="demo_dtypes saves Observation as torch.uint8, but it holds fractions"):
+    with pytest.raises(ValueError, match=r"demo_dtypes saves Observation as torch\.uint8, but it holds fractions"):
         attached(demo_dtypes={"Observation": torch.uint8})
 
 
@@ -254,7 +254,7 @@ def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
     buffer.demo_dtypes = {"Action": torch.bool}
     buffer.demonstration_writer.load([replace(cartpole(), steps=cartpole().steps.apply(lambda leaf: leaf * 9))])
     buffer.num_agent_demos_to_save = 9
-    with pytest.raises(ValueError, match="demo_dtypes saves Action as torch.bool, which does not hold 9"):
+    with pytest.raises(ValueError, match=r"demo_dtypes saves Action as torch\.bool, which does not hold 9"):
         buffer.save_demos()
 
 
