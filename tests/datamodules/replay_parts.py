@@ -105,11 +105,11 @@ def stored(data):
     return torch.cat([leaf.reshape(-1).double() for _, leaf in sorted(rows.flatten_keys().items())])
 
 
-def run_ranks(script, folder):
+def run_ranks(script, folder, *arguments):
     """Run a script of this folder in a process of its own; it writes into another one, and ends well."""
     here, env = Path(__file__).parent, environment()
     env["PYTHONPATH"] = f"{here.parent}:{env['PYTHONPATH']}"
-    command = [sys.executable, str(here / script), str(folder)]
+    command = [sys.executable, str(here / script), str(folder), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -146,7 +146,7 @@ def test_finished_episodes_become_demonstrations_once(tmp_path: Path) -> None:
     assert [each.value for each in buffer.value_demos] == [3.0]
     assert (buffer.rho, buffer.phi) == (pytest.approx(0.2 + 0.3 * 2 / 3), pytest.approx(0.3 / 3))
     figures = buffer.metrics()
-    assert (figures["demos/reward"], figures["demos/value"], figures["demos/threshold"]) == (3.0, 1.0, 1.0)
+    assert (figures["demos/D_R"], figures["demos/D_V"], figures["demos/threshold"]) == (3.0, 1.0, 1.0)
     assert figures["demos/success"] == 0.5
     assert "demos/replayed" not in figures
     buffer.before_gradients()  # again over the same rollout
@@ -330,8 +330,8 @@ def test_a_restored_buffer_goes_on_as_if_nothing_had_happened(tmp_path: Path) ->
     options: dict[str, Any] = {
         "initial_human_demos_dir": human,
         "supplementary_demos_dir": str(late),
-        "rho": 0.5,
-        "phi": 0.5,
+        "rho": 1.0,
+        "phi": 0.0,
         "initial_reward_threshold": 30.0,
     }
 

@@ -16,10 +16,11 @@ from torchrl_lightning.callbacks.sparse import SparseCallback
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # In a file, every refresh is a new line.
 SECONDS_BETWEEN_LINES = 10.0
+DEMOS = "demos/"  # metrics of demonstrations
 
 
 class FramesProgressBar(SparseCallback, ProgressBar):
-    """Show frames, frames per second, time left, and the latest training and evaluation returns.
+    """Show frames, frames per second, time left, the latest training and evaluation returns, and demonstrations.
 
     Lightning's own bar counts the mini-batches of an epoch, which does not tell how far a run has come. This one shows
     nothing with a DataModule that does not have ``frames`` and ``total_frames``.
@@ -105,7 +106,9 @@ class FramesProgressBar(SparseCallback, ProgressBar):
             return
         metrics = data.metrics() if hasattr(data, "metrics") else {}
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
-        bar.set_postfix({name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}, refresh=False)
+        text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
+        text |= {name.removeprefix(DEMOS): f"{x:.3g}" for name, x in metrics.items() if name.startswith(DEMOS)}
+        bar.set_postfix(text, refresh=False)
         count, _ = clock_of(data) or (0, "")
         # The last rollout may exceed total_frames.
         if bar.total is not None:

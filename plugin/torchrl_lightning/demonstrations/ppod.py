@@ -473,12 +473,12 @@ class PPODBuffer(GAEBuffer):
     def metrics(self) -> dict[str, float]:
         """Return how many demonstrations there are, how likely, and what the last rollout was.
 
-        ``demos/reward`` and ``demos/value`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
+        ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
         steps, ``demos/success`` that of successes among the agent's finished episodes.
         """
         figures = {
-            "demos/reward": float(len(self.reward_demos)),
-            "demos/value": float(len(self.value_demos)),
+            "demos/D_R": float(len(self.reward_demos)),
+            "demos/D_V": float(len(self.value_demos)),
             "demos/rho": self.rho,
             "demos/phi": self.phi,
         }
