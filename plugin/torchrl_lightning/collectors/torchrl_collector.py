@@ -96,7 +96,7 @@ class TorchRLCollector(CollectorBase):
         if begin_anew and self.reset_at_each_batch and self._collector is None:
             self._check_seeding(stream, device)
         self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
-        with self._evaluation, IsolatedRng(stream, device), replaying_nothing_yet(self.env):
+        with self._evaluation, IsolatedRng(stream, device):
             collector = self._built()  # tries the policy, which draws
         with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
             collector.reset_at_each_iter = begin_anew
@@ -131,18 +131,19 @@ class TorchRLCollector(CollectorBase):
             from torchrl.collectors import Collector  # takes time to import, and most runs never need it
 
             env = with_bookkeeping(self.env, self.policy)
-            self._collector = Collector(
-                env,
-                self._act,
-                frames_per_batch=self.frames_per_batch,
-                exploration_type=ExplorationType.RANDOM,
-                env_device=env.device,
-                policy_device=env.device,  # the policy's inputs are moved by the call
-                storing_device=env.device,
-                trust_policy=True,
-                use_buffers=False,
-                auto_register_policy_transforms=False,
-            )
+            with replaying_nothing_yet(self.env):  # it is reset again before the first step
+                self._collector = Collector(
+                    env,
+                    self._act,
+                    frames_per_batch=self.frames_per_batch,
+                    exploration_type=ExplorationType.RANDOM,
+                    env_device=env.device,
+                    policy_device=env.device,  # the policy's inputs are moved by the call
+                    storing_device=env.device,
+                    trust_policy=True,
+                    use_buffers=False,
+                    auto_register_policy_transforms=False,
+                )
         return self._collector
 
     def _act(self, step: TensorDictBase) -> TensorDictBase:
