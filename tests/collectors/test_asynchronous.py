@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from collectors.counting import CountingEnv, FailingEnv, RandomEnv, vector_env
-from torchrl_lightning.collectors import AsynchronousCollector
+from torchrl_lightning.collectors import AsynchronousCollector, ReplayedRows
 
 
 class Constant(nn.Module):
@@ -47,11 +49,55 @@ def workers() -> list:
     return [child for child in multiprocessing.active_children() if child.name.startswith("collector-")]
 
 
+class FollowedReplay:
+    """Replays episodes of one step, which observe the seed and act as its content says, unless that is 0."""
+
+    def __init__(self, num_envs: int, content: int = 0, seed: int = 0) -> None:
+        self.num_envs, self.content, self.seed = num_envs, content, seed
+        self.told: list[int] = []
+
+    @property
+    def playing(self) -> Any:
+        return np.zeros(self.num_envs, bool)
+
+    def __call__(self, starts: Any) -> ReplayedRows | None:
+        ones = np.ones(starts.sum())
+        if not self.content or not len(ones):
+            return None
+        seen = {"observation": np.full((len(ones), 3), self.seed % 1000)}
+        return ReplayedRows(starts, seen, ones * self.content, seen, ones, ones > 0, ones < 0)
+
+    def for_worker(self, seed: int) -> FollowedReplay:
+        return FollowedReplay(self.num_envs, self.content, seed)
+
+    def contents(self) -> int:
+        return self.content
+
+    def news(self, since: int) -> int:
+        self.told.append(since)
+        return self.content - since
+
+    def follow(self, news: int) -> None:
+        self.content += news
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[AsynchronousCollector]:
+def replay() -> FollowedReplay:
+    return FollowedReplay(2)
+
+
+@pytest.fixture(scope="module")
+def pool(replay: FollowedReplay) -> Iterator[AsynchronousCollector]:
     """Two workers with two environments each, shared by tests: starting processes is what takes time here."""
     collector = AsynchronousCollector(
-        RandomEnv, constant_policy(), num_workers=2, num_envs=2, frames_per_batch=8, total_frames=64, seed=0
+        RandomEnv,
+        constant_policy(),
+        num_workers=2,
+        num_envs=2,
+        frames_per_batch=8,
+        total_frames=176,
+        seed=0,
+        replay=replay,
     )
     assert not workers()
     yield collector
@@ -85,6 +131,25 @@ def test_stale_weights_are_stamped_and_bounded(pool: AsynchronousCollector) -> N
     )
 
 
+def test_workers_follow_what_is_replayed(pool: AsynchronousCollector, replay: FollowedReplay) -> None:
+    assert not replay.told
+    for content in (1, 2):
+        replay.content = content
+        if content == 2:
+            pool.update_policy_weights_()
+        # Of each worker, one rollout had begun before; within the next two, episodes end that are not replayed.
+        batches = [pool.rollout() for _ in range(6)][-2:]
+        seen = [batch["observation"][batch["demo", "mask"].squeeze(-1)].unique().tolist() for batch in batches]
+        for batch in batches:
+            assert batch["demo", "mask"][:, -1].all()
+            assert (batch["action"][:, -1] == content).all()
+        assert len(seen[0]) == len(seen[1]) == 1
+        assert seen[0] != seen[1]
+    assert replay.told == [0, 1]
+    with pytest.raises(ValueError, match="for 2 environments, but each worker has num_envs=1"):
+        AsynchronousCollector(CountingEnv, frames_per_batch=4, replay=replay)
+
+
 def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:
     stream = iter(pool)
     next(stream)
@@ -93,7 +158,7 @@ def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:
     for batch in stream:
         assert batch.shape == (2, 4)
     assert pool.frames == pool.total_frames
-    assert len(pool) == 8
+    assert len(pool) == 22
     assert_gone(processes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from functools import partial
 from typing import Any
 
@@ -440,3 +441,26 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_another_number_of_environments_is_refused() -> None:
     with pytest.raises(ValueError, match="for 2 environments, asked for the steps of 3"):
         DemonstrationReplay(DemonstrationStorage(), DemonstrationSampler(), 2)(np.ones(3, bool))
+
+
+def test_a_copy_follows_its_original() -> None:
+    storage = stored(line_demo(4, value=1.0), line_demo(9, first=30.0, value=2.0))
+    replay = DemonstrationReplay(storage, DemonstrationSampler(1.0, 0.0), 2)
+    replay(np.ones(2, bool))
+    copies = [pickle.loads(pickle.dumps(replay.for_worker(seed))) for seed in (0, 0, 1)]
+    assert not copies[0].playing.any()
+    drawn = [[each(np.ones(2, bool)).serial.tolist() for _ in range(20)] for each in copies]
+    assert drawn[0] == drawn[1] != drawn[2]
+    before = replay.contents()
+    assert replay.contents() == before
+    first, second = storage.reward_demonstrations
+    storage.replace([second.labelled(value=5.0, serial=second.serial), line_demo(3)], [first], 7, 0.5)
+    replay.sampler.rho = 0.25
+    news = replay.news(before)
+    assert [type(each) for each in (*news.reward, *news.value)] == [tuple, Demonstration, tuple]
+    copy = copies[0]
+    copy.follow(pickle.loads(pickle.dumps(news)))
+    assert copy.sampler.rho == 0.25
+    assert repr(copy.storage.state_dict()) == repr({**storage.state_dict(), "next_serial": 2})
+    assert copy.playing.all()  # what was being played goes on
+    assert before != replay.contents()

@@ -87,7 +87,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
 
     Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
     ``("fault", text)`` of an environment, or ``("error", text)``. The parent sends the number of a slot that is free
-    again, or ``None`` to end the worker.
+    again, a tensor of bytes that are pickled news of what is replayed, or ``None`` to end the worker.
     """
     # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -108,6 +108,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
 def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
     torch.set_num_threads(1)
     env, policy, kwargs = pickle.loads(task.payload)
+    replay = kwargs.get("replay")
     collector = GymnasiumCollector(env, policy, **kwargs)
     # A resumed run uses other seeds and trajectory ids than before the interruption.
     counters = {
@@ -121,10 +122,13 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
     try:
         while True:
             while not free or connection.poll():
-                slot = _receive(connection, task.parent)
-                if slot is None:
+                message = _receive(connection, task.parent)
+                if message is None:
                     return
-                free.append(slot)
+                if isinstance(message, Tensor):
+                    _follow(replay, message)
+                else:
+                    free.append(message)
             version = weights.fetch(policy, version)
             rollout = collector.rollout()
             ids = rollout[TRAJ_IDS]
@@ -134,7 +138,9 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
             if not slots:
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
                 connection.send(("slots", slots))
-                if _receive(connection, task.parent) is None:  # wait until the parent has mapped them
+                while isinstance(message := _receive(connection, task.parent), Tensor):
+                    _follow(replay, message)
+                if message is None:  # else the parent has mapped them
                     return
             slot = free.pop(0)
             slots[slot].update_(rollout.transpose(0, 1))
@@ -143,12 +149,16 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
         collector.shutdown(raise_on_error=False)
 
 
-def _receive(connection: Connection, parent: int) -> int | None:
+def _receive(connection: Connection, parent: int) -> int | Tensor | None:
     while not connection.poll(1.0):
         if os.getppid() != parent:
             return None
-    message: int | None = connection.recv()
+    message: int | Tensor | None = connection.recv()
     return message
+
+
+def _follow(replay: Any, news: Tensor) -> None:
+    replay.follow(pickle.loads(news.numpy().tobytes()))
 
 
 class WorkerPool:
@@ -196,6 +206,13 @@ class WorkerPool:
             self._slots[worker] = content
             self._send(worker, 0)
 
+    def tell(self, news: bytes) -> None:
+        """Tell every worker what is new of what it replays, before its next rollout."""
+        # Through shared memory: a pipe would hold what does not fit until the worker has done its rollout.
+        shared = torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_()
+        for worker in range(len(self._connections)):
+            self._send(worker, shared)
+
     def close(self) -> None:
         """End all processes; terminate those that do not exit within a second."""
         for connection in self._connections:
@@ -232,7 +249,7 @@ class WorkerPool:
             "killed it; -9 is often the system's memory limit."
         )
 
-    def _send(self, worker: int, message: int) -> None:
+    def _send(self, worker: int, message: int | Tensor) -> None:
         with suppress(OSError):  # if the worker has died, reading its next message reports that
             self._connections[worker].send(message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device
 from torchrl_lightning.collectors._processes import SharedWeights, WorkerPool
+from torchrl_lightning.collectors.replayed import FollowedReplaySource
 from torchrl_lightning.collectors.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.vector_env import check_env_source
 from torchrl_lightning.ranges import integer
@@ -34,7 +36,12 @@ class AsynchronousCollector(CollectorBase):
     Processes start with the first batch (by ``spawn``: a script needs ``if __name__ == "__main__":``), ignore Ctrl-C
     and never outlive this process. Batches are ``[N, T]`` named ``(None, "time")``, each from one worker:
     ``batch["collector", "env_ids"]`` numbers the environments over all workers, ``num_envs * worker + i``. Resuming is
-    not exact: rollouts in flight are lost, and every worker begins with a reset.
+    not exact: rollouts in flight are lost, and every worker begins with a reset, also of what it replays.
+
+    With ``replay``, each worker has a copy of it, which draws by a seed of its own, so that no worker waits for another
+    to draw, and the draws do not depend on who is faster. What is replayed from travels to the workers where
+    it has changed, what they know already without its steps: with each publication of weights, and when a batch is
+    asked for. Rollouts that begin afterwards see it.
 
     Args:
         env: An id, or a factory of one environment that can be pickled.
@@ -44,6 +51,8 @@ class AsynchronousCollector(CollectorBase):
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
+        replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`; built for
+            the ``num_envs`` environments of one worker, such as a :class:`~torchrl_lightning.DemonstrationReplay`.
 
     The other arguments are those of :class:`GymnasiumCollector`; each worker steps its environments itself, whatever
     ``vectorization`` a recipe has.
@@ -80,6 +89,7 @@ class AsynchronousCollector(CollectorBase):
         reset_at_each_batch: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         clip_actions: bool = False,
+        replay: FollowedReplaySource | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
         wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]] = (),
     ) -> None:
@@ -94,6 +104,13 @@ class AsynchronousCollector(CollectorBase):
         env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
         super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
         _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")
+        if replay is not None and len(replay.playing) != num_envs:
+            raise ValueError(
+                f"replay= is for {len(replay.playing)} environments, but each worker has num_envs={num_envs}; build it "
+                "for these."
+            )
+        self._replay = replay
+        self._told: Any = None  # what the workers know of its contents
         self.env = env
         self.num_workers, self.rollouts_in_flight = num_workers, rollouts_in_flight
         self._kwargs: dict[str, Any] = {
@@ -120,6 +137,7 @@ class AsynchronousCollector(CollectorBase):
             raise RuntimeError("The collector was shut down; build a new one.")
         try:
             pool = self._pool or self._start()
+            self._tell_workers()
             rollout = pool.receive(self._batches % self.num_workers)
         except BaseException:
             self.shutdown()
@@ -132,7 +150,8 @@ class AsynchronousCollector(CollectorBase):
         policy = self.policy
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
-        name = f"The policy ({type(policy).__name__})"
+        name = f"The policy ({type(policy).__name__})" + ("" if self._replay is None else " or the replay")
+        self._told = None if self._replay is None else self._replay.contents()
         workers = range(self.num_workers)
         payloads = [_pickled((self.env, policy, self._worker_options(worker)), name) for worker in workers]
         # Worker w yields batches w, w + num_workers, ...
@@ -144,7 +163,18 @@ class AsynchronousCollector(CollectorBase):
         return pool
 
     def _worker_options(self, worker: int) -> dict[str, Any]:
-        return {**self._kwargs, "seed": spawn_seed(self.seed, "worker", worker)}
+        options = {**self._kwargs, "seed": spawn_seed(self.seed, "worker", worker)}
+        if self._replay is not None:
+            options["replay"] = self._replay.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
+        return options
+
+    def _tell_workers(self) -> None:
+        if self._pool is None or self._replay is None:
+            return
+        contents = self._replay.contents()
+        if contents != self._told:
+            self._pool.tell(pickle.dumps(self._replay.news(self._told)))
+            self._told = contents
 
     def _stop(self) -> None:
         end, self._pool, self._end_pool, self._weights = self._end_pool, None, None, None
@@ -162,6 +192,7 @@ class AsynchronousCollector(CollectorBase):
         load_weights(self.policy, policy_or_weights)
         if self._weights is not None:
             self._weights.publish(self.policy, self.policy_version + 1)
+        self._tell_workers()
         self.policy_version += 1
 
     def reset(self) -> None:

@@ -68,6 +68,26 @@ class ReplaySource(Protocol):
         ...
 
 
+class FollowedReplaySource(ReplaySource, Protocol):
+    """A source of which worker processes have copies, which follow what it replays from."""
+
+    def for_worker(self, seed: int) -> ReplaySource:
+        """Return a copy that begins anew, with draws of its own; it is pickled, and understands :meth:`follow`."""
+        ...
+
+    def contents(self) -> Any:
+        """Return what is replayed from; equal (``==``) as long as nothing of it has changed."""
+        ...
+
+    def news(self, since: Any) -> Any:
+        """Return what a copy that has these :meth:`contents` must be told to have those of now; it is pickled."""
+        ...
+
+    def follow(self, news: Any) -> None:
+        """Take over what the original has become."""
+        ...
+
+
 class ResumableVectorEnv(SyncVectorEnv):
     """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can leave some of its environments as they are in a step."""
 

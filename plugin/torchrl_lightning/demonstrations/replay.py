@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +142,45 @@ class DemonstrationReplay:
             self._running = {env: player for env, player in self._running.items() if player.left(self._now)}
             self._cast = None
 
+    def for_worker(self, seed: int) -> DemonstrationReplay:
+        """Return a copy for another process, which plays nothing yet, with a sampler of its own."""
+        copied = copy.copy(self)
+        copied._running, copied._now, copied._cast, copied._next = {}, 0, None, None
+        copied.sampler = copy.deepcopy(self.sampler)
+        copied.sampler.generator.manual_seed(seed)
+        return copied
+
+    def contents(self) -> _Contents:
+        """Return what the storage keeps, and the options of the sampler."""
+        storage, sampler = self.storage, self.sampler
+        options = {"rho": sampler.rho, "phi": sampler.phi, "alpha": sampler.alpha}
+        kept = storage.reward_demonstrations, storage.value_demonstrations
+        return _Contents(*kept, storage.successes, storage.annealed, options)
+
+    def news(self, since: _Contents) -> _Contents:
+        """Return the contents for a copy that has those of before; what it has is told without its steps."""
+        now, known = self.contents(), {each.serial: each for each in (*since.reward, *since.value)}
+
+        def told(each: Demonstration) -> Any:
+            before = known.get(each.serial)
+            return each if before is None or before.steps is not each.steps else (each.serial, each.value)
+
+        return now._replace(reward=tuple(map(told, now.reward)), value=tuple(map(told, now.value)))
+
+    def follow(self, news: _Contents) -> None:
+        """Take over the contents of the original; what is being played goes on."""
+        kept = {each.serial: each for each in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)}
+
+        def found(each: Any) -> Demonstration:
+            if isinstance(each, Demonstration):
+                return each
+            serial, value = each
+            return kept[serial].labelled(value=value, serial=serial)
+
+        reward, value = ([*map(found, part)] for part in (news.reward, news.value))
+        self.storage.replace(reward, value, news.successes, news.annealed)
+        vars(self.sampler).update(news.options)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is being played and where, and the sampler's state: tensors and scalars only.
 
@@ -193,6 +233,16 @@ class DemonstrationReplay:
     def __repr__(self) -> str:
         options = f"ends={self.ends!r}, log_prob={self.log_prob!r}"
         return f"{type(self).__name__}({len(self._running)} of {self.num_envs} environments replay, {options})"
+
+
+class _Contents(NamedTuple):
+    """What is replayed from; as news, known demonstrations are told by their numbers and values."""
+
+    reward: tuple[Any, ...]
+    value: tuple[Any, ...]
+    successes: int
+    annealed: float
+    options: dict[str, float]
 
 
 class _Player:
