@@ -22,6 +22,8 @@ from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 # A resumed run writes beside the checkpoint that it came from.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
+CART_POLES = partial(SerialEnv, 4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
+
 
 def shown(length=5, **options):
     """A demonstration that fits CartPole."""
@@ -85,8 +87,9 @@ def test_a_run_that_only_replays_resumes_bit_for_bit(
     assert data.metrics()["demos/replayed"] == 1.0
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one_with_seeded_resets(human, tmp_path, make_data, make_trainer):
-    settings = {"buffer": buffer(human), "reset_at_each_batch": True}
+@pytest.mark.parametrize("env", [{}, {"env": CART_POLES}])
+def test_a_resumed_run_repeats_an_uninterrupted_one_with_seeded_resets(env, human, tmp_path, make_data, make_trainer):
+    settings = {"buffer": buffer(human), "reset_at_each_batch": True, **env}
     whole, options = ppo(), {"limit_val_batches": 1}
     uninterrupted = make_data(**settings)
     make_trainer(max_epochs=5, **options).fit(whole, datamodule=uninterrupted)
@@ -102,8 +105,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one_with_seeded_resets(human, tm
 
 @pytest.mark.parametrize("log_prob", ["deterministic", "current"])
 def test_environments_of_torchrl_replay_too(log_prob, human, make_data, make_trainer):
-    env = partial(SerialEnv, 4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
-    data = make_data(env=env, buffer=buffer(human, log_prob=log_prob))
+    data = make_data(env=CART_POLES, buffer=buffer(human, log_prob=log_prob))
     make_trainer(max_epochs=4, limit_val_batches=1).fit(ppo(), datamodule=data)
     assert 0 < data.metrics()["demos/replayed"] < 1
     assert data.buffer.value_demos

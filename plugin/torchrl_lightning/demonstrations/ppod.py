@@ -189,7 +189,6 @@ class PPODBuffer(GAEBuffer):
         self._waiting: list[Demonstration] = []  # found in that directory, and not taken yet
         self._target: DemonstrationDirectory | None = None
         self._is_wrapped = False  # whether TorchRL steps the environment, which takes the policy's actions
-        self._is_resumed = False
         self._collected: TensorDictBase | None = None
         self._is_tracked = False  # whether what is stored was looked through
         self._num_rollouts = 0
@@ -434,11 +433,8 @@ class PPODBuffer(GAEBuffer):
         """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
         if not isinstance(env, EnvBase) or self._replay is None:
             return env
-        transform = DemonstrationReplayTransform(self._replay)
-        if self._is_resumed:
-            transform.resume()
         self._is_wrapped = True
-        return transform.wrap(env)
+        return DemonstrationReplayTransform(self._replay).wrap(env)
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
         """Let the policy do what demonstrations did, where :meth:`wrap_env` replays them."""
@@ -546,7 +542,6 @@ class PPODBuffer(GAEBuffer):
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
             self._look_for_supplementary(state["taken"])
-            self._is_resumed = True
         self._num_rollouts, self._is_tracked = state["rollouts"], state["is_tracked"]
 
 
