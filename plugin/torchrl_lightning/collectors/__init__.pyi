@@ -7,6 +7,7 @@ from torchrl_lightning.collectors.goal_reward import GoalReward as GoalReward
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector as GymnasiumCollector
 from torchrl_lightning.collectors.recipe import EnvironmentRecipe as EnvironmentRecipe
 from torchrl_lightning.collectors.recipe import SelectObservation as SelectObservation
+from torchrl_lightning.collectors.replayed import FollowedReplaySource as FollowedReplaySource
 from torchrl_lightning.collectors.replayed import ReplayedRows as ReplayedRows
 from torchrl_lightning.collectors.replayed import ReplaySource as ReplaySource
 from torchrl_lightning.collectors.seeds import spawn_seed as spawn_seed

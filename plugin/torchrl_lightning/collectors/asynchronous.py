@@ -51,8 +51,9 @@ class AsynchronousCollector(CollectorBase):
         seed: The seed of each worker's :class:`GymnasiumCollector` is spawned from it
             (:func:`~torchrl_lightning.collectors.spawn_seed`); ``None`` draws it from torch's global generator.
         rollouts_in_flight: How many rollouts a worker may have begun but not yet yielded.
-        replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`; built for
-            the ``num_envs`` environments of one worker, such as a :class:`~torchrl_lightning.DemonstrationReplay`.
+        replay: Replays recorded steps in some environments of each worker, as in :class:`GymnasiumCollector`: a
+            :class:`~torchrl_lightning.collectors.FollowedReplaySource`, such as
+            :class:`~torchrl_lightning.DemonstrationReplay`, built for the ``num_envs`` environments of one worker.
 
     The other arguments are those of :class:`GymnasiumCollector`; each worker steps its environments itself, whatever
     ``vectorization`` a recipe has.

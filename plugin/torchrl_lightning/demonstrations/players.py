@@ -1,0 +1,129 @@
+"""The demonstrations that play side by side, and their steps as environments would show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict.utils import NestedKey
+
+from torchrl_lightning.collectors import ReplayedRows
+from torchrl_lightning.collectors.frame_stack import is_image, stack_axis
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+
+Array = NDArray[Any]
+_AT_ONCE = 32
+
+
+class Player:
+    """A demonstration that plays, over its own tensors; its first step is that of call ``began`` of the replay."""
+
+    def __init__(self, demonstration: Demonstration, frame_stack: int, began: int) -> None:
+        self.demonstration, self.began = demonstration, began
+        self.length = demonstration.length
+        steps, last = demonstration.steps, demonstration.last_observation
+        self.observations: dict[NestedKey, Array] = {
+            key: steps.get(key).numpy() for key in demonstration.observation_keys
+        }
+        # Nobody knows what followed some demonstrations; what was seen last is nearest to it.
+        self._last: dict[NestedKey, Array] = {
+            key: seen[-1] if last is None else last.get(key).numpy() for key, seen in self.observations.items()
+        }
+        self.actions: Array = steps.get("action").numpy()
+        self.rewards: Array = demonstration.rewards.numpy()
+        self._frame_stack = frame_stack
+
+    def left(self, now: int) -> int:
+        """Return how many steps are left before call ``now``."""
+        return self.length + self.began - now
+
+    def layout(self, key: NestedKey) -> tuple[tuple[int, ...], int | None]:
+        """Return the shape in which observations are shown, and the axis that counts the frames of a stack, if any.
+
+        As the axis before that of the channels, or alone, it makes the stack in memory.
+        """
+        shape = self.observations[key].shape[1:]
+        if self._frame_stack == 1 or not isinstance(key, str) or not is_image(shape):
+            return shape, None
+        axis = stack_axis(shape)
+        return (*shape[:axis], self._frame_stack, *shape[axis:]), axis
+
+    def show(self, key: NestedKey, t: int, out: Array) -> None:
+        """Write what is seen before the steps ``t``, ``t + 1``, ..., and at the end after the last one, in a layout."""
+        _, axis = self.layout(key)
+        if axis is None:
+            out[:] = self._frames(key, t, t + len(out))
+            return
+        frames = self._frames(key, t - self._frame_stack + 1, t + len(out))
+        windows = np.lib.stride_tricks.sliding_window_view(frames, self._frame_stack, 0)
+        out[:] = np.moveaxis(windows, -1, axis + 1)
+
+    def _frames(self, key: NestedKey, begin: int, end: int) -> Array:
+        rows = self.observations[key]
+        parts = [rows[max(begin, 0) : end]]
+        if begin < 0:
+            parts.insert(0, np.repeat(rows[:1], -begin, 0))
+        if end > self.length:
+            parts.append(self._last[key][None])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Cast:
+    """The demonstrations that play at the same time, until one begins or ends: their steps are told some at a time."""
+
+    def __init__(
+        self, running: Mapping[int, Player], mask: Array, now: int, terminates: bool, log_prob: float | None
+    ) -> None:
+        self._players = [running[env] for env in sorted(running)]
+        self._mask, self._now, self._terminates, self._log_prob = mask, now, terminates, log_prob
+        self.left = min(player.left(now) for player in self._players)
+        self._serials = np.array([player.demonstration.serial for player in self._players])
+        self._never = np.zeros(len(self._players), dtype=bool)
+        self._told: Iterator[ReplayedRows] = iter(())
+        self._at_once = 2
+
+    def next_rows(self) -> ReplayedRows:
+        """Go on by one step."""
+        rows = next(self._told, None)
+        if rows is None:
+            # Casts that soon change are told little in vain.
+            self._at_once = min(2 * self._at_once, self.left, _AT_ONCE)
+            self._told = iter(self._tell(self._at_once))
+            rows = next(self._told)
+        self.left -= 1
+        self._now += 1
+        return rows
+
+    def _tell(self, steps: int) -> list[ReplayedRows]:
+        players, now = self._players, self._now
+        shown = [self._seen(key, steps + 1) for key in players[0].observations]
+        seen = [dict(zip(players[0].observations, values, strict=True)) for values in zip(*shown, strict=True)]
+        actions = np.empty((steps, len(players), *players[0].actions.shape[1:]), players[0].actions.dtype)
+        rewards = np.empty((steps, len(players)), np.float32)
+        for i, player in enumerate(players):
+            t = now - player.began
+            actions[:, i], rewards[:, i] = player.actions[t : t + steps], player.rewards[t : t + steps]
+        overs = [self._never] * steps
+        if steps == self.left:
+            overs[-1] = np.array([not player.left(now + steps) for player in players])
+        nevers = [self._never] * steps
+        terminated, truncated = (overs, nevers) if self._terminates else (nevers, overs)
+        constant = self._serials, self._log_prob
+        return [
+            ReplayedRows(
+                self._mask, seen[t], actions[t], seen[t + 1], rewards[t], terminated[t], truncated[t], *constant
+            )
+            for t in range(steps)
+        ]
+
+    def _seen(self, key: NestedKey, steps: int) -> list[Array]:
+        players = self._players
+        shape, axis = players[0].layout(key)
+        block = np.empty((steps, len(players), *shape), players[0].observations[key].dtype)
+        for i, player in enumerate(players):
+            player.show(key, self._now - player.began, block[:, i])
+        if axis is not None and len(shape) == 4:  # a stack of frames that have channels
+            block = block.reshape(steps, len(players), *shape[:axis], -1, *shape[axis + 2 :])
+        return list(block)
