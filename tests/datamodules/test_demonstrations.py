@@ -2,16 +2,21 @@ from __future__ import annotations
 
 from functools import partial
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensordict import TensorDict
-from torchrl.envs import GymEnv, SerialEnv
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
 from datamodules.replay_parts import parameters, reports, run_ranks
 from torchrl_lightning import (
     AsynchronousCollector,
     Demonstration,
+    DemonstrationActor,
+    DemonstrationReplayTransform,
     FramesProgressBar,
     GymnasiumCollector,
     PPODBuffer,
@@ -101,6 +106,28 @@ def test_a_resumed_run_repeats_an_uninterrupted_one_with_seeded_resets(env, huma
     assert torch.equal(parameters(resumed), parameters(whole))
     assert [each.value for each in data.buffer.value_demos] == [each.value for each in uninterrupted.buffer.value_demos]
     assert data.buffer.value_demos
+
+
+def test_a_ready_vector_environment_replays_too(human, make_data, make_trainer):
+    make = partial(gymnasium.make, "CartPole-v1")
+    env = SyncVectorEnv([make] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
+    data = make_data(env=env, eval_env="CartPole-v1", buffer=buffer(human))
+    make_trainer(max_epochs=4, limit_val_batches=1).fit(ppo(), datamodule=data)
+    assert 0 < data.metrics()["demos/replayed"] < 1
+    env.close()
+
+
+def test_torchrls_own_collector_replays_too(human, make_data, make_trainer):
+    def collector(policy, replay):
+        env = SerialEnv(4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
+        env = TransformedEnv(DemonstrationReplayTransform(replay).wrap(env), InitTracker(), auto_unwrap=False)
+        return Collector(env, DemonstrationActor(policy), frames_per_batch=64, total_frames=-1, no_cuda_sync=True)
+
+    data = make_data(buffer=buffer(human, rho=1.0, phi=0.0), collector=collector)
+    make_trainer(max_epochs=3, limit_val_batches=0).fit(ppo(), datamodule=data)
+    assert data.metrics()["demos/replayed"] == 1.0
+    again = shown(7).steps["observation"].roll(-2 * 16 % 7, 0)  # two rollouts of 16 steps came before
+    assert data.buffer.rollout["observation"][:7, 0].equal(again)
 
 
 @pytest.mark.parametrize("log_prob", ["deterministic", "current"])

@@ -164,6 +164,19 @@ def test_an_episode_goes_on_over_rollouts_and_keeps_its_largest_value() -> None:
     assert buffer.metrics()["demos/success"] == 0.0
 
 
+def test_documented_transitions_are_mined() -> None:
+    buffer, ones = attached(4, initial_reward_threshold=9.0), torch.ones(ENVS, 1)
+    for step in range(4):
+        sample = {
+            "Observation": ones * torch.arange(4.0) + step,
+            "NextObservation": ones * torch.arange(4.0) + step + 1,
+        }
+        sample |= {"Action": torch.zeros(ENVS, dtype=torch.int64), "Reward": ones}
+        buffer.insert_transition({**sample, "Done": ones * (step % 2 == 0), "NextDone": ones * (step % 2 == 1)})
+    buffer.before_gradients()
+    assert [(each.length, each.value) for each in buffer.value_demos] == [(2, 1.0), (2, 1.0), (2, 3.0), (2, 3.0)]
+
+
 def test_what_was_collected_is_mined_in_the_place_of_what_is_stored() -> None:
     buffer, raw = attached(4), rollout((0.0, False), (1.0, True))
     buffer.insert_data_slice(raw.clone().apply_(lambda leaf: leaf.zero_() if leaf.is_floating_point() else leaf))

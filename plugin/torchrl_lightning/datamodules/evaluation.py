@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, GymWrapper, transforms
 from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
 from torchrl_lightning.collectors.recipe import differences, plain
 from torchrl_lightning.collectors.specs import COUNTERS, layers, spec_fields
+from torchrl_lightning.demonstrations import DemonstrationReplayTransform
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (
@@ -43,6 +44,9 @@ _NEUTRAL_TRANSFORMS = (
     transforms.PinMemoryTransform,
     transforms.VecGymEnvTransform,
     transforms.DTypeCastTransform,  # the specs show it
+    # Evaluation plays no demonstrations.
+    DemonstrationReplayTransform,
+    transforms.ConditionalSkip,
 )
 
 
