@@ -67,6 +67,16 @@ def recurrent_states(policy: object, num_envs: int) -> dict[NestedKey, Tensor]:
     return states
 
 
+def dotted(key: NestedKey) -> str:
+    """Write a key as one name, for a state."""
+    return ".".join(path_of(key))
+
+
+def rows_as(rows: Tensor, value: Tensor) -> Tensor:
+    """Give flags ``[N]`` as many dimensions as values ``[N, *F]`` have."""
+    return rows.view(-1, *[1] * (value.ndim - 1))
+
+
 def recurrent_primers(policy: object) -> list[TensorDictPrimer]:
     """List the primers that the policy's submodules make of their recurrent states."""
     primers = get_primers_from_module(policy, warn=False) if isinstance(policy, nn.Module) else None

@@ -17,13 +17,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, policy_device, recurrent_states
+from torchrl_lightning.collectors._policy import Policy, dotted, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array, ReplaySource
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env, vectorization_of
-from torchrl_lightning.entries import path_of
 from torchrl_lightning.state import Check, check_state, tensor
 
 
@@ -226,7 +225,7 @@ class GymnasiumCollector(CollectorBase):
         state = super().state_dict()
         if self._replay is not None:
             state["trajectory_ids"] = torch.from_numpy(self._ids.copy())
-            state["recurrent_states"] = {_dotted(key): value.clone() for key, value in self._recurrent_states().items()}
+            state["recurrent_states"] = {dotted(key): value.clone() for key, value in self._recurrent_states().items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -240,14 +239,14 @@ class GymnasiumCollector(CollectorBase):
         super().load_state_dict(state_dict)
         if self._replay is not None:
             states = state_dict["recurrent_states"]
-            self._restored = {key: states[_dotted(key)].clone() for key in self._recurrent_states()}
+            self._restored = {key: states[dotted(key)].clone() for key in self._recurrent_states()}
             self._ids = state_dict["trajectory_ids"].numpy().copy()
 
     def _schema(self) -> dict[str, Check]:
         schema = super()._schema()
         if self._replay is not None:
             states = self._recurrent_states()
-            shapes = {_dotted(key): tensor(state.dtype, *state.shape) for key, state in states.items()}
+            shapes = {dotted(key): tensor(state.dtype, *state.shape) for key, state in states.items()}
             schema["trajectory_ids"] = tensor(torch.int64, self.num_envs, low=0)
             schema["recurrent_states"] = lambda state, name: check_state(state, shapes, f"collector's {name}")
         return schema
@@ -276,7 +275,3 @@ class GymnasiumCollector(CollectorBase):
         except Exception:
             if raise_on_error:
                 raise
-
-
-def _dotted(key: NestedKey) -> str:
-    return ".".join(path_of(key))

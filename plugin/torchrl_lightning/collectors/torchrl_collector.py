@@ -5,24 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
-from torchrl_lightning.collectors._policy import Policy, acted, check_finite, policy_device, recurrent_states
+from torchrl_lightning.collectors._policy import (
+    Policy,
+    acted,
+    check_finite,
+    dotted,
+    policy_device,
+    recurrent_states,
+    rows_as,
+)
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.collectors.specs import environment_specs
 from torchrl_lightning.collectors.torchrl_env import (
+    GoingOn,
     close_environment,
     replaying,
     replaying_nothing_yet,
     with_bookkeeping,
 )
 from torchrl_lightning.entries import join, next_key
+from torchrl_lightning.state import Check, check_state, tensor
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector
@@ -84,8 +95,12 @@ class TorchRLCollector(CollectorBase):
         self._collector: Collector | None = None
         self._acts_randomly = False
         self._trajectories = self._shift = 0
-        states = recurrent_states(policy, self.num_envs)
-        self._next_states = {join((), next_key(key)): state for key, state in states.items()}
+        self._initial = recurrent_states(policy, self.num_envs)
+        self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
+        self._replays = any(True for _ in replaying(env))
+        self._going_on = GoingOn()
+        # Where episodes ended, and recurrent states, after the last batch.
+        self._ended, self._states = torch.ones(self.num_envs, dtype=torch.bool), self._initial
 
     def rollout(self) -> TensorDict:
         """Collect one batch, even beyond ``total_frames``."""
@@ -103,8 +118,11 @@ class TorchRLCollector(CollectorBase):
             if begin_anew:
                 self._seed_environment()
             if self._resumed and not self.reset_at_each_batch:
+                playing = np.zeros(self.num_envs, dtype=bool)
                 for transform in replaying(self.env):
                     transform.resume()
+                    playing |= transform.replay.playing
+                self._going_on.where, self._going_on.states = torch.from_numpy(playing) & ~self._ended, self._states
             batch = collector.rollout()
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned})
@@ -115,6 +133,12 @@ class TorchRLCollector(CollectorBase):
         if batch.ndim == 1:  # of an environment without a batch
             batch = batch.unsqueeze(0)
             batch.names = [None, "time"]
+        if self._replays:
+            self._ended = batch["next", "done"][:, -1, 0].cpu()
+            self._states = {
+                key: initial.where(rows_as(self._ended, initial), batch.get(next_key(key))[:, -1].cpu())
+                for key, initial in self._initial.items()
+            }
         return batch
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
@@ -131,6 +155,8 @@ class TorchRLCollector(CollectorBase):
             from torchrl.collectors import Collector  # takes time to import, and most runs never need it
 
             env = with_bookkeeping(self.env, self.policy)
+            if self._replays:
+                env = TransformedEnv(env, self._going_on, auto_unwrap=False)
             with replaying_nothing_yet(self.env):  # it is reset again before the first step
                 self._collector = Collector(
                     env,
@@ -182,13 +208,32 @@ class TorchRLCollector(CollectorBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
 
-        What was replayed goes on where it was, if its source is restored too; recurrent states start anew there.
+        What was replayed goes on where it was, recurrent states included, if its source is restored too.
 
         Raises:
             ValueError: The state comes from a collector of other sizes, or from another version of this class.
         """
         super().load_state_dict(state_dict)
-        self._resumed = True
+        self._resumed = self._replays
+        if self._replays:
+            self._ended = state_dict["ended"].clone()
+            self._states = {key: state_dict["recurrent_states"][dotted(key)].clone() for key in self._initial}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the seed, also what goes on within a replay: tensors and scalars only."""
+        state = super().state_dict()
+        if self._replays:
+            state["ended"] = self._ended.clone()
+            state["recurrent_states"] = {dotted(key): value.clone() for key, value in self._states.items()}
+        return state
+
+    def _schema(self) -> dict[str, Check]:
+        schema = super()._schema()
+        if self._replays:
+            shapes = {dotted(key): tensor(value.dtype, *value.shape) for key, value in self._initial.items()}
+            schema["ended"] = tensor(torch.bool, self.num_envs)
+            schema["recurrent_states"] = lambda state, name: check_state(state, shapes, f"collector's {name}")
+        return schema
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment, and return the seed; a reset follows."""

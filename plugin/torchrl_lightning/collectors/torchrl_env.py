@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from gymnasium.vector import VectorEnv
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.envs import (
     EnvBase,
     FrameSkipTransform,
@@ -21,7 +24,7 @@ from torchrl.envs import (
     VecNormV2,
 )
 
-from torchrl_lightning.collectors._policy import recurrent_primers
+from torchrl_lightning.collectors._policy import recurrent_primers, rows_as
 from torchrl_lightning.collectors.specs import flat, layers
 from torchrl_lightning.collectors.vector_env import (
     NoGymnasiumEnvironmentError,
@@ -110,6 +113,25 @@ def replaying(env: EnvBase) -> Iterator[Any]:
     while isinstance(env, TransformedEnv):
         yield from (transform for transform in flat(env.transform) if hasattr(transform, "replay"))
         env = env.base_env
+
+
+class GoingOn(Transform):
+    """Take back that the next reset begins episodes in some environments, if it is told ``where``, ``[N]``.
+
+    The recurrent states there are ``states`` then, ``[N, *state]`` each.
+    """
+
+    where: Tensor | None = None
+    states: Mapping[NestedKey, Tensor] = {}
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        where, self.where = self.where, None
+        if where is not None:
+            for key, value in {"is_init": torch.zeros(len(where), 1, dtype=torch.bool), **self.states}.items():
+                reset = tensordict_reset[key]
+                kept = value.where(rows_as(where, value), reset.cpu().reshape(value.shape))
+                tensordict_reset[key] = kept.reshape(reset.shape).to(reset.device)
+        return tensordict_reset
 
 
 @contextmanager
