@@ -36,6 +36,10 @@ from configs.processes import environment
         (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2: frame_stack=2 stacks images, but"),
         (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight']: drop=['sight'] names entries of"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
+        (
+            ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
+            "error: dataset=demonstrations: demonstrations is no directory; name one that holds demonstrations.",
+        ),
     ],
 )
 def test_a_mistake_is_named(arguments, message, run, tmp_path):

@@ -122,7 +122,10 @@ def check_config(cfg: DictConfig) -> None:
     # Values of the trainer that end a run; Lightning reads -1 as never.
     ends = [cfg.trainer.get("max_epochs", -1), cfg.trainer.get("max_steps", -1), cfg.data.get("total_frames", -1)]
     if not cfg.trainer.get("max_time") and not cfg.trainer.get("fast_dev_run") and all(end == -1 for end in ends):
-        raise UsageError("nothing would end this run; give data.total_frames=N (or trainer.max_epochs, max_time).")
+        end = "trainer.max_epochs=N (or max_steps, max_time)"
+        if cfg.data.get("frames_per_update") != 0:
+            end = "data.total_frames=N (or trainer.max_epochs, max_time)"
+        raise UsageError(f"nothing would end this run; give {end}.")
 
 
 def check_is_file(checkpoint: str | Path) -> None:

@@ -64,3 +64,14 @@ class BufferedDataset:
             self._buffer.extend(rows, env_ids=ids)
             if normalization:
                 normalization.note(rows.unsqueeze(0), torch.tensor([ring]), cut=False)
+
+
+def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:
+    """Refuse, by a ValueError, what means nothing where nothing is collected."""
+    given = {"collector": collector, "warmup_frames": warmup_frames or None}
+    given["total_frames"] = None if total_frames == -1 else total_frames
+    if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(useless)}: with dataset= and frames_per_update=0 nothing is collected. Leave it out "
+            "(max_epochs, max_steps or max_time of the trainer end such a run), or give frames_per_update=1."
+        )

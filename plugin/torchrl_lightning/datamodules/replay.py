@@ -22,7 +22,7 @@ from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.dataset import BufferedDataset
+from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
@@ -61,7 +61,7 @@ class ReplayDataModule(ExperienceDataModule):
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
-            and loggers count updates), unless ``frames_per_update`` says so: what is collected is written behind the
+            ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is written behind the
             data set and, when the buffer is full, over it. An episode ends as its metadata say, else it terminates.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
@@ -134,13 +134,7 @@ class ReplayDataModule(ExperienceDataModule):
         if dataset is None:
             positive(frames_per_update, "frames_per_update")
         elif not not_negative(frames_per_update, "frames_per_update"):
-            given = {"collector": collector, "warmup_frames": warmup_frames or None}
-            given["total_frames"] = None if total_frames == -1 else total_frames
-            if useless := [f"{name}={value}" for name, value in given.items() if value is not None]:
-                raise ValueError(
-                    f"{', '.join(useless)}: with dataset= and frames_per_update=0 nothing is collected. Leave it out "
-                    "(max_epochs, max_steps or max_time of the trainer end such a run), or give frames_per_update=1."
-                )
+            refuse_collection(collector, warmup_frames, total_frames)
             num_envs = num_envs if is_ready(env) else 1  # one ring holds an episode of any length
         frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
         super().__init__(**passed_on(ExperienceDataModule, locals()))
