@@ -61,8 +61,9 @@ class ReplayDataModule(ExperienceDataModule):
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
-            ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is written behind the
-            data set and, when the buffer is full, over it. An episode ends as its metadata say, else it terminates.
+            ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
+            written behind the data and, when the buffer is full, over them. An episode ends as its metadata say, else
+            it terminates.
         batch_size: samples (or sequences) in a batch.
         updates_per_epoch: updates of one epoch.
         updates_per_step: updates that a module makes in one ``training_step``, so that Lightning's hooks are paid once
