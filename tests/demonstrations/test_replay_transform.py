@@ -211,37 +211,29 @@ def test_specs_are_those_of_the_environment_beneath() -> None:
     assert env.rollout(3)["demo"].keys() == {"mask", "action", "serial"}
 
 
-def sampled(num_envs: int) -> DemonstrationReplay:
-    return DemonstrationReplay(
-        stored(line_demo(9)), DemonstrationSampler(0.6, 0.0, generator=torch.Generator().manual_seed(3)), num_envs
-    )
-
-
-@pytest.mark.parametrize("reset_at_each_batch", [True, False])
-def test_a_resumed_run_goes_on_within_a_demonstration(reset_at_each_batch: bool) -> None:
-    policy = DemonstrationActor(imitator())
+@pytest.mark.parametrize(
+    ("num_envs", "rho", "reset_at_each_batch"), [(3, 0.6, True), (3, 1.0, False), (None, 1.0, False)]
+)
+def test_a_resumed_run_goes_on_within_a_demonstration(
+    num_envs: int | None, rho: float, reset_at_each_batch: bool
+) -> None:
+    policy, storage = DemonstrationActor(recurrent_policy()), stored(line_demo(9), line_demo(7, first=200.0))
 
     def fresh() -> tuple[Any, DemonstrationReplay]:
-        replay = sampled(3)
-        env = DemonstrationReplayTransform(replay).wrap(SerialEnv(3, line))
-        options = {"seed": 1, "reset_at_each_batch": reset_at_each_batch}
-        return TorchRLCollector(env, policy, frames_per_batch=12, **options), replay
+        env = line() if num_envs is None else SerialEnv(num_envs, line)
+        sampler = DemonstrationSampler(rho, 0.0, generator=torch.Generator().manual_seed(3))
+        replay = DemonstrationReplay(storage, sampler, num_envs or 1)
+        options = {"frames_per_batch": 4 * (num_envs or 1), "seed": 1, "reset_at_each_batch": reset_at_each_batch}
+        return TorchRLCollector(DemonstrationReplayTransform(replay).wrap(env), policy, **options), replay
 
     (whole, replay), (resumed, restored) = fresh(), fresh()
     whole.rollout()
     assert replay.playing.any()
-    where = replay.playing
     restored.load_state_dict(replay.state_dict())
     resumed.load_state_dict(whole.state_dict())
-    for _ in range(2):
-        one, other = whole.rollout(), resumed.rollout()
-        if reset_at_each_batch:
-            assert (one.exclude("collector") == other.exclude("collector")).all()
-        else:
-            playing = torch.from_numpy(where)
-            first = one["observation"][playing, :4]
-            assert torch.equal(first, other["observation"][playing, :4])
-            break
+    for _ in range(4):
+        one, other = whole.rollout().exclude("collector"), resumed.rollout().exclude("collector")
+        assert (one == other).all()
 
 
 def test_bad_input() -> None:
