@@ -127,10 +127,9 @@ class ReplayDataModule(ExperienceDataModule):
         normalize_clip: float = 10.0,
         seed: int | None = None,
     ) -> None:
-        if warmup_frames is None:
-            warmup_frames = 1000 if dataset is None else 0
-        if frames_per_update is None:
-            frames_per_update = 1.0 if dataset is None else 0.0
+        frames, warmup = (1.0, 1000) if dataset is None else (0.0, 0)
+        frames_per_update = frames if frames_per_update is None else frames_per_update
+        warmup_frames = warmup if warmup_frames is None else warmup_frames
         not_negative(warmup_frames, "warmup_frames")
         if dataset is None:
             positive(frames_per_update, "frames_per_update")
