@@ -29,6 +29,13 @@ LINES = [line for language, block in FENCES if language == "bash" for line in bl
 # .ci/run installs, and this is the test command.
 COMMANDS = [line for line in LINES if not re.match(r"python3 -m venv |pip install |pytest ", line)]
 FIRST, *OTHERS = COMMANDS
+# How the folder of a run begins; else by the experiment that is trained if no other is named.
+NAMES = {
+    "data=vanilla": "a2c_cartpole_vanilla",
+    "data=ppod": "ppo_cartpole_ppod",
+    "=ppo_pendulum": "ppo_pendulum",
+    "=ppod_mountaincar": "ppod_mountaincar",
+}
 
 
 def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> Done:
@@ -116,7 +123,7 @@ def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
         name, seed = made.parts[-3:-1]
         assert seed == f"seed_{settings['seed']}"
         assert name.startswith(
-            {"'~ex": "a2c_cartpole_vanilla", "expe": "ppo_pendulum"}.get(line[24:28], "ppo_cartpole")
+            next((start for part, start in NAMES.items() if part in line), "ppo_cartpole"),
         )
     if jobs == 3:
         assert {made.parts[-2] for made in new} == {"seed_0", "seed_1", "seed_2"}

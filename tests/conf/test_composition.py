@@ -168,6 +168,7 @@ def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
         ("dqn_pong", "atari", ["data.num_envs=2", "data.warmup_frames=4", "data.buffer.storage.max_size=64"]),
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
+        ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
     ],
 )
 def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ from torchrl.objectives import IQLLoss, LossModule, SoftUpdate
 from datamodules.replay_parts import BUFFERS, SIZE, dqn, experience, fit, parameters, recurrent, replay_data, stored
 from torchrl_lightning import ExperienceLog, LossModuleAgent, environment_specs, make_vector_env
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
-from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 
@@ -152,7 +153,7 @@ def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_pa
             rf"has {steps} steps in 6 episodes, but the buffer has max_size=8\. Give it a larger one",
         ),
     ]:
-        with pytest.raises(DatasetFault, match=message):
+        with pytest.raises(DemonstrationFault, match=message):
             fit(tmp_path, data)
         data.close()
 

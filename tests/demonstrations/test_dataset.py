@@ -13,7 +13,8 @@ from demonstrations.episodes import CARTPOLE, episode
 from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, environment_specs
 from torchrl_lightning.collectors import make_environment
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
-from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 
 
 class Counting(gym.Env):
@@ -91,7 +92,7 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
         (tmp_path, r"holds no demonstration that can be used \(1 refused\)"),
         (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
     ]:
-        with pytest.raises(DatasetFault, match=rf"dataset={dataset}: .*{message}"):
+        with pytest.raises(DemonstrationFault, match=rf"dataset={dataset}: .*{message}"):
             read_dataset(dataset, CARTPOLE)
 
 
@@ -106,7 +107,7 @@ def test_a_minari_data_set(tmp_path, monkeypatch):
         found = read_dataset(dataset, CARTPOLE)
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
-    with pytest.raises(DatasetFault, match=r"dataset=minari:cartpole/none-v0: .*cartpole/none-v0"):
+    with pytest.raises(DemonstrationFault, match=r"dataset=minari:cartpole/none-v0: .*cartpole/none-v0"):
         read_dataset("minari:cartpole/none-v0", CARTPOLE)
-    with pytest.raises(DatasetFault, match=r"dataset=3: dataset must be a minari\.MinariDataset"):
+    with pytest.raises(DemonstrationFault, match=r"dataset=3: dataset must be a minari\.MinariDataset"):
         read_dataset(3, CARTPOLE)

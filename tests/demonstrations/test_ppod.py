@@ -22,6 +22,7 @@ from torchrl_lightning import (
     write_demonstration,
 )
 from torchrl_lightning.collectors import environment_specs
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
 
 SPECS = environment_specs(make_vector_env("CartPole-v1", 1))
 ENVS = 2
@@ -76,7 +77,7 @@ def learned_from(buffer: PPODBuffer, data: TensorDictBase) -> None:
 def test_initial_demonstrations_come_first_the_human_ones(tmp_path: Path) -> None:
     buffer = attached(
         initial_human_demos_dir=folder(tmp_path / "human", cartpole(2.0, name="x"), cartpole(1.0)),
-        initial_agent_demos_dir=folder(tmp_path / "agent", cartpole(3.0)),
+        initial_agent_demos_dir=folder(tmp_path / "agent", cartpole(3.0, is_human=True)),
     )
     assert [Path(name).parent.name for name in names(buffer.reward_demos)] == ["human", "human", "agent"]
     assert [each.is_human for each in buffer.reward_demos] == [True, True, False]
@@ -120,19 +121,21 @@ def test_bad_arguments_are_refused_at_start(options: dict[str, Any], message: st
 
 
 def test_a_start_without_usable_demonstrations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is no directory"):
+    with pytest.raises(DemonstrationFault, match=r"^initial_human_demos_dir=.*none: .*none is no directory"):
         attached(initial_human_demos_dir=str(tmp_path / "none"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match="holds no demonstration that can be used"):
+    with pytest.raises(DemonstrationFault, match="broken holds no demonstration that can be used"):
         attached(initial_human_demos_dir=str(tmp_path / "broken"))
     both = {
         "initial_human_demos_dir": folder(tmp_path / "human", cartpole()),
         "initial_agent_demos_dir": folder(tmp_path / "agent", cartpole(), cartpole()),
     }
-    with pytest.raises(ValueError, match="1 human and 2 agent demonstrations at start, more than total_buffer_demo_ca"):
+    with pytest.raises(
+        DemonstrationFault, match="1 human and 2 agent demonstrations at start, more than total_buffer_"
+    ):
         attached(total_buffer_demo_capacity=2, **both)
-    with pytest.raises(ValueError, match=r"demo_dtypes saves Observation as torch\.uint8, but it holds fractions"):
+    with pytest.raises(DemonstrationFault, match=r"demo_dtypes saves Observation as torch\.uint8, but it holds frac"):
         attached(demo_dtypes={"Observation": torch.uint8})
 
 

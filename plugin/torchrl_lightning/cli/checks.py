@@ -34,10 +34,10 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
             return task(cfg)
         except ValueError as error:
             from torchrl_lightning.collectors._faults import EnvironmentFault
-            from torchrl_lightning.demonstrations.dataset import DatasetFault
+            from torchrl_lightning.demonstrations._faults import DemonstrationFault
 
             if (
-                not isinstance(error, UsageError | EnvironmentFault | DatasetFault)
+                not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)
                 or os.environ.get("HYDRA_FULL_ERROR") == "1"
             ):
                 raise

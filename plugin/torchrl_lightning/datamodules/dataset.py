@@ -12,7 +12,8 @@ from torchrl_lightning.collectors._policy import recurrent_states
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.demonstrations import Demonstration
-from torchrl_lightning.demonstrations.dataset import DatasetFault, read_dataset, transitions
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.replay import ExperienceBuffer
@@ -28,7 +29,7 @@ class BufferedDataset:
         buffer: where they are to be written; it is empty.
 
     Raises:
-        DatasetFault: the data set cannot be read, is of another environment, or has more steps than the buffer.
+        DemonstrationFault: the data set cannot be read, is of another environment, or has more steps than the buffer.
     """
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
@@ -42,7 +43,7 @@ class BufferedDataset:
             self._placed.append((ring, demonstration))
         if max(steps) > writer.length:
             rings = f", {writer.length} for each of {writer.num_envs} environments" if writer.num_envs > 1 else ""
-            raise DatasetFault(
+            raise DemonstrationFault(
                 f"dataset={dataset} has {sum(steps)} steps in {len(demonstrations)} episodes, but the buffer has "
                 f"max_size={buffer.storage.max_size}{rings}. Give it a larger one."
             )

@@ -10,16 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
 
 MINARI = "minari:"
-
-
-class DatasetFault(ValueError):
-    """A data set cannot be learned from; the message is one line that names it and how to mend it."""
 
 
 def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> list[Demonstration]:
@@ -32,15 +29,15 @@ def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> 
         frame_skip: How many frames the environment takes in one step.
 
     Raises:
-        DatasetFault: There is no such data set, it holds no steps, or those of another environment.
+        DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
         >>> read_dataset("nowhere", environment_specs(make_vector_env("CartPole-v1", 1)))
         Traceback (most recent call last):
             ...
-        torchrl_lightning.demonstrations.dataset.DatasetFault: dataset=nowhere: nowhere is no directory; name one that \
-holds demonstrations.
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere is no directory; name \
+one that holds demonstrations.
     """
     try:
         if isinstance(dataset, str | Path) and not str(dataset).startswith(MINARI):
@@ -55,9 +52,9 @@ holds demonstrations.
         for demonstration in found:
             demonstration.fits(specs, frame_skip)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        raise DatasetFault(f"dataset={dataset}: {error}") from error
+        raise DemonstrationFault(f"dataset={dataset}: {error}") from error
     if not found:
-        raise DatasetFault(f"dataset={dataset} holds no episodes.")
+        raise DemonstrationFault(f"dataset={dataset} holds no episodes.")
     return found
 
 

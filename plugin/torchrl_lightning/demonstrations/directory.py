@@ -33,7 +33,7 @@ class DemonstrationDirectory:
         path: The directory; its ``.npz`` and ``.safetensors`` files are read, hidden ones and folders are not.
         specs: What the environment shows and takes, without a frame stack.
         frame_skip: How many frames the environment takes in one step.
-        human: Whether the demonstrations count as given by a human, whatever their files say.
+        human: Whether the demonstrations count as given by a human; as their files say if None.
         most: How many there may be at start; any number if None.
         may_be_empty: Whether none at start, or no directory, is no mistake.
         taken: Names of files that are left out, as those that were read before.
@@ -64,7 +64,7 @@ class DemonstrationDirectory:
         path: str | Path,
         specs: EnvironmentSpecs,
         frame_skip: int = 1,
-        human: bool = False,
+        human: bool | None = None,
         *,
         most: int | None = None,
         may_be_empty: bool = False,
@@ -131,7 +131,7 @@ class DemonstrationDirectory:
             raise ValueError(f"{path} was refused: it is a link out of the directory, to {path.resolve()}.")
         demonstration = read_demonstration(path, self.specs, limit=self.limit)
         demonstration.fits(self.specs, self.frame_skip)
-        return replace(demonstration, is_human=True) if self.human else demonstration
+        return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
     def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:
         """Write demonstrations to ``NAME.safetensors`` each, and remove the other files that were saved here before.

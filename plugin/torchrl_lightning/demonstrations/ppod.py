@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import EnvironmentRecipe, EnvironmentSpecs
 from torchrl_lightning.collectors.origins import env_ids
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.actor import DemonstrationActor
 from torchrl_lightning.demonstrations.annealing import Schedule
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
@@ -26,8 +26,9 @@ from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
 from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, check_saved_dtypes, saved_dtypes, with_saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, not_negative, optional
@@ -102,7 +103,7 @@ class PPODBuffer(GAEBuffer):
 
     on_policy_data_fields: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
     """The documented names of what rollouts hold."""
-    demos_data_fields: ClassVar[tuple[str, ...]] = ("Observation", "Action", "Reward")
+    demos_data_fields: ClassVar[tuple[str, ...]] = FIELDS
     """The documented names of what demonstrations hold."""
     parameters: ClassVar[Mapping[str, Check]] = {
         **GAEBuffer.parameters,
@@ -176,7 +177,7 @@ class PPODBuffer(GAEBuffer):
         self.supplementary_demos_dir, self.target_agent_demos_dir = supplementary_demos_dir, target_agent_demos_dir
         self.num_agent_demos_to_save = integer(num_agent_demos_to_save, "num_agent_demos_to_save", 0)
         self.save_demos_every = integer(save_demos_every, "save_demos_every")
-        self.demo_dtypes = _checked_dtypes(demo_dtypes)
+        self.demo_dtypes = saved_dtypes(demo_dtypes)
         self.save_value_demos = boolean(save_value_demos, "save_value_demos")
         self.shared_demos = boolean(shared_demos, "shared_demos")
         self.frame_skip = optional(integer)(frame_skip, "frame_skip")
@@ -264,8 +265,8 @@ class PPODBuffer(GAEBuffer):
             num_envs: how many are stepped side by side; as many as ``envs`` has if None.
 
         Raises:
-            FileNotFoundError: A directory of initial demonstrations is missing.
-            ValueError: One holds none that can be used in this environment, or there are more than the capacity.
+            DemonstrationFault: A directory of initial demonstrations is missing or holds none that can be used in this
+                environment, there are more than the capacity, or ``demo_dtypes`` cannot hold what is saved.
         """
         env, num_envs = self.envs if env is None else env, self.num_envs if num_envs is None else num_envs
         if env is None or num_envs is None:
@@ -274,7 +275,7 @@ class PPODBuffer(GAEBuffer):
         told = (getattr(self.envs, "env_kwargs", None) or {}).get("frame_skip")
         if self.frame_skip is None:
             self.frame_skip = frame_skip if told is None else integer(told, "frame_skip")
-        _check_saved_dtypes(self.demo_dtypes, specs)
+        check_saved_dtypes(self.demo_dtypes, specs)
         self._specs = specs
         stack = env.frame_stack if isinstance(env, EnvironmentRecipe) else 1
         self._replay = DemonstrationReplay(
@@ -307,18 +308,25 @@ class PPODBuffer(GAEBuffer):
 
     def load_initial_demos(self) -> None:
         """Keep what the initial directories hold in the place of all that was kept; see :meth:`attach`."""
-        human, agent = (
-            () if path is None else self._directory(path, human=is_human).initial
-            for path, is_human in ((self.initial_human_demos_dir, True), (self.initial_agent_demos_dir, False))
-        )
+        human = self._initial("initial_human_demos_dir", is_human=True)
+        agent = self._initial("initial_agent_demos_dir", is_human=False)
         capacity = self.demonstrations.capacity
         if len(human) + len(agent) > capacity:
-            raise ValueError(
+            raise DemonstrationFault(
                 f"There are {len(human)} human and {len(agent)} agent demonstrations at start, more than "
                 f"total_buffer_demo_capacity={capacity}; take some away, or enlarge it."
             )
         self.demonstrations.replace([], [])
         self.demonstration_writer.load([*human, *agent])
+
+    def _initial(self, name: str, is_human: bool) -> tuple[Demonstration, ...]:
+        path = getattr(self, name)
+        if path is None:
+            return ()
+        try:
+            return self._directory(path, human=is_human).initial
+        except (OSError, ValueError) as error:
+            raise DemonstrationFault(f"{name}={path}: {error}") from error
 
     def load_supplementary_demos(self) -> None:
         """Take what came into the supplementary directory, if its return reaches the threshold."""
@@ -364,7 +372,7 @@ class PPODBuffer(GAEBuffer):
         if self.save_value_demos:
             best["value"] = sorted(self.value_demos, key=lambda each: -each.value)
         named = {
-            f"{kind}_demo_{place}": _with_dtypes(demonstration, self.demo_dtypes)
+            f"{kind}_demo_{place}": with_saved_dtypes(demonstration, self.demo_dtypes)
             for kind, ranked in best.items()
             for place, demonstration in enumerate(ranked[: self.num_agent_demos_to_save], 1)
         }
@@ -543,47 +551,3 @@ class PPODBuffer(GAEBuffer):
             self._replay.load_state_dict(state["replay"])
             self._look_for_supplementary(state["taken"])
         self._num_rollouts, self._is_tracked = state["rollouts"], state["is_tracked"]
-
-
-def _checked_dtypes(dtypes: Mapping[str, torch.dtype | str] | None) -> dict[str, torch.dtype]:
-    checked = {}
-    for name, dtype in (dtypes or {}).items():
-        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if name not in PPODBuffer.demos_data_fields or not isinstance(found, torch.dtype):
-            raise ValueError(
-                f"demo_dtypes has {name!r}: {dtype!r}, expected dtypes, such as 'uint8', of "
-                f"{list(PPODBuffer.demos_data_fields)}."
-            )
-        checked[name] = found
-    return checked
-
-
-def _check_saved_dtypes(dtypes: Mapping[str, torch.dtype], specs: EnvironmentSpecs) -> None:
-    parts = {"Observation": [specs.observation[key].dtype for key in specs.keys], "Action": [specs.action.dtype]}
-    for name, given in {**parts, "Reward": [torch.float32]}.items():
-        dtype = dtypes.get(name)
-        if dtype is not None and not dtype.is_floating_point and any(each.is_floating_point for each in given):
-            raise ValueError(
-                f"demo_dtypes saves {name} as {dtype}, but it holds fractions ({given}); name a float dtype."
-            )
-
-
-def _with_dtypes(demonstration: Demonstration, dtypes: Mapping[str, torch.dtype]) -> Demonstration:
-    """Return what is saved of a demonstration; a ValueError if a whole number is lost by it."""
-    if not dtypes:
-        return demonstration
-    keys = {"Observation": demonstration.observation_keys, "Action": [ACTION], "Reward": [REWARD]}
-    steps, last = demonstration.steps.clone(), demonstration.last_observation
-    last = None if last is None else last.clone()
-    for name, dtype in dtypes.items():
-        for key in keys[name]:
-            for part in (steps, last) if name == "Observation" else (steps,):
-                if part is not None:
-                    leaf = part.get(key)
-                    cast = leaf.to(dtype)
-                    if not leaf.is_floating_point() and not torch.equal(cast.to(leaf.dtype), leaf):
-                        raise ValueError(
-                            f"demo_dtypes saves {name} as {dtype}, which does not hold {leaf.max().item()}."
-                        )
-                    part[key] = cast.to(torch.float32) if name == "Reward" else cast
-    return replace(demonstration, steps=steps, last_observation=last)
