@@ -21,7 +21,7 @@ from configs.processes import PROJECT, environment
 GROUPS = {
     "storage": {"ring", "rollout"},
     "writer": {"ring", "rollout"},
-    "sampler": {"minibatch", "prioritized", "sequence", "uniform"},
+    "sampler": {"minibatch", "prioritized", "recent", "sequence", "uniform"},
     "transform": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "replay_buffer": {"experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},

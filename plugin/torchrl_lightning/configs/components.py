@@ -62,6 +62,7 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
         uniform="UniformSampler",
         prioritized="PrioritizedSampler",
         sequence="SequenceSampler",
+        recent="RecentSampler",
     ),
     "transform": _ESTIMATORS,
     "value": _ESTIMATORS,

@@ -138,7 +138,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
-                f"SequenceSampler follows episodes through rings, but no RingWriter fills this "
+                f"{type(self).__name__} follows episodes through rings, but no RingWriter fills this "
                 f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or draw slices with "
                 "TorchRL's SliceSampler."
             )

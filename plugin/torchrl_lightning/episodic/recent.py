@@ -1,0 +1,119 @@
+"""Windows drawn evenly over environments, a part of them among the newest steps."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.replay import windows
+from torchrl_lightning.replay.rings import Ints, uniform
+from torchrl_lightning.replay.sequences import SequenceSampler
+from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
+from torchrl_lightning.segment_kernels import jitted
+
+
+class RecentSampler(SequenceSampler):
+    """Draw windows of ``batch_length`` steps evenly over environments, part of them among the newest steps.
+
+    Every environment that holds a whole window gives the same number of draws, or one more by chance, however many
+    steps it holds; every beginning in it is equally likely. Windows may go on in the next episode, as with
+    ``SequenceSampler(episode_ends="across")``; batches are ``[B, T]`` and hold what those of a :class:`SequenceSampler`
+    hold.
+
+    ``ceil(B * recent_data_ratio)`` windows begin among the last ``recent_data_steps`` beginnings of each environment,
+    and come first in the batch. This is done only where environments have, on average, more than
+    ``recent_data_steps / recent_data_ratio`` beginnings: in smaller buffers, even draws give as many of the newest.
+
+    Args:
+        batch_length: steps of a window; may be set between samples.
+        recent_data_steps: among how many of the newest beginnings of each environment.
+        recent_data_ratio: which share of a batch; 0 draws everything evenly.
+        with_replacement: draw beginnings of an environment independently; otherwise one from each of as many equal
+            stretches as it gives draws, so that one comes twice only where two stretches meet within a step.
+        num_earliest_frames_ignored: no window begins in the oldest so many stored steps of an environment.
+        generator: random generator; the buffer's takes its place.
+
+    Raises:
+        ValueError: an option out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> sampler = RecentSampler(batch_length=2, recent_data_steps=3, recent_data_ratio=0.25)
+        >>> buffer = ExperienceBuffer(storage=RingStorage(100), sampler=sampler, num_envs=2, batch_size=8)
+        >>> for step in range(50):
+        ...     _ = buffer.extend(TensorDict({"step": torch.full((2,), step)}, [2]))
+        >>> batch = buffer.sample()
+        >>> batch.shape, bool((batch["step"][:2, 0] >= 46).all())
+        (torch.Size([8, 2]), True)
+    """
+
+    def __init__(
+        self,
+        batch_length: int = 1,
+        *,
+        recent_data_steps: int = 1,
+        recent_data_ratio: float = 0.0,
+        with_replacement: bool = False,
+        num_earliest_frames_ignored: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(batch_length, episode_ends="across", generator=generator)
+        self.recent_data_steps = integer(recent_data_steps, "recent_data_steps")
+        self.recent_data_ratio = fraction(recent_data_ratio, "recent_data_ratio")
+        self.with_replacement = with_replacement
+        self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
+
+    def draw(self, count: int) -> NDArray[np.float64]:
+        """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
+
+        It is asked for the windows drawn evenly, then for the recent ones: each time first for a number of every
+        environment, if they cannot all give equally many (those with the smallest numbers give one more), then for one
+        of every window.
+        """
+        return uniform(count, self.generator)
+
+    def _fill(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
+        recent = self._recent(writer, len(cells))
+        self._draw_evenly(writer, writer.length, cells[recent:], mask[recent:])
+        self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])
+
+    def _recent(self, writer: RingWriter, count: int) -> int:
+        """Return how many of so many windows are to be drawn among the newest steps."""
+        beginnings = float(writer.filled.double().mean()) - (self.batch_length - 1 + self.num_earliest_frames_ignored)
+        enough = beginnings * self.recent_data_ratio > self.recent_data_steps
+        return math.ceil(count * self.recent_data_ratio) if enough else 0
+
+    def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
+        """Fill windows, ``[n, T]``, that begin among so many of the newest beginnings."""
+        count, reach = cells.shape[0], self.batch_length - 1
+        if not count:
+            return
+        (positions, _), oldest = writer.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
+        room = np.clip(positions - reach - oldest, 0, newest)
+        owners = np.flatnonzero(room)
+        if not len(owners):
+            raise ValueError(
+                f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
+                f"{self.batch_length + self.num_earliest_frames_ignored} (batch_length={self.batch_length}, "
+                f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."
+            )
+        each, rest = divmod(count, len(owners))
+        more = owners[np.argsort(self.draw(len(owners)))[:rest]] if rest else owners[:0]
+        env = np.concatenate([np.tile(owners, each), more])
+        place = self.draw(count)
+        if not self.with_replacement:
+            place = (np.arange(count) // len(owners) + place) / np.bincount(env)[env]
+        rank = np.minimum((place * room[env]).astype(np.int64), room[env] - 1)
+        # Candidates are ranked by environment, then by age.
+        ranks = (room.cumsum() - room)[env] + rank
+        rings = writer.length, positions, positions - reach - room
+        jitted(windows.draw)(ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0)
+
+    def __repr__(self) -> str:
+        options = f"recent_data_steps={self.recent_data_steps}, recent_data_ratio={self.recent_data_ratio}"
+        return f"{type(self).__name__}({self.batch_length}, {options})"

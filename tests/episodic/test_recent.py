@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_lightning import ExperienceBuffer, RecentSampler, RingStorage
+
+GOLDEN = Path(__file__).parents[1] / "data" / "alf_uniform_and_recent_sampling.npz"
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(num_envs: int, length: int, sampler: RecentSampler) -> ExperienceBuffer:
+    storage = RingStorage(num_envs * length)
+    return ExperienceBuffer(storage=storage, num_envs=num_envs, sampler=sampler, generator=generator())
+
+
+def write(buffer: ExperienceBuffer, envs: list[int] | None = None) -> None:
+    """Write one step; it says of which environment, and its position."""
+    ids = torch.arange(buffer.writer.num_envs) if envs is None else torch.tensor(envs)
+    buffer.extend(TensorDict({"env": ids, "position": buffer.writer.positions[ids]}, [len(ids)]), env_ids=ids)
+
+
+def starts_of(batch: TensorDict) -> list[tuple[int, int]]:
+    return list(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+
+
+class Injected(RecentSampler):
+    """Takes what it draws from a list."""
+
+    def inject(self, *numbers: Any) -> None:
+        self.numbers = [np.asarray(each, np.float64) for each in numbers]
+
+    def draw(self, count: int) -> Any:
+        assert len(self.numbers[0]) == count
+        return self.numbers.pop(0)
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_golden_draws_of_alf(case: int) -> None:
+    golden = {key[3:]: value for key, value in np.load(GOLDEN).items() if key.startswith(f"c{case}_")}
+    envs, length, adds, count, steps, ignored, ratio, newest, again = golden["config"].tolist()
+    sampler = Injected(
+        int(steps),
+        recent_data_steps=int(newest),
+        recent_data_ratio=ratio,
+        with_replacement=bool(again),
+        num_earliest_frames_ignored=int(ignored),
+    )
+    buffer = make(int(envs), int(length), sampler)
+    for _ in range(int(adds)):
+        write(buffer)
+    recent = int(golden["n_recent"])
+    # ALF permutes the environments where ours ranks a number of each.
+    orders = iter([row[row >= 0].argsort() / envs for row in golden["randperms"] if row[0] >= 0])
+    numbers = []
+    for part in (golden["uniforms"][: int(count) - recent], golden["uniforms"][int(count) - recent :]):
+        numbers += [next(orders)] if len(part) % int(envs) else []
+        numbers += [part] if len(part) else []
+    sampler.inject(*numbers)
+    batch = buffer.sample(int(count))
+    assert not sampler.numbers
+    assert batch.shape == (int(count), int(steps))
+    assert batch["env"][:, 0].tolist() == golden["env_ids"].tolist()
+    assert batch["position"].tolist() == golden["x"].tolist()
+
+
+@pytest.mark.parametrize("with_replacement", [False, True])
+def test_every_beginning_of_an_environment_is_equally_likely(with_replacement: bool) -> None:
+    buffer = make(3, 7, RecentSampler(3, with_replacement=with_replacement, num_earliest_frames_ignored=1))
+    for step in range(10):
+        write(buffer, [0, 1] if step % 2 else [0])
+    counts: Counter[tuple[int, int]] = Counter()
+    for _ in range(400):
+        counts.update(starts_of(buffer.sample(10)))
+    # Environment 0 holds positions 3 to 9, environment 1 holds 0 to 4, environment 2 nothing.
+    expected = dict.fromkeys([(0, position) for position in (4, 5, 6, 7)], 500.0)
+    expected |= dict.fromkeys([(1, position) for position in (1, 2)], 1000.0)
+    assert set(counts) == set(expected)
+    statistic = sum((counts[start] - expected[start]) ** 2 / expected[start] for start in expected)
+    assert statistic < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_draws_are_spread_evenly() -> None:
+    buffer = make(2, 50, RecentSampler())
+    for _ in range(60):
+        write(buffer)
+    drawn = starts_of(buffer.sample(100))
+    assert sorted(drawn) == [(env, position) for env in range(2) for position in range(10, 60)]
+    few = Counter(env for env, _ in starts_of(buffer.sample(7)))
+    assert sorted(few.values()) == [3, 4]
+
+
+def test_recent_windows_come_first_and_only_where_there_are_enough_others() -> None:
+    buffer = make(2, 40, RecentSampler(2, recent_data_steps=4, recent_data_ratio=0.3, num_earliest_frames_ignored=1))
+    for stored in range(1, 60):
+        write(buffer)
+        if stored < 3:
+            continue
+        batch = buffer.sample(10)
+        newest = [stored - 1 - position <= 4 for _, position in starts_of(batch)]
+        if (min(stored, 40) - 2) * 0.3 > 4:
+            assert all(newest[:3])
+            oldest = max(stored - 40, 0)
+            assert min(position for _, position in starts_of(batch)) > oldest
+        else:
+            assert Counter(env for env, _ in starts_of(batch)) == {0: 5, 1: 5}
+    drawn = Counter(start for _ in range(200) for start in starts_of(buffer.sample(10))[:3])
+    assert {position for _, position in drawn} == {54, 55, 56, 57}
+    assert sum((count - 75) ** 2 / 75 for count in drawn.values()) < 24.3  # 7 degrees of freedom, p = 0.001
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, int, int, int, list[list[int]]]:
+    num_envs, length = draw(st.integers(1, 3)), draw(st.integers(2, 6))
+    steps, ignored = draw(st.integers(1, length)), draw(st.integers(0, 3))
+    some = st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True)
+    return num_envs, length, steps, ignored, draw(st.lists(some, min_size=1, max_size=16))
+
+
+@settings(max_examples=25, deadline=None)
+@given(history=histories(), ratio=st.sampled_from([0.0, 0.5, 1.0]))
+def test_beginnings_equal_those_of_plain_lists(
+    history: tuple[int, int, int, int, list[list[int]]], ratio: float
+) -> None:
+    num_envs, length, steps, ignored, writes = history
+    sampler = RecentSampler(steps, num_earliest_frames_ignored=ignored, recent_data_steps=2, recent_data_ratio=ratio)
+    buffer = make(num_envs, length, sampler)
+    stored: list[list[int]] = [[] for _ in range(num_envs)]
+    for envs in writes:
+        for env in envs:
+            stored[env] = [*stored[env], stored[env][-1] + 1 if stored[env] else 0][-length:]
+        write(buffer, sorted(envs))
+        allowed = {(env, each[i]) for env, each in enumerate(stored) for i in range(ignored, len(each) - steps + 1)}
+        if not allowed:
+            with pytest.raises(ValueError, match="There is no room for a window"):
+                buffer.sample(4)
+            continue
+        batch = buffer.sample(64)
+        newest = {
+            (env, position) for env, position in allowed if position + steps + 1 >= len(stored[env]) + stored[env][0]
+        }
+        enough = (sum(map(len, stored)) / num_envs - (steps - 1 + ignored)) * ratio > 2
+        assert set(starts_of(batch)) == (newest if enough and ratio == 1 else allowed)
+        assert set(starts_of(batch)[:32]) == (newest if enough else allowed) or not enough
+        for key in ("env", "position"):
+            gap = int(key == "position")
+            assert (batch[key] == batch[key][:, :1] + gap * torch.arange(steps)).all()
+
+
+def test_the_length_of_windows_may_change_between_samples() -> None:
+    buffer = make(2, 10, RecentSampler())
+    for _ in range(4):
+        write(buffer)
+    for steps in (1, 4, 2):
+        buffer.sampler.batch_length = steps
+        assert buffer.sample(6).shape == (6, steps)
+    buffer.sampler.batch_length = 5
+    with pytest.raises(ValueError, match=r"fullest ring holds 4 steps, windows need 5 \(batch_length=5"):
+        buffer.sample(6)
+
+
+def test_a_restored_sampler_continues() -> None:
+    buffer, other = (make(3, 20, RecentSampler(2, recent_data_ratio=0.5)) for _ in range(2))
+    for _ in range(30):
+        write(buffer)
+    buffer.sample(8)
+    other.load_state_dict(buffer.state_dict())
+    third = copy.deepcopy(buffer)
+    for _ in range(2):
+        drawn = starts_of(buffer.sample(8))
+        assert starts_of(other.sample(8)) == drawn
+        assert starts_of(third.sample(8)) == drawn
+
+
+def test_bad_options() -> None:
+    for option, bad in (("recent_data_steps", 0), ("recent_data_ratio", 1.5), ("num_earliest_frames_ignored", -1)):
+        with pytest.raises(ValueError, match=option):
+            RecentSampler(**{option: bad})
+    with pytest.raises(ValueError, match="batch_length"):
+        RecentSampler(0)
