@@ -34,7 +34,9 @@ from torchrl_lightning.demonstrations import play_demonstrations as play_demonst
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
+from torchrl_lightning.episodic import EpisodicReturn as EpisodicReturn
 from torchrl_lightning.episodic import RecentSampler as RecentSampler
+from torchrl_lightning.episodic import StepLayout as StepLayout
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer as IntrinsicRewardNormalizer
 from torchrl_lightning.estimators import discount_cumsum as discount_cumsum
 from torchrl_lightning.estimators import discounted_returns as discounted_returns

@@ -1,5 +1,7 @@
-"""Episodic replay after ALF: samplers over the rings of several environments."""
+"""Episodic replay after ALF: rings of several environments, what is known of their episodes, and samplers over them."""
 
 from torchrl_lightning.episodic.recent import RecentSampler
+from torchrl_lightning.episodic.returns import EpisodicReturn
+from torchrl_lightning.episodic.steps import StepLayout
 
-__all__ = ["RecentSampler"]
+__all__ = ["EpisodicReturn", "RecentSampler", "StepLayout"]

@@ -1,0 +1,157 @@
+"""The discounted return of every stored step, known when its episode has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning.entries import entry_of
+from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout, steps_between
+from torchrl_lightning.ranges import fraction
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import writer_of
+from torchrl_lightning.scan import discounted_scan
+
+
+class EpisodicReturn:
+    """Write the discounted return of every step of an episode back into its cell when the episode ends.
+
+    The return of a step is ``G[t] = r[t] + gamma * G[t+1]`` over the rewards of its action and of all later ones of the
+    episode; nothing is added after a step that terminates (also one that ends a life, but not the episode). Until the
+    episode has ended, and for steps after which it was truncated, the return is ``default_return``, small enough to be
+    no lower bound of a value; with a ``critic``, the value of the truncated episode's last successor takes the place of
+    what is missing. Where the first steps of an episode were overwritten, the others get theirs all the same.
+
+    Nothing is kept but the stored entry, and a step costs O(1): an episode is read once, when it ends. Attached to the
+    storage, it hears of every write. The rows that are written hold the entry already: see :meth:`with_default`.
+
+    Args:
+        storage: where the rows lie; a :class:`RingWriter` with ``track_episodes=True`` fills it.
+        gamma: the discount.
+        reward_clip: lowest and highest reward that counts in a return; stored rewards stay as they are.
+        default_return: the return of a step for which there is none (yet).
+        critic: a TensorDictModule that writes ``state_value``, called on the last successors of truncated episodes.
+        key: name of the stored entry, of the shape of the reward.
+        layout: under which keys rows hold what.
+
+    Raises:
+        ValueError: no writer with an episode index fills the storage, or a number is out of range.
+
+    Example:
+        >>> from torchrl_lightning.replay import ExperienceBuffer, RingWriter
+        >>> writer = RingWriter(track_episodes=True)
+        >>> buffer = ExperienceBuffer(storage=RingStorage(8), writer=writer)
+        >>> returns = EpisodicReturn(buffer.storage, gamma=0.5)
+        >>> end = torch.tensor([[0], [0], [1], [0]], dtype=torch.bool)
+        >>> steps = TensorDict({"next": {"reward": torch.ones(4, 1), "done": end, "terminated": end}}, [4])
+        >>> _ = buffer.extend(returns.with_default(steps))
+        >>> buffer[:]["discounted_return"].flatten().tolist()
+        [1.75, 1.5, 1.0, -1000.0]
+    """
+
+    def __init__(
+        self,
+        storage: RingStorage,
+        *,
+        gamma: float = 0.99,
+        reward_clip: Sequence[float] | None = None,
+        default_return: float = -1000.0,
+        critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        key: str = "discounted_return",
+        layout: StepLayout = TRANSITIONS,
+    ) -> None:
+        writer = writer_of(storage)
+        if writer is None or not writer.track_episodes:
+            raise ValueError(
+                "The return of a step is known when its episode ends, so it needs the episode index; fill the storage "
+                "by a RingWriter(track_episodes=True), or build the buffer with keep_episodic_info=True."
+            )
+        if reward_clip is not None and (len(reward_clip) != 2 or not reward_clip[0] <= reward_clip[1]):
+            raise ValueError(f"reward_clip must be (lowest, highest) or None, got {reward_clip!r}.")
+        self.gamma = fraction(gamma, "gamma")
+        self.reward_clip = None if reward_clip is None else (float(reward_clip[0]), float(reward_clip[1]))
+        self.default_return = float(default_return)
+        self.critic, self.key, self.layout = critic, key, layout
+        self._storage = storage
+        storage.attach(self)
+
+    def with_default(self, data: TensorDictBase) -> TensorDict:
+        """Return the rows with the entry that the return goes to, holding ``default_return``; entries are shared.
+
+        Raises:
+            KeyError: the rows have no reward, or do not say where they terminate.
+        """
+        reward, ends = entry_of(data, self.layout.reward), entry_of(data, self.layout.terminated)
+        if reward is None or ends is None:
+            missing = self.layout.reward if reward is None else self.layout.terminated
+            raise KeyError(
+                f"The entry {missing!r}, which returns need, is not in the data; nothing was written. "
+                "Add it, or name another one by layout=StepLayout(...)."
+            )
+        dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
+        default = torch.full_like(reward, self.default_return, dtype=dtype, requires_grad=False)
+        names = data.names if data.ndim > 1 else None
+        return new_tensordict({**entries_of(data), self.key: default}, data.batch_size, names, data.device)
+
+    def mark_update(self, index: Tensor, **_: Any) -> None:
+        """Write the returns of the episodes that end in these cells; called by the writer."""
+        writer = writer_of(self._storage)
+        episodes = None if writer is None else writer.index
+        assert episodes is not None
+        cells = index.cpu().numpy()
+        ended = cells[episodes.arrays[1][cells]]
+        if len(ended):
+            self._fill(episodes, np.unique(ended))
+
+    def _fill(self, index: EpisodeIndex, ended: Ints) -> None:
+        layout, storage = self.layout, self._storage
+        env, end = index.steps_of(ended)
+        # The reward of a time step belongs to the row before.
+        low = index.bounds(torch.from_numpy(env), torch.from_numpy(end))[0].numpy() + layout.time_steps
+        several = low <= end
+        env, low, end, ended = env[several], low[several], end[several], ended[several]
+        if not len(end):
+            return
+        run, position, starts = steps_between(low, end)
+        rows = index.cells_of(env[run], position)
+        reward = self._read(layout.reward, rows)
+        (_, stored), *_ = storage.leaves(self.key)
+        reward = reward.to(stored.dtype)
+        if self.reward_clip is not None:
+            reward = reward.clamp(*self.reward_clip)
+        terminated = layout.terminates(self._read(layout.terminated, rows))
+        closing = starts + (end - low)  # the last row of each run
+        place = np.arange(len(rows))
+        known = np.maximum.reduceat(np.where(terminated, place, -1), starts)  # the last row whose return is known
+        cut = ~terminated[closing]
+        if self.critic is not None and cut.any():
+            value = self._values(self.critic, ended[cut]).to(reward)
+            last = torch.from_numpy(closing[cut]).to(reward.device)
+            reward = reward.index_add(0, last, self.gamma * value.reshape(len(last), *reward.shape[1:]))
+            known[cut] = closing[cut]
+        goes_on = ~terminated
+        goes_on[closing] = False
+        factor = torch.from_numpy(goes_on * self.gamma).to(reward).view(-1, *[1] * (reward.ndim - 1))
+        returns = discounted_scan(reward, factor)
+        keep = np.flatnonzero(place <= known[run])
+        targets = index.cells_of(env[run[keep]], position[keep] - layout.time_steps)
+        storage.write_entry(self.key, torch.from_numpy(targets), returns[torch.from_numpy(keep).to(returns.device)])
+
+    def _read(self, key: NestedKey, rows: Ints) -> Tensor:
+        (_, leaf), *_ = self._storage.leaves(key)
+        return leaf.index_select(0, torch.from_numpy(rows).to(leaf.device))
+
+    @torch.no_grad()
+    def _values(self, critic: Callable[[TensorDictBase], TensorDictBase], cells: Ints) -> Tensor:
+        last = self._storage.get(torch.from_numpy(cells))
+        value: Tensor = critic(last if self.layout.time_steps else last["next"])["state_value"]
+        return value

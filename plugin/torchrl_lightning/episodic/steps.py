@@ -1,0 +1,88 @@
+"""How the rows of an episodic buffer are read: the one place where ALF's time steps meet our transitions.
+
+==========================  =======================================  =========================================
+what                        a row is a transition (our keys)         a row is a time step (ALF's layout)
+==========================  =======================================  =========================================
+an episode begins           ``is_init``                              ``step_type`` is FIRST
+an episode ends             ``("next", "done")``                     ``step_type`` is LAST
+nothing comes after         ``("next", "terminated")``               ``discount`` is zero
+reward of the action of t   ``("next", "reward")`` of row t          ``reward`` of row t + 1
+its successor               ``("next", "observation")`` of row t     ``observation`` of row t + 1
+rows of n actions           n                                        n + 1: the LAST one has no action
+==========================  =======================================  =========================================
+
+So a time step carries the reward of the transition *into* it, and a window of two time steps is one transition. An
+episode that ends without being terminated (a LAST step whose discount is not zero) was truncated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.replay.episode_index import Flags, flag_of
+from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.writer import RingWriter
+
+FIRST, MID, LAST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Under which keys rows say what; by default a row is a transition with our keys.
+
+    Attributes:
+        reward: the reward.
+        done: the flag of the end of an episode; of time steps, the ``step_type``.
+        init: the flag of its beginning; of time steps, the ``step_type``.
+        terminated: the flag that nothing comes after; of time steps, the ``discount``, which is zero there.
+        time_steps: whether a row is a time step, with the reward of the transition into it.
+    """
+
+    reward: NestedKey = ("next", "reward")
+    done: NestedKey = ("next", "done")
+    init: NestedKey = "is_init"
+    terminated: NestedKey = ("next", "terminated")
+    time_steps: bool = False
+
+    def terminates(self, value: Tensor) -> Flags:
+        """Return from the entry ``terminated`` of rows which of them are, ``[n]``."""
+        return flag_of(value == 0 if self.time_steps else value, 1)[0]
+
+    def writer(self, num_envs: int, track_episodes: bool | None) -> RingWriter:
+        """Build the writer whose index follows such rows."""
+        kind = TimeStepWriter if self.time_steps else RingWriter
+        return kind(num_envs, track_episodes=track_episodes, done_key=self.done, init_key=self.init)
+
+
+TRANSITIONS = StepLayout()
+TIME_STEPS = StepLayout("reward", "step_type", "step_type", "discount", time_steps=True)
+
+
+class TimeStepWriter(RingWriter):
+    """Writer of time steps, whose ``step_type`` (both ``done_key`` and ``init_key``) begins and ends episodes."""
+
+    def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
+        """Return which steps end and begin episodes, as :meth:`RingWriter.flags` does."""
+        done, init = super().flags(data, leaves, steps)
+        if self.index is None:
+            return done, init
+        kind = self._entry(data, leaves, self._done_path)
+        assert kind is not None
+        return flag_of(kind == LAST, steps), flag_of(kind == FIRST, steps)
+
+
+def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """List the positions of several runs of steps, ``[low, high]`` each, one run after the other.
+
+    Returns:
+        Number of the run and position of each step, and where each run begins in them.
+    """
+    counts = np.maximum(high - low + 1, 0)
+    starts = np.cumsum(counts) - counts
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) - (starts - low)[run], starts
