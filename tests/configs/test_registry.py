@@ -22,7 +22,13 @@ GROUPS = {
     "storage": {"ring", "rollout"},
     "writer": {"ring", "rollout"},
     "sampler": {"minibatch", "prioritized", "recent", "sequence", "uniform"},
-    "transform": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
+    "transform": {
+        "discounted_returns",
+        "generalized_advantages",
+        "hindsight_relabel",
+        "intrinsic_returns",
+        "vtrace_advantages",
+    },
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
     "replay_buffer": {"experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},
 }

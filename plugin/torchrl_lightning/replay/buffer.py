@@ -65,7 +65,7 @@ class ExperienceBuffer(BufferBase):
         collate_fn: what makes a batch of the cells that were read.
         pin_memory: pin sampled batches in page-locked memory.
         prefetch: batches drawn ahead by a thread.
-        transform: a transform that written data and samples pass through.
+        transform: a transform that written data and samples pass through; samples show it their cells, ``index``.
         shared: let other processes write and read.
 
     Raises:
@@ -277,7 +277,7 @@ class ExperienceBuffer(BufferBase):
             return super().sample(batch_size, return_info, include_info)
         if self._n_step is None:
             return self.read(batch_size, self._fetch)
-        return self._folded(self.read, batch_size, self._fetch)
+        return self._derived(self.read, batch_size, self._fetch)
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
         """Sample a batch as a TensorDict, even where the documented ``sample`` of a buffer returns something else.
@@ -317,21 +317,22 @@ class ExperienceBuffer(BufferBase):
     def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
         """Draw a batch on TorchRL's long path; ``write_position`` is at the latest what held when it was read."""
         before = self.parts[2].snapshot()
-        data, info = sample(batch_size) if self._n_step is None else self._folded(sample, batch_size)
+        plain = self._n_step is None and not self.has_transform
+        data, info = sample(batch_size) if plain else self._derived(sample, batch_size)
         index = info["index"]
         if not (isinstance(index, tuple) and len(index) > 1):
             where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
             info["write_position"] = before[where.cpu() % len(before)]
         return data, info
 
-    def _folded(self, read: Callable[..., Any], *args: Any) -> Any:
+    def _derived(self, read: Callable[..., Any], *args: Any) -> Any:
         storage = self.parts[0]
-        with self.locked():
-            storage.n_step = self._n_step
+        with self.locked():  # also because transforms may read more cells than were drawn
+            storage.n_step, storage.shows_cells = self._n_step, self.has_transform
             try:
                 return read(*args)
             finally:
-                storage.n_step = None
+                storage.n_step, storage.shows_cells = None, False
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.
@@ -444,7 +445,7 @@ class ExperienceBuffer(BufferBase):
         check_sampler(sampler, state_dict["sampler"], storage.max_size)
         writer.check_state(state_dict["writer"])
         _check_agreement(writer.length, sampler, state_dict)
-        check_transform(self.transform, state_dict["transform"])
+        check_transform(self.transform, state_dict["transform"], storage)
         batches = [unpack_batch(packed) for packed in state_dict["prefetched"]]
         with self.at_rest():
             self.put_prefetched(batches)

@@ -107,8 +107,8 @@ def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
         raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
 
 
-def check_transform(transform: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse the state of other transforms than these; the error says what differs."""
+def check_transform(transform: nn.Module, state: Mapping[str, Any], storage: Any = None) -> None:
+    """Refuse the state of other transforms than these, which may read ``storage``; the error says what differs."""
     here, there = (
         {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
         for entries in (transform.state_dict(), state)
@@ -116,7 +116,7 @@ def check_transform(transform: nn.Module, state: Mapping[str, Any]) -> None:
     if here != there:
         raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
     try:
-        copy.deepcopy(transform).load_state_dict(dict(state))
+        copy.deepcopy(transform, {id(storage): storage}).load_state_dict(dict(state))
     except Exception as error:  # a transform may keep and refuse what it likes
         raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
 

@@ -79,6 +79,8 @@ class RingStorage(StorageBase):
         self.cells: Cells | None = None
         self.n_step: NStepReturns | None = None
         """How what is read is folded into n-step returns: set by a buffer while it samples."""
+        self.shows_cells = False
+        """Whether what is read says in which cells it lies: set by a buffer while it samples for its transforms."""
         self._process = this_process()
 
     @property
@@ -297,7 +299,10 @@ class RingStorage(StorageBase):
         index = integers(index, "Cells").to(self.device)
         self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
-        return new_tensordict(self.gather(index, names), index.shape, names, index.device)
+        entries = self.gather(index, names)
+        if self.shows_cells:
+            entries["index"] = index
+        return new_tensordict(entries, index.shape, names, index.device)
 
     def _view(self, index: Any) -> TensorDictBase:
         assert self.data is not None

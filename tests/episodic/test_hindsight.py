@@ -1,0 +1,253 @@
+"""Hindsight against ALF's recorded one, and against a brute-force twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import (
+    ExperienceBuffer,
+    HindsightRelabel,
+    PrioritizedSampler,
+    RingStorage,
+    RingWriter,
+    SequenceSampler,
+)
+
+GOLDEN = Path(__file__).parents[1] / "data" / "alf_frame_stack_and_her.npz"
+FIRST, LAST = 0, 2
+
+
+class Injected(HindsightRelabel):
+    """Hindsight that draws what it is given."""
+
+    def inject(self, *draws):
+        self.draws = [torch.as_tensor(each, dtype=torch.float64) for each in draws]
+        return self
+
+    def draw(self, count):
+        drawn = self.draws.pop(0)
+        assert len(drawn) == count
+        return drawn
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as file:
+        data = {name.removeprefix("her_"): file[name] for name in file.files if name.startswith("her_")}
+    env, position = data["env_ids"], data["positions"]
+    data["straddles"] = data["step_type"][position, env] == LAST
+    relabelled = data["u_select"] < float(data["proportion"])
+    data["relabelled"] = relabelled & ~data["straddles"]
+    data["u_future"] = data["u_future"][~data["straddles"][relabelled]]  # ALF relabels pairs that straddle, too
+    data["achieved"] = np.arange(len(data["step_type"]))[:, None] / 10 + 100.0 * np.arange(2)
+    return data
+
+
+def test_golden_windows_of_two_time_steps(golden):
+    kinds = torch.from_numpy(golden["step_type"])
+    length = int(golden["config_E_L_n_B"][1])
+    storage = RingStorage(2 * length)
+    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(2, done_key="last"))
+    for step, achieved in zip(kinds, golden["achieved"], strict=True):
+        flags = {"last": (step == LAST).unsqueeze(-1), "is_init": (step == FIRST).unsqueeze(-1)}
+        goals = {"achieved_goal": torch.tensor(achieved).float().unsqueeze(-1), "desired_goal": torch.zeros(2, 1)}
+        buffer.extend(TensorDict({**flags, **goals, "reward": torch.full((2, 1), -1.0)}, [2]))
+    env, position = torch.from_numpy(golden["env_ids"]), torch.from_numpy(golden["positions"])
+    cells = buffer.writer.cell(env.unsqueeze(1), position.unsqueeze(1) + torch.arange(2))
+    batch = storage.get(cells).set("index", cells)
+    relabel = Injected(storage, her_proportion=float(golden["proportion"]), reward_key="reward")
+    relabel.inject(golden["u_select"], golden["u_future"])(batch)
+    expected = np.where(golden["relabelled"][:, None], golden["goal"], 0.0)
+    np.testing.assert_allclose(batch["desired_goal"].squeeze(-1).numpy(), expected, rtol=1e-6)
+    kept = ~golden["straddles"]
+    np.testing.assert_array_equal(batch["reward"].squeeze(-1).numpy()[kept], golden["reward"][kept])
+    assert (batch["reward"].squeeze(-1).numpy()[~kept] == -1).all()
+
+
+def test_golden_single_steps(golden):
+    kinds, achieved = golden["step_type"], golden["achieved"]
+    storage = RingStorage(2 * 31)
+    buffer = ExperienceBuffer(storage=storage, num_envs=2)
+    cell_of = {}
+    for t in range(len(kinds) - 1):
+        env = np.flatnonzero(kinds[t] != LAST)
+        now, then = (torch.tensor(achieved[s, env]).float().unsqueeze(-1) for s in (t, t + 1))
+        done = torch.tensor(kinds[t + 1, env] == LAST).unsqueeze(-1)
+        after = {"achieved_goal": then, "reward": torch.full((len(env), 1), -1.0), "done": done}
+        if len(env):
+            step = TensorDict(
+                {"achieved_goal": now, "desired_goal": torch.zeros(len(env), 1), "next": after}, [len(env)]
+            )
+            cells = buffer.extend(step, env_ids=torch.from_numpy(env))
+            cell_of.update({(int(e), t): int(c) for e, c in zip(env, cells, strict=True)})
+    kept = ~golden["straddles"]
+    pairs = zip(golden["env_ids"][kept], golden["positions"][kept], strict=True)
+    index = torch.tensor([cell_of[int(e), int(p)] for e, p in pairs])
+    batch = storage.get(index).set("index", index)
+    relabel = Injected(storage, her_proportion=float(golden["proportion"]))
+    relabel.inject(golden["u_select"][kept], golden["u_future"])(batch)
+    goals = np.where(golden["relabelled"], golden["goal"][:, 0], 0.0)[kept]
+    np.testing.assert_allclose(batch["desired_goal"].squeeze(-1).numpy(), goals, rtol=1e-6)
+    np.testing.assert_array_equal(batch["next", "reward"].squeeze(-1).numpy(), golden["reward"][kept, 1])
+
+
+def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
+    """Episodes in which place ``i`` is achieved by step ``i``, counted over all of them."""
+    place = torch.arange(float(sum(lengths))).unsqueeze(-1)
+    done = torch.zeros_like(place, dtype=torch.bool)
+    done[torch.tensor(lengths).cumsum(0) - 1] = True
+    goals = torch.full_like(place, goal)
+    after = {"achieved_goal": place + 1, "desired_goal": goals, "reward": goals, "done": done, "terminated": done}
+    after["truncated"] = torch.zeros_like(done)
+    return TensorDict({"achieved_goal": place, "desired_goal": goals, "next": after}, [len(place)])
+
+
+def relabelling(storage: RingStorage, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
+    transform = HindsightRelabel(storage, **{"her_proportion": 1.0, **options})
+    generator = torch.Generator().manual_seed(0)
+    buffer = ExperienceBuffer(
+        storage=storage, sampler=sampler, transform=transform, batch_size=batch_size, generator=generator
+    )
+    buffer.extend(walk(lengths))
+    return buffer
+
+
+def test_future_goals_are_uniform_over_the_rest_of_the_episode():
+    buffer = relabelling(RingStorage(32), [3, 8, 5], 40_000)
+    batch = buffer.sample()
+    step = batch["index"]
+    goal = batch["desired_goal"].squeeze(-1).long() - 1
+    for first, end in ((0, 3), (3, 11), (11, 16)):
+        for begin in range(first, end):
+            counts = torch.bincount(goal[step == begin], minlength=16)
+            assert counts[:begin].sum() == 0
+            assert counts[end:].sum() == 0
+            expected = counts.sum() / (end - begin)
+            chi_square = float(((counts[begin:end] - expected) ** 2 / expected).sum())
+            assert chi_square < (end - begin - 1) + 5 * (2 * (end - begin)) ** 0.5 + 1
+
+
+def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
+    buffer = relabelling(RingStorage(32), [3, 8, 5], 10_000, her_proportion=0.25)
+    batch = buffer.sample()
+    relabelled = batch["desired_goal"].squeeze(-1) != -5
+    assert abs(int(relabelled.sum()) - 2500) < 5 * (10_000 * 0.25 * 0.75) ** 0.5
+    assert (batch["next", "reward"].squeeze(-1)[~relabelled] == -5).all()
+    reached = batch["next", "achieved_goal"] == batch["desired_goal"]
+    assert torch.equal(batch["next", "reward"][relabelled], reached[relabelled].float() - 1)
+    assert torch.equal(batch["next", "desired_goal"], batch["desired_goal"])
+
+
+def test_the_stored_steps_never_change():
+    storage = RingStorage(32)
+    buffer = relabelling(storage, [3, 8, 5], 100, compute_terminated=lambda achieved, desired, _: achieved == desired)
+    buffer.sample()
+    assert (storage.get(torch.arange(16)) == walk([3, 8, 5])).all()
+
+
+@pytest.mark.parametrize("ends", ["across", "inside", "pad"])
+def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
+    sampler = SequenceSampler(4, episode_ends=ends)
+    batch = relabelling(RingStorage(32), [3, 8, 5], 500, sampler).sample()
+    goal, step = batch["desired_goal"].squeeze(-1), batch["index"]
+    episode = torch.bucketize(step, torch.tensor([2, 10, 15]))
+    whole = (episode == episode[:, :1]).all(1)
+    assert whole.any()
+    assert whole.all() == (ends != "across")
+    assert (goal[~whole] == -5).all()
+    assert (goal[whole] == goal[whole][:, :1]).all()
+    assert (goal[whole, 0] > step[whole, -1]).all()
+    reached = batch["next", "achieved_goal"] == batch["desired_goal"]
+    assert torch.equal(batch["next", "reward"][whole], reached[whole].float() - 1)
+
+
+def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored():
+    storage = RingStorage(8)
+    buffer = relabelling(storage, [6], 1000)
+    more = walk([6, 6])[6:10]
+    buffer.extend(more)  # the first two steps of the first episode go; the second has four steps so far
+    batch = buffer.sample()
+    place, goal = batch["achieved_goal"].squeeze(-1), batch["desired_goal"].squeeze(-1)
+    assert set(place.tolist()) == set(range(2, 10))
+    assert set(goal[place < 6].tolist()) == {3.0, 4.0, 5.0, 6.0}
+    assert set(goal[place >= 6].tolist()) == {7.0, 8.0, 9.0, 10.0}
+
+
+def test_flags_stay_or_are_made_anew():
+    plain = relabelling(RingStorage(32), [3, 8, 5], 300).sample()
+    assert torch.equal(plain["next", "done"].squeeze(-1), torch.isin(plain["index"], torch.tensor([2, 10, 15])))
+    batch = relabelling(RingStorage(32), [3, 8, 5], 300, compute_terminated=lambda a, d, _: (a == d).numpy()).sample()
+    reached = batch["next", "achieved_goal"] == batch["desired_goal"]
+    assert reached.any()
+    assert not reached.all()
+    assert torch.equal(batch["next", "terminated"], reached)
+    assert torch.equal(batch["next", "done"], reached)
+
+
+def test_goals_may_be_made_of_whole_observations():
+    def reward(achieved, desired, info):
+        assert info == {}
+        assert achieved.shape == desired.shape == (50, 1)
+        return (achieved > desired).numpy().astype(np.float32).squeeze(-1)
+
+    storage = RingStorage(16)
+    transform = HindsightRelabel(
+        storage, her_proportion=1.0, achieved_goal_key="state", goal=lambda state: state[..., 1:], compute_reward=reward
+    )
+    buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=50)
+    data = walk([6]).exclude("achieved_goal", ("next", "achieved_goal"))
+    data["state"], data["next", "state"] = torch.rand(6, 2), torch.rand(6, 2)
+    buffer.extend(data)
+    batch = buffer.sample()
+    assert torch.isin(batch["desired_goal"], data["next", "state"][:, 1:]).all()
+    higher = batch["next", "state"][:, 1:] > batch["desired_goal"]
+    assert torch.equal(batch["next", "reward"], higher.float())
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_restored_buffer_relabels_as_the_original(prefetch, tmp_path):
+    def build():
+        storage = RingStorage(32)
+        transform = HindsightRelabel(storage)
+        return ExperienceBuffer(
+            storage=storage,
+            sampler=PrioritizedSampler(32, 0.6, 0.4),
+            transform=transform,
+            batch_size=50,
+            prefetch=prefetch,
+        )
+
+    original, restored = build(), build()
+    original.extend(walk([3, 8, 5]))
+    original.sample()
+    original.dumps(tmp_path / "state")
+    restored.loads(tmp_path / "state")
+    for _ in range(3):
+        expected, batch = original.sample(), restored.sample()
+        assert (expected["desired_goal"] != -5).any()
+        assert (expected == batch).all()
+
+
+def test_what_cannot_be_relabelled_is_refused():
+    storage = RingStorage(32)
+    with pytest.raises(ValueError, match="her_proportion must be between 0 and 1"):
+        HindsightRelabel(storage, her_proportion=1.5)
+    transform = HindsightRelabel(storage, her_proportion=1.0)
+    with pytest.raises(ValueError, match="where episodes end"):
+        transform(walk([4]).set("index", torch.arange(4)))
+    buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=4, n_steps=2)
+    buffer.extend(walk([4]))
+    with pytest.raises(ValueError, match="n_steps=1"):
+        buffer.sample()
+    with pytest.raises(KeyError, match="the cells that a batch was read from"):
+        transform(walk([4]))
+    with pytest.raises(KeyError, match=r"HindsightRelabel needs the entry .*desired_goal"):
+        transform(walk([4]).exclude("desired_goal").set("index", torch.arange(4)))
+    transform.compute_reward = lambda achieved, desired, info: torch.zeros(3)
+    with pytest.raises(ValueError, match=r"is \[4, 1\], got \[3\]"):
+        transform(walk([4]).set("index", torch.arange(4)))
