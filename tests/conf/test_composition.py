@@ -162,6 +162,7 @@ def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
         data.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*MultiRoom-N4-S5-v0 is out of date")  # it has published returns
 @pytest.mark.parametrize(
     ("experiment", "env", "fewer"),
     [
@@ -169,6 +170,8 @@ def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
+        ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
+        ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
     ],
 )
 def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env, fewer, tmp_path, monkeypatch):
