@@ -34,7 +34,10 @@ from torchrl_lightning.demonstrations import play_demonstrations as play_demonst
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
+from torchrl_lightning.episodic import BatchInfo as BatchInfo
+from torchrl_lightning.episodic import EpisodicReplayBuffer as EpisodicReplayBuffer
 from torchrl_lightning.episodic import EpisodicReturn as EpisodicReturn
+from torchrl_lightning.episodic import FrameStackTransform as FrameStackTransform
 from torchrl_lightning.episodic import HindsightRelabel as HindsightRelabel
 from torchrl_lightning.episodic import RecentSampler as RecentSampler
 from torchrl_lightning.episodic import StepLayout as StepLayout

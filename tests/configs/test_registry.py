@@ -24,6 +24,7 @@ GROUPS = {
     "sampler": {"minibatch", "prioritized", "recent", "sequence", "uniform"},
     "transform": {
         "discounted_returns",
+        "frame_stack",
         "generalized_advantages",
         "hindsight_relabel",
         "intrinsic_returns",

@@ -64,7 +64,10 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
         sequence="SequenceSampler",
         recent="RecentSampler",
     ),
-    "transform": {**_ESTIMATORS, **_group(TransformConfig, hindsight_relabel="HindsightRelabel")},
+    "transform": {
+        **_ESTIMATORS,
+        **_group(TransformConfig, frame_stack="FrameStackTransform", hindsight_relabel="HindsightRelabel"),
+    },
     "value": _ESTIMATORS,
     "replay_buffer": _group(
         ReplayBufferBaseConfig,

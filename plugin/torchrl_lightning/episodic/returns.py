@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.entries import entry_of
-from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout, steps_between
+from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.scan import discounted_scan

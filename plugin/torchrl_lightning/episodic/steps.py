@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.replay.episode_index import Flags, flag_of
-from torchrl_lightning.replay.rings import Ints
 from torchrl_lightning.replay.writer import RingWriter
 
 FIRST, MID, LAST = 0, 1, 2
@@ -74,15 +72,3 @@ class TimeStepWriter(RingWriter):
         kind = self._entry(data, leaves, self._done_path)
         assert kind is not None
         return flag_of(kind == LAST, steps), flag_of(kind == FIRST, steps)
-
-
-def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """List the positions of several runs of steps, ``[low, high]`` each, one run after the other.
-
-    Returns:
-        Number of the run and position of each step, and where each run begins in them.
-    """
-    counts = np.maximum(high - low + 1, 0)
-    starts = np.cumsum(counts) - counts
-    run = np.repeat(np.arange(len(counts)), counts)
-    return run, np.arange(len(run)) - (starts - low)[run], starts

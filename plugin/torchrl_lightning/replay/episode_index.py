@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.rings import Ints, check_steps
 from torchrl_lightning.replay.sharing import SharedArrays
 
 Flags = NDArray[np.bool_]
@@ -147,17 +147,8 @@ class EpisodeIndex(SharedArrays):
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 
     def _check(self, env_ids: Tensor, positions: Tensor) -> None:
-        env, position = np.atleast_1d(_array(env_ids)), np.atleast_1d(_array(positions))
-        if env.size and (env.min() < 0 or env.max() >= self.num_envs):
-            raise IndexError(f"Environment ids must lie in [0, {self.num_envs}), got {env.min()} to {env.max()}.")
-        env, position = np.broadcast_arrays(env, position)
-        wrong = (position < self._oldest(env)) | (position >= self._positions[env])
-        if wrong.any():
-            e, p = int(env[wrong][0]), int(position[wrong][0])
-            raise IndexError(
-                f"Step {p} of environment {e} is not stored; it holds steps "
-                f"[{int(self._oldest(env)[wrong][0])}, {int(self._positions[e])})."
-            )
+        env, position = np.broadcast_arrays(np.atleast_1d(_array(env_ids)), np.atleast_1d(_array(positions)))
+        check_steps(env, position, self._oldest(np.arange(self.num_envs)), self._positions)
 
     def state_dict(self, cells: Tensor) -> dict[str, Any]:
         """Copy of what is known about ``cells`` (the filled ones)."""

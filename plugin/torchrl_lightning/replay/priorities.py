@@ -179,6 +179,16 @@ class Priorities:
         self.generations[unique] += int(new)
         return -1, fresh, 0.0 if new else float(values.max()), last
 
+    def remove(self, index: Tensor) -> None:
+        """Forget cells that hold nothing any more, ``[n]``, each once."""
+        cells = index[self.priorities[index] >= 0]
+        self.tree.assign(cells, self.tree.leaves.new_zeros(1))
+        self.priorities[cells] = ABSENT
+        self.count -= len(cells)
+        for tree, nothing in ((self.lowest, math.inf), (self.highest, 0.0)):
+            if tree is not None:
+                tree.assign(cells, tree.leaves.new_full((1,), nothing))
+
     def check(self, priority: Tensor) -> None:
         """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
         bad = (~self._sound(priority, self.power(priority))).nonzero()

@@ -268,6 +268,10 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             index = torch.arange(index.start, index.stop, index.step)
         self.table.mark(self._cells(index, storage), self.default_priority)
 
+    def forget(self, index: Tensor) -> None:
+        """Never draw cells again that hold nothing any more, ``[n]``, until they are written."""
+        self.table.remove(index.to(self.device))
+
     def extend(self, index: Any) -> None:
         """Do nothing: :meth:`mark_update` was called before."""
 

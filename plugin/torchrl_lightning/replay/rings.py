@@ -164,6 +164,30 @@ def uneven_rings(storage: Storage) -> Rings | None:
     return None if rings is None or rings.is_even else rings
 
 
+def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """List the positions of several runs of steps, ``[low, high]`` each, one run after the other.
+
+    Returns:
+        Number of the run and position of each step, and where each run begins in them.
+    """
+    counts = np.maximum(high - low + 1, 0)
+    starts = np.cumsum(counts) - counts
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) - (starts - low)[run], starts
+
+
+def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
+    """Refuse steps that are not stored, of rings that hold ``[oldest, positions)``; the error names the first."""
+    if env.size and (env.min() < 0 or env.max() >= len(positions)):
+        raise IndexError(f"Environment ids must lie in [0, {len(positions)}), got {env.min()} to {env.max()}.")
+    wrong = (position < oldest[env]) | (position >= positions[env])
+    if wrong.any():
+        e, p = int(env[wrong][0]), int(position[wrong][0])
+        raise IndexError(
+            f"Step {p} of environment {e} is not stored; it holds steps [{int(oldest[e])}, {int(positions[e])})."
+        )
+
+
 def stored_cells(storage: Storage) -> Tensor:
     """Return all cells that hold something, in ascending order: ``O(capacity)``."""
     rings = uneven_rings(storage)

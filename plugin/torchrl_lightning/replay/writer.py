@@ -17,7 +17,7 @@ from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_k
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.rings import Ints, Rings, lay_rings, rings_in
+from torchrl_lightning.replay.rings import Ints, Rings, lay_rings, rings_in, steps_between
 from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
@@ -137,11 +137,9 @@ class RingWriter(WriterBase, Rings):
             return
         self._refresh()
         start = np.maximum(np.zeros_like(seen) if emptied else seen, self._oldest())
-        counts = torch.from_numpy(self._positions - start)
-        env = torch.repeat_interleave(torch.from_numpy(self._ids), counts)
-        rank = torch.arange(len(env)) - (counts.cumsum(0) - counts)[env]
+        env, position, _ = steps_between(start, self._positions - 1)
         if len(env):
-            self.notify(self.cell(env, torch.from_numpy(start)[env] + rank))
+            self.notify(self.cell(torch.from_numpy(env), torch.from_numpy(position)))
         self._note_seen()
 
     def _note_seen(self) -> None:
@@ -322,6 +320,34 @@ class RingWriter(WriterBase, Rings):
         """End the running episodes: the next steps do not continue them, as after a restart of the environments."""
         if self.index is not None:
             self.index.cut(None if env_ids is None else self._check_ids(env_ids))
+
+    def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
+        """Take the oldest steps out of the rings; whoever keeps priorities of them must forget these.
+
+        Args:
+            count: how many of each environment; None for all that it holds.
+            env_ids: the environments; None for all.
+
+        Returns:
+            The cells that hold nothing any more, ``[M * count]``, one environment after the other.
+
+        Raises:
+            ValueError: an environment holds fewer, or the ids are not different numbers of environments.
+        """
+        self.check_process()
+        env = self._ids if env_ids is None else self._check_ids(env_ids)
+        oldest = self._oldest()[env]
+        held = self._positions[env] - oldest
+        if count is not None and int(held.min()) < count:
+            few = int(env[held.argmin()])
+            raise ValueError(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
+        end = oldest + (held if count is None else count)
+        run, position, _ = steps_between(oldest, end - 1)
+        if self.index is not None:
+            self.index.keep_headless_end(env, end)
+        self._floor[env] = end
+        self._settle()
+        return torch.from_numpy(position % self.length * self.num_envs + env[run])
 
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""

@@ -1,0 +1,32 @@
+"""Where a documented batch comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorClass
+from torch import Tensor
+
+
+class BatchInfo(TensorClass):
+    """What :meth:`EpisodicReplayBuffer.get_batch` tells of its windows, ``[B]``.
+
+    Attributes:
+        env_ids: the environment of each window.
+        positions: the position of its first step.
+        importance_weights: priority of that step over the mean priority that is not zero; None without priorities.
+        replay_buffer: the buffer that it was drawn from.
+        discounted_return: the return of its first step; None where returns are not recorded.
+
+    Example:
+        >>> import torch
+        >>> info = BatchInfo(torch.tensor([0, 1]), torch.tensor([5, 7]), batch_size=[2])
+        >>> info[1].positions.item(), info.importance_weights
+        (7, None)
+    """
+
+    env_ids: Tensor
+    positions: Tensor
+    importance_weights: Tensor | None = None
+    replay_buffer: Any = None
+    discounted_return: Tensor | None = None

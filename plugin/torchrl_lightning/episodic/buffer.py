@@ -1,0 +1,471 @@
+"""ALF's replay buffer: a ring for each environment, its episodes, priorities, recency and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Composite
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import check_tensordict, entry_of, path_of, under
+from torchrl_lightning.episodic.batch_info import BatchInfo
+from torchrl_lightning.episodic.recent import RecentSampler
+from torchrl_lightning.episodic.returns import EpisodicReturn
+from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.rings import check_steps, steps_between
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.segment_kernels import integers
+
+NO_PROCESSES = (
+    "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False). "
+    "Drop blocking=True."
+)
+
+
+class EpisodicReplayBuffer(ExperienceBuffer):
+    """Replay buffer of several environments, as ALF's: a ring for each, of which some may be written without others.
+
+    A row is a transition with our keys, or, if ``data_spec`` has a ``step_type``, a time step as ALF stores them;
+    :mod:`torchrl_lightning.episodic.steps` says how they correspond. Every TorchRL verb works beside the documented
+    ones: ``sample`` draws single steps, flat, and :meth:`get_batch` windows. A position counts the steps of an
+    environment since the buffer was emptied.
+
+    Args:
+        data_spec: a row without batch size: a ``Composite`` spec or a TensorDict. ``None`` takes what is written first.
+        num_environments: number of rings.
+        max_length: steps of each; later ones replace the oldest.
+        num_earliest_frames_ignored: the oldest so many steps of each are not drawn.
+        prioritized_sampling: draw in proportion to priorities.
+        initial_priority: least priority of new steps; it is the highest stored one if that is more.
+        recent_data_steps: as in :class:`RecentSampler`, here and below.
+        recent_data_ratio: which share of a batch is drawn among the newest steps.
+        with_replacement: draw independently instead of evenly spread.
+        device: where the steps lie and batches come out.
+        allow_multiprocess: must be False: the buffer serves one process.
+        keep_episodic_info: keep the index of episodes. ``None`` does so where the data say how episodes end, which they
+            must if returns are recorded.
+        record_episodic_return: keep the return of every step; see :class:`EpisodicReturn`, here and below.
+        default_return: the return of a step for which there is none (yet).
+        gamma: its discount.
+        reward_clip: lowest and highest reward that counts in it.
+        enable_checkpoint: a loaded state is that of a run that starts its environments anew: new steps do not continue
+            the episodes that were running. Otherwise they do.
+        name: shown by ``repr``.
+        critic: as in :class:`EpisodicReturn`.
+        layout: under which keys rows hold what; by default, our keys or ALF's.
+        scratch_dir: as in :class:`RingStorage`.
+        sampler: takes the place of the sampler that the arguments above describe.
+        generator: as in :class:`ExperienceBuffer`, here and below.
+
+    Raises:
+        KeyError: returns are to be recorded, and ``data_spec`` has no rewards.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Source:
+        https://github.com/HorizonRobotics/alf
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0)})
+        >>> buffer = EpisodicReplayBuffer(row, num_environments=2, max_length=8)
+        >>> for kind in (0, 1, 1, 2):
+        ...     step = {"step_type": torch.tensor([kind, kind]), "reward": torch.tensor([1.0, 2.0])}
+        ...     buffer.add_batch(TensorDict(step, [2]))
+        >>> batch, info = buffer.get_batch(batch_size=4, batch_length=2)
+        >>> batch.shape, info.env_ids.tolist()
+        (torch.Size([4, 2]), [0, 1, 0, 1])
+        >>> buffer.steps_to_episode_end(torch.tensor([0, 3]), torch.tensor([0, 1])).tolist()
+        [3, 0]
+    """
+
+    def __init__(
+        self,
+        data_spec: Composite | TensorDictBase | None,
+        num_environments: int,
+        max_length: int = 1024,
+        num_earliest_frames_ignored: int = 0,
+        prioritized_sampling: bool = False,
+        initial_priority: float = 1.0,
+        recent_data_steps: int = 1,
+        recent_data_ratio: float = 0.0,
+        with_replacement: bool = False,
+        device: torch.device | str = "cpu",
+        allow_multiprocess: bool = False,
+        keep_episodic_info: bool | None = None,
+        record_episodic_return: bool = False,
+        default_return: float = -1000.0,
+        gamma: float = 0.99,
+        reward_clip: Sequence[float] | None = None,
+        enable_checkpoint: bool = False,
+        name: str = "ReplayBuffer",
+        *,
+        critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        layout: StepLayout | None = None,
+        scratch_dir: str | Path | None = None,
+        sampler: Sampler | None = None,
+        generator: torch.Generator | None = None,
+        batch_size: int | None = None,
+        priority_key: NestedKey = "td_error",
+        transform: Transform | Callable[[Any], Any] | None = None,
+    ) -> None:
+        if allow_multiprocess:
+            raise ValueError(
+                "allow_multiprocess=True is not supported: no process can wait for another one at this buffer. "
+                "To write and read it from several processes without waiting, call share() before they start."
+            )
+        ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
+        if prioritized_sampling:
+            raise ValueError("prioritized_sampling=True is not supported; pass sampler=PrioritizedSampler(...).")
+        if record_episodic_return and keep_episodic_info is False:
+            raise ValueError("record_episodic_return=True needs the index of episodes; drop keep_episodic_info=False.")
+        row = data_spec.zero() if isinstance(data_spec, Composite) else data_spec
+        if row is not None:
+            check_tensordict(row)
+            if row.ndim:
+                raise ValueError(f"data_spec describes one row, got one of batch size {list(row.shape)}; take row[0].")
+        if layout is None:
+            layout = TRANSITIONS if row is None or entry_of(row, "step_type") is None else TIME_STEPS
+        envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
+        track = True if record_episodic_return else keep_episodic_info
+        if sampler is None:
+            sampler = RecentSampler(
+                1,
+                recent_data_steps=recent_data_steps,
+                recent_data_ratio=recent_data_ratio,
+                with_replacement=with_replacement,
+                num_earliest_frames_ignored=ignored,
+            )
+        super().__init__(
+            storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
+            writer=layout.writer(envs, track),
+            sampler=sampler,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+        )
+        self.num_environments, self.max_length, self.layout, self.name = envs, length, layout, name
+        self.num_earliest_frames_ignored, self.enable_checkpoint = ignored, enable_checkpoint
+        self._initial_priority = initial_priority
+        self.returns: EpisodicReturn | None = None
+        if record_episodic_return:
+            self.returns = EpisodicReturn(
+                self.storage, gamma=gamma, reward_clip=reward_clip, default_return=default_return, critic=critic,
+                layout=layout,
+            )  # fmt: skip
+        if row is not None:
+            first = row.unsqueeze(0).to(device)
+            self.storage.allocate(first if self.returns is None else self.returns.with_default(first))
+
+    # ------------------------------------------------------------------ writing
+
+    def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> None:
+        """Add one step of some environments, or several with a dimension named ``"time"``; the oldest ones go.
+
+        Args:
+            batch: ``[B]``, one step for each id; of all environments in order where there are no ids.
+            env_ids: different environments, ``[B]``.
+            blocking: must be False: there is nobody to wait for.
+
+        Raises:
+            KeyError: an entry is missing that the index or the returns need.
+            TypeError: it is not a TensorDict.
+            ValueError: ids are out of range or come twice, the batch has another size or schema than expected;
+                nothing is written.
+        """
+        if blocking:
+            raise ValueError(NO_PROCESSES)
+        self.extend(batch, env_ids)
+
+    def extend(
+        self,
+        data: TensorDictBase,
+        env_ids: Tensor | None = None,
+        *,
+        time_dim: int | None = None,
+        update_priority: bool | None = None,
+    ) -> Tensor:
+        """Write steps; see :meth:`ExperienceBuffer.extend`."""
+        if self.returns is not None:
+            check_tensordict(data)
+            data = self.returns.with_default(data)
+        return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
+
+    def dequeue(self, env_ids: Tensor | None = None, n: int = 1, blocking: bool = False) -> TensorDictBase:
+        """Take out the oldest steps of environments and return them, ``[B, n]``.
+
+        Args:
+            env_ids: different environments; None for all.
+            n: how many steps of each.
+            blocking: must be False: there is nobody to wait for.
+
+        Raises:
+            ValueError: an environment holds fewer steps, or ids are out of range or come twice; nothing is taken out.
+        """
+        if blocking:
+            raise ValueError(NO_PROCESSES)
+        integer(n, "n")
+        with self.locked():
+            # Reading after the removal is safe: nobody writes meanwhile.
+            cells = self._drop(n, env_ids)
+            return self._read(cells.view(-1, n))
+
+    def clear(self, env_ids: Tensor | None = None) -> None:
+        """Forget everything, or everything of some environments: steps, episodes, priorities and returns.
+
+        Raises:
+            ValueError: ids are out of range or come twice; nothing is forgotten.
+        """
+        if env_ids is None:
+            self.empty()
+            return
+        with self.locked():
+            self._drop(None, env_ids)
+            self.writer.cut(env_ids)
+
+    def _drop(self, count: int | None, env_ids: Tensor | None) -> Tensor:
+        cells: Tensor = self.writer.drop(count, env_ids)
+        if isinstance(self.sampler, PrioritizedSampler):
+            self.sampler.forget(cells)
+        return cells
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def total_size(self) -> int:
+        """Steps stored of all environments."""
+        return len(self)
+
+    def get_batch(self, batch_size: int, batch_length: int) -> tuple[TensorDictBase, BatchInfo]:
+        """Draw windows of successive steps, which may go on in the next episode.
+
+        Args:
+            batch_size: how many.
+            batch_length: steps of each.
+
+        Returns:
+            The windows, ``[batch_size, batch_length]``, and where they come from, ``[batch_size]``.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            ValueError: no environment holds so many steps that are not ignored.
+        """
+        sampler, writer = self.sampler, self.writer
+        with self.locked():
+            before = getattr(sampler, "batch_length", 1)
+            sampler.batch_length = integer(batch_length, "batch_length")
+            try:
+                batch = self.read(batch_size, self._fetch)
+            finally:
+                sampler.batch_length = before
+            first = batch["index"][:, 0].cpu()
+            info = BatchInfo(
+                writer.env_of(first), writer.position_of(first), replay_buffer=self, batch_size=[batch_size]
+            )
+        if self.returns is not None:
+            value = batch[self.returns.key][:, 0]
+            info.discounted_return = value.squeeze(-1) if value.ndim == 2 and value.shape[1] == 1 else value
+        return (self.transform(batch) if self.has_transform else batch), info
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Draw steps, ``[B]``; otherwise as :meth:`ExperienceBuffer.sample`."""
+        found = super().sample(batch_size, return_info, include_info)
+        if getattr(self.sampler, "batch_length", None) != 1:
+            return found
+        return (_flat(found[0]), found[1]) if return_info else _flat(found)
+
+    def gather_all(
+        self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True
+    ) -> tuple[TensorDictBase, BatchInfo]:
+        """Return all steps in order, ``[num_environments, T]``, and where they come from.
+
+        Args:
+            ignore_earliest_frames: leave the ``num_earliest_frames_ignored`` oldest steps of each out.
+            convert_to_default_device: move them to torch's default device.
+
+        Raises:
+            RuntimeError: nothing is stored, or nothing but what is to be ignored.
+            ValueError: the environments hold different numbers of steps.
+        """
+        writer = self.writer
+        with self.locked():
+            filled, ignored = writer.filled, self.num_earliest_frames_ignored if ignore_earliest_frames else 0
+            if int(filled.min()) != int(filled.max()):
+                raise ValueError(f"The environments hold different numbers of steps, {filled.tolist()}; use get_field.")
+            if int(filled[0]) <= ignored:
+                raise RuntimeError(f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored.")
+            begin = writer.oldest + ignored
+            env, position, _ = steps_between(begin.numpy(), writer.positions.numpy() - 1)
+            cells = writer.cell(torch.from_numpy(env), torch.from_numpy(position))
+            batch = self._read(cells.view(self.num_environments, -1))
+            info = BatchInfo(
+                torch.arange(self.num_environments), begin, replay_buffer=self, batch_size=[self.num_environments]
+            )
+        device = torch.get_default_device() if convert_to_default_device else self.storage.device
+        return (batch if batch.device == device else batch.to(device)), info
+
+    def get_field(self, field_name: NestedKey, env_ids: Tensor, positions: Tensor) -> Any:
+        """Return an entry of stored steps, of the broadcast shape of ids and positions.
+
+        Args:
+            field_name: a key, also as a string with dots; the empty string for everything.
+            env_ids: environments.
+            positions: their steps.
+
+        Raises:
+            IndexError: a step is not stored, or there is no such environment.
+            KeyError: there is no such entry.
+        """
+        key = tuple(field_name.split(".")) if isinstance(field_name, str) else path_of(field_name)
+        cells = self._cells_of(env_ids, positions)
+        if key == ("",):
+            return self._read(cells)
+        self.storage.leaves(key)
+        skip = [path for path in self.storage.cells.places if not under(path, key)]
+        found: Any = self.storage.gather(cells.to(self.storage.device), None, skip)
+        for part in key:
+            found = found[part]
+        return found
+
+    def _cells_of(self, env_ids: Tensor, positions: Tensor) -> Tensor:
+        env, position = torch.broadcast_tensors(
+            integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+        )
+        writer = self.writer
+        check_steps(env.numpy(), position.numpy(), writer.oldest.numpy(), writer.positions.numpy())
+        cells: Tensor = writer.cell(env, position)
+        return cells
+
+    def _read(self, cells: Tensor) -> TensorDictBase:
+        storage = self.storage
+        names = (None, "time") if cells.ndim == 2 else None
+        cells = cells.to(storage.device)
+        return new_tensordict(storage.gather(cells, names), cells.shape, names, cells.device)
+
+    # ------------------------------------------------------------------ episodes
+
+    def _index(self) -> EpisodeIndex:
+        index: EpisodeIndex | None = self.writer.index
+        if index is None:
+            raise RuntimeError(
+                "The episodes of this buffer are not known: nothing was written, keep_episodic_info=False, or the data "
+                f"have no entry {self.layout.done!r}."
+            )
+        return index
+
+    def steps_to_episode_end(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return how many steps come after stored ones in their episodes; up to the newest one if it is not over.
+
+        Raises:
+            IndexError: a step is not stored, or there is no such environment.
+            RuntimeError: there is no index of episodes.
+        """
+        return self._index().steps_to_end(env_ids, pos)
+
+    def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return the first positions of the episodes of stored steps, which may not be stored any more.
+
+        Raises:
+            IndexError: a step is not stored, or there is no such environment.
+            RuntimeError: there is no index of episodes.
+        """
+        return self._index().begin(env_ids, pos, clip=False)
+
+    def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
+        """Return where the rewards begin that count in the returns of stored steps: after the end of a life, if any.
+
+        That is the newest step, up to the given one, that is the first of its episode or follows one that terminates;
+        a time step whose discount is zero is itself where the next life begins. Where this step is not stored any more,
+        it is the first of the episode. Costs as much as there are steps in between.
+
+        Raises:
+            IndexError: a step is not stored, or there is no such environment.
+            KeyError: the data do not say where they terminate.
+            RuntimeError: there is no index of episodes.
+        """
+        env, position = torch.broadcast_tensors(env_ids, pos)
+        shape, env, position = env.shape, env.flatten(), position.flatten()
+        begin = self.get_episode_begin_position(position, env)
+        oldest = self.writer.oldest[env]
+        skipped = int(not self.layout.time_steps)  # a transition that terminates is the last of its life
+        run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)
+        owner = torch.from_numpy(run)
+        ended = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
+        after = torch.from_numpy(steps)[ended] + skipped
+        return begin.scatter_reduce(0, owner[ended], after, "amax").view(shape)
+
+    def _terminated(self, cells: Tensor) -> Tensor:
+        (_, leaf), *_ = self.storage.leaves(self.layout.terminated)
+        return torch.from_numpy(self.layout.terminates(leaf.index_select(0, cells.to(leaf.device))))
+
+    # ------------------------------------------------------------------ priorities
+
+    @property
+    def initial_priority(self) -> float:
+        """Priority of new steps."""
+        sampler = self.sampler
+        return sampler.default_priority if isinstance(sampler, PrioritizedSampler) else self._initial_priority
+
+    def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
+        """Set priorities of steps; those of steps that were overwritten in between are ignored.
+
+        With two arguments, it is TorchRL's verb: cells and their priorities.
+
+        Args:
+            env_ids: environments, ``[B]``.
+            positions: their steps, ``[B]``, from a :class:`BatchInfo`.
+            priorities: ``[B]``.
+
+        Raises:
+            IndexError: a step was not written yet, or there is no such environment.
+            ValueError: a priority is negative, NaN or infinite, shapes differ, or the buffer draws without priorities.
+        """
+        if priorities is None:
+            super().update_priority(env_ids, positions)
+            return
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise ValueError("This buffer draws without priorities; build it with prioritized_sampling=True.")
+        env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
+        priority = torch.as_tensor(priorities)
+        if not env.shape == position.shape == priority.shape or env.ndim != 1:
+            shapes = [list(each.shape) for each in (env, position, priority)]
+            raise ValueError(f"env_ids, positions and priorities must be [B] each, got {shapes}.")
+        with self.locked():
+            writer, begin = self.writer, np.zeros(self.num_environments, np.int64)
+            check_steps(env.numpy(), position.numpy(), begin, writer.positions.numpy())
+            stored = position >= writer.oldest[env]
+            self.give_priority(writer.cell(env, position)[stored], priority[stored.to(priority.device)])
+
+    # ------------------------------------------------------------------ state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state; with ``enable_checkpoint``, the episodes that were running end there, unfinished.
+
+        Raises:
+            ValueError: it does not fit; nothing is changed.
+        """
+        super().load_state_dict(state_dict)
+        if self.enable_checkpoint:
+            self.writer.cut()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.num_environments} x {self.max_length}, {len(self)} stored)"
+
+
+def _flat(batch: TensorDictBase) -> TensorDictBase:
+    """Take the dimension of time out of windows of one step."""
+    entries = {key: _flat(leaf) if isinstance(leaf, TensorDictBase) else leaf.squeeze(1) for key, leaf in batch.items()}
+    return new_tensordict(entries, batch.batch_size[:1], None, batch.device)

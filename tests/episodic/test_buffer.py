@@ -1,0 +1,330 @@
+"""The documented verbs of the episodic buffer: ALF's recorded results, a brute-force twin, and TorchRL's verbs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import Bounded, Composite, Unbounded
+
+from torchrl_lightning.episodic import EpisodicReplayBuffer
+from torchrl_lightning.episodic.steps import FIRST, LAST
+
+DATA = Path(__file__).parents[1] / "data"
+ROW = TensorDict({"step_type": torch.tensor(0), "reward": torch.tensor(0.0), "discount": torch.tensor(1.0)})
+
+
+def steps(kind: list[int], reward: list[float] | None = None, discount: list[float] | None = None) -> TensorDict:
+    size = len(kind)
+    columns = {
+        "step_type": torch.tensor(kind),
+        "reward": torch.tensor(reward or [0.0] * size),
+        "discount": torch.tensor(discount or [float(each != LAST) for each in kind]),
+    }
+    return TensorDict(columns, [size])
+
+
+def build(num_environments: int = 2, max_length: int = 4, **options: Any) -> EpisodicReplayBuffer:
+    return EpisodicReplayBuffer(ROW, num_environments, max_length, **options)
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_golden_episode_index(case: int) -> None:
+    with np.load(DATA / "alf_episode_index.npz") as file:
+        data = {name: file[f"c{case}_{name}"] for name in ("step_type", "current_pos", "begin_pos", "steps_to_end")}
+        num_envs, length = file[f"c{case}_num_envs_max_length"].tolist()
+    buffer = build(num_envs, length, keep_episodic_info=True)
+    for i, types in enumerate(data["step_type"]):
+        env = np.flatnonzero(types >= 0)
+        buffer.add_batch(steps(types[env].tolist()), torch.from_numpy(env))
+        size = np.minimum(data["current_pos"][i], length)
+        ids = torch.from_numpy(np.repeat(np.arange(num_envs), size))
+        position = torch.cat([torch.arange(p - min(p, length), p) for p in data["current_pos"][i].tolist()])
+        stored = data["begin_pos"][i] >= 0
+        assert buffer.total_size == size.sum()
+        assert buffer.get_episode_begin_position(position, ids).tolist() == data["begin_pos"][i][stored].tolist()
+        assert buffer.steps_to_episode_end(position, ids).tolist() == data["steps_to_end"][i][stored].tolist()
+
+
+def test_golden_gather_all() -> None:
+    buffer = EpisodicReplayBuffer(TensorDict({"x": torch.tensor(0.0)}), 4, 9, num_earliest_frames_ignored=2)
+    with np.load(DATA / "alf_gather_all.npz") as file:
+        last = dict(enumerate([10, 11, 12, 13, 14, 6, 7, 8, 9]))
+        for step in range(1, 15):
+            buffer.add_batch(TensorDict({"x": torch.full((4,), float(step))}, [4]))
+            for ignored in (0, 2):
+                name = f"t{step}_ign{ignored // 2}_"
+                if step <= ignored:
+                    assert f"{name}x" not in file
+                    continue
+                batch, info = buffer.gather_all(ignore_earliest_frames=ignored > 0)
+                recorded, first = torch.from_numpy(file[f"{name}x"]), max(0, step - 9) + ignored
+                assert batch["x"].tolist() == [list(range(first + 1, step + 1))] * 4
+                if step < 9:  # ALF gave views, so that what was recorded is what was written there last
+                    assert recorded.tolist() == [[last[p] for p in range(first, step)]] * 4
+                else:
+                    assert batch["x"].equal(recorded)
+                assert info.positions.tolist() == file[f"{name}positions"].tolist() == [first] * 4
+                assert info.env_ids.tolist() == [0, 1, 2, 3]
+                assert info.replay_buffer is buffer
+
+
+class Twin:
+    """All steps of each environment as a list; what was taken out or overwritten lies below ``oldest``."""
+
+    def __init__(self, num_envs: int, length: int) -> None:
+        self.length, self.steps, self.oldest = length, [[] for _ in range(num_envs)], [0] * num_envs
+        self.begins: list[set[int]] = [{0} for _ in range(num_envs)]  # of episodes
+
+    def add(self, env: int, kind: int, reward: float, discount: float) -> None:
+        steps = self.steps[env]
+        if kind == FIRST or (steps and steps[-1][0] == LAST):
+            self.begins[env].add(len(steps))
+        steps.append((kind, reward, discount))
+        self.oldest[env] = max(self.oldest[env], len(steps) - self.length)
+
+    def clear(self, env: int) -> None:
+        self.oldest[env] = len(self.steps[env])
+        self.begins[env].add(len(self.steps[env]))
+
+    def stored(self) -> list[tuple[int, int]]:
+        return [(e, p) for e, steps in enumerate(self.steps) for p in range(self.oldest[e], len(steps))]
+
+    def begin(self, env: int, position: int) -> int:
+        return max(begin for begin in self.begins[env] if begin <= position)
+
+    def steps_to_end(self, env: int, position: int) -> int:
+        after = [begin for begin in self.begins[env] if begin > position]
+        return min([*after, len(self.steps[env])]) - 1 - position
+
+    def life(self, env: int, position: int) -> int:
+        first = max(self.begin(env, position), self.oldest[env])
+        ended = [p for p in range(first, position + 1) if self.steps[env][p][2] == 0]
+        return max([self.begin(env, position), *ended])
+
+
+kinds, rewards = st.sampled_from([FIRST, 1, 1, 1, LAST]), st.integers(-9, 9).map(float)
+step = st.tuples(kinds, rewards, st.sampled_from([1.0, 1.0, 0.0]))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, list[int], Any]]]:
+    num_envs, length = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    plan = []
+    for verb in draw(st.lists(st.sampled_from(["add"] * 8 + ["dequeue", "clear", "restore"]), min_size=1, max_size=24)):
+        ids = draw(st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True))
+        rows = draw(st.lists(step, min_size=len(ids), max_size=len(ids))) if verb == "add" else None
+        plan.append((verb, ids, rows or draw(st.integers(1, 2))))
+    return num_envs, length, plan
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=calls())
+def test_twin(plan: tuple) -> None:
+    num_envs, length, verbs = plan
+    buffer, twin = build(num_envs, length, keep_episodic_info=True), Twin(num_envs, length)
+    for verb, ids, what in verbs:
+        env_ids = torch.tensor(ids)
+        if verb == "add":
+            buffer.add_batch(steps(*map(list, zip(*what, strict=True))), env_ids)
+            for env, row in zip(ids, what, strict=True):
+                twin.add(env, *row)
+        elif verb == "clear":
+            buffer.clear(env_ids)
+            for env in ids:
+                twin.clear(env)
+        elif verb == "restore":
+            state = buffer.state_dict()
+            buffer = build(num_envs, length, keep_episodic_info=True)
+            buffer.load_state_dict(state)
+        elif all(len(twin.steps[env]) - twin.oldest[env] >= what for env in ids):
+            taken = buffer.dequeue(env_ids, n=what)
+            for row, env in enumerate(ids):
+                first = twin.oldest[env]
+                assert taken["reward"][row].tolist() == [each[1] for each in twin.steps[env][first : first + what]]
+                twin.oldest[env] += what
+        else:
+            with pytest.raises(ValueError, match=f"take out {what} steps"):
+                buffer.dequeue(env_ids, n=what)
+        stored = twin.stored()
+        assert buffer.total_size == len(stored)
+        if not stored or buffer.writer.index is None:
+            continue
+        env, position = torch.tensor(stored).unbind(1)
+        assert buffer.get_field("reward", env, position).tolist() == [twin.steps[e][p][1] for e, p in stored]
+        assert buffer.get_episode_begin_position(position, env).tolist() == [twin.begin(e, p) for e, p in stored]
+        assert buffer.steps_to_episode_end(position, env).tolist() == [twin.steps_to_end(e, p) for e, p in stored]
+        assert buffer.get_disc_0_begin_position(position, env).tolist() == [twin.life(e, p) for e, p in stored]
+
+
+def test_lives_of_transitions() -> None:
+    flags = {"done": [0, 0, 0, 0, 1, 0], "terminated": [0, 1, 0, 0, 1, 0]}
+    row = {key: torch.tensor(value, dtype=torch.bool).unsqueeze(-1) for key, value in flags.items()}
+    buffer = EpisodicReplayBuffer(None, 1, 8)
+    buffer.extend(TensorDict({"next": row}, [6]))
+    position = torch.arange(6)
+    assert buffer.get_disc_0_begin_position(position, torch.tensor(0)).tolist() == [0, 0, 2, 2, 2, 5]
+    assert buffer.get_episode_begin_position(position, torch.tensor(0)).tolist() == [0, 0, 0, 0, 0, 5]
+
+
+def test_windows_and_where_they_come_from() -> None:
+    buffer = build(3, 16, record_episodic_return=True, gamma=0.5, generator=torch.Generator().manual_seed(1))
+    for t in range(20):
+        kind = [FIRST if t % 5 == 0 else LAST if t % 5 == 4 else 1] * 3
+        buffer.add_batch(steps(kind, [float(t), t + 100.0, t + 200.0]))
+    again = copy.deepcopy(buffer)
+    batch, info = buffer.get_batch(12, 3)
+    assert (batch.shape, batch.names) == (torch.Size([12, 3]), [None, "time"])
+    assert info.env_ids.bincount().tolist() == [4, 4, 4]
+    assert batch["reward"].equal((info.env_ids * 100 + info.positions).unsqueeze(1) + torch.arange(3.0))
+    assert info.discounted_return.equal(batch["discounted_return"][:, 0])
+    assert info.discounted_return.equal(buffer.get_field("discounted_return", info.env_ids, info.positions))
+    assert info.importance_weights is None
+    assert info.replay_buffer is buffer
+    twice, other = again.get_batch(12, 3)
+    assert (twice == batch).all()
+    assert other.positions.equal(info.positions)
+    assert info[3].positions == info.positions[3]
+    assert buffer.sampler.batch_length == 1
+
+
+def test_torchrl_verbs() -> None:
+    spec = Composite(
+        observation=Unbounded((3,)), action=Bounded(-1, 1, (1,)),
+        next=Composite(observation=Unbounded((3,)), reward=Unbounded((1,)), done=Bounded(0, 1, (1,), dtype=torch.bool),
+                       terminated=Bounded(0, 1, (1,), dtype=torch.bool)),
+    )  # fmt: skip
+    buffer = EpisodicReplayBuffer(spec, 2, 8, record_episodic_return=True, gamma=1.0, batch_size=4)
+    data = spec.expand(2).rand()
+    data["next", "done"][:] = data["next", "terminated"][:] = True
+    data["next", "reward"][:] = torch.tensor([[1.0], [2.0]])
+    assert buffer.extend(data).tolist() == [0, 1]
+    assert "discounted_return" not in data.keys()  # noqa: SIM118  # of a TensorDict
+    batch = buffer.sample()
+    assert batch.shape == (4,)
+    assert batch["discounted_return"].shape == (4, 1)
+    assert batch["discounted_return"].equal(batch["next", "reward"])
+    assert batch["action"].equal(data["action"][batch["index"]])
+    info = buffer.get_batch(2, 1)[1]
+    assert sorted(info.discounted_return.tolist()) == [1, 2]
+    buffer.empty()
+    assert buffer.total_size == 0
+
+
+def test_state_travels_to_files(tmp_path: Path) -> None:
+    buffer = build(record_episodic_return=True)
+    for kind in (FIRST, 1, LAST, FIRST, 1):
+        buffer.add_batch(steps([kind] * 2, [1.0, 2.0]))
+    buffer.dumps(tmp_path / "buffer")
+    other = build(record_episodic_return=True)
+    other.loads(tmp_path / "buffer")
+    for ours in (buffer, other):
+        ours.add_batch(steps([LAST] * 2, [1.0, 2.0]))
+    for key in ("discounted_return", "reward", "step_type"):
+        assert other.gather_all()[0][key].equal(buffer.gather_all()[0][key])
+    assert other.get_batch(5, 2)[1].positions.equal(buffer.get_batch(5, 2)[1].positions)
+
+
+@pytest.mark.parametrize("enable_checkpoint", [True, False])
+def test_new_steps_continue_an_episode_only_in_an_exact_restore(enable_checkpoint: bool) -> None:
+    options = {"record_episodic_return": True, "gamma": 1.0, "enable_checkpoint": enable_checkpoint}
+    buffer = build(1, 8, **options)
+    for kind in (FIRST, 1):
+        buffer.add_batch(steps([kind], [1.0]))
+    other = build(1, 8, **options)
+    other.load_state_dict(buffer.state_dict())
+    assert other.get_field("step_type", torch.tensor(0), torch.tensor(1)) == 1  # ALF turns it into LAST
+    for kind in (1, LAST):
+        other.add_batch(steps([kind], [1.0]))
+    position, env = torch.arange(4), torch.zeros(4, dtype=torch.long)
+    begin, end, value = ([0, 0, 2, 2], [1, 0, 1, 0], [-1000, -1000, 1, -1000])
+    if not enable_checkpoint:
+        begin, end, value = [0] * 4, [3, 2, 1, 0], [3, 2, 1, -1000]
+    assert other.get_episode_begin_position(position, env).tolist() == begin
+    assert other.steps_to_episode_end(position, env).tolist() == end
+    assert other.get_field("discounted_return", env, position).tolist() == value
+
+
+def snapshot(buffer: EpisodicReplayBuffer) -> Any:
+    return [str(buffer.state_dict()), buffer.total_size]
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("duplicate ids", lambda b: b.add_batch(steps([1, 1]), torch.tensor([1, 1])), ValueError, r"got \[1, 1\]"),
+    ("id too high", lambda b: b.add_batch(steps([1]), torch.tensor([2])), ValueError, r"in \[0, 2\), got \[2\]"),
+    ("negative id", lambda b: b.add_batch(steps([1]), torch.tensor([-1])), ValueError, r"got \[-1\]"),
+    ("too few rows", lambda b: b.add_batch(steps([1])), ValueError, "Got 1 rows for 2 environments"),
+    ("another schema", lambda b: b.add_batch(steps([1, 1]).exclude("step_type")), ValueError, "'step_type' is miss"),
+    ("another dtype", lambda b: b.add_batch(steps([1, 1]).double()), ValueError, "float64"),
+    ("no reward", lambda b: b.add_batch(steps([1, 1]).exclude("reward")), KeyError, "'reward', which returns need"),
+    ("not a TensorDict", lambda b: b.add_batch({"reward": 1}), TypeError, "Expected a TensorDict, got a dict"),
+    ("blocking", lambda b: b.add_batch(steps([1, 1]), blocking=True), ValueError, "allow_multiprocess=False"),
+    ("blocking dequeue", lambda b: b.dequeue(blocking=True), ValueError, "allow_multiprocess=False"),
+    ("too many", lambda b: b.dequeue(n=3), ValueError, "Cannot take out 3 steps of each environment: 1 holds 2"),
+    ("none", lambda b: b.dequeue(n=0), ValueError, "n must be a positive integer, got 0"),
+    ("dequeue of no one", lambda b: b.dequeue(torch.tensor([0, 5])), ValueError, r"got \[0, 5\]"),
+    ("clear of no one", lambda b: b.clear(torch.tensor([5])), ValueError, r"got \[5\]"),
+    ("uneven", lambda b: b.gather_all(), ValueError, r"different numbers of steps, \[3, 2\]"),
+    ("long window", lambda b: b.get_batch(4, 4), ValueError, "no room for a window: the fullest ring holds 3 steps"),
+    ("no window", lambda b: b.get_batch(4, 0), ValueError, "batch_length must be a positive integer"),
+    ("not yet", lambda b: b.get_field("reward", torch.tensor([1]), torch.tensor([2])), IndexError, "Step 2 of env.* 1"),
+    (
+        "not any more",
+        lambda b: b.get_field("reward", torch.tensor(0), torch.tensor(1)),
+        IndexError,
+        r"holds .*\[2, 5\)",
+    ),
+    ("negative", lambda b: b.get_field("reward", torch.tensor(1), torch.tensor(-1)), IndexError, "Step -1"),
+    ("no one", lambda b: b.get_field("reward", torch.tensor(2), torch.tensor(2)), IndexError, r"in \[0, 2\), got 2"),
+    ("no entry", lambda b: b.get_field("a.b", torch.tensor(0), torch.tensor(2)), KeyError, "no stored entry"),
+    ("end", lambda b: b.steps_to_episode_end(torch.tensor([9]), torch.tensor([0])), IndexError, "Step 9"),
+    ("begin", lambda b: b.get_episode_begin_position(torch.tensor([0]), torch.tensor([0])), IndexError, "Step 0"),
+    ("life", lambda b: b.get_disc_0_begin_position(torch.tensor([9]), torch.tensor([0])), IndexError, "Step 9"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_input_changes_nothing(call: Any, error: type[Exception], says: str) -> None:
+    buffer = build(2, 3, record_episodic_return=True)
+    for _ in range(2):
+        buffer.add_batch(steps([1, 1]))
+    for _ in range(3):
+        buffer.add_batch(steps([1]), torch.tensor([0]))
+    before = snapshot(buffer)
+    with pytest.raises(error, match=says):
+        call(buffer)
+    assert snapshot(buffer) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"record_episodic_return": True, "keep_episodic_info": False}, ValueError, "return=True needs the index"),
+        ({"allow_multiprocess": True}, ValueError, "allow_multiprocess=True is not supported"),
+        ({"num_environments": 0}, ValueError, "num_environments must be a positive integer"),
+        ({"max_length": 0}, ValueError, "max_length must be a positive integer"),
+        ({"recent_data_ratio": 2.0}, ValueError, "recent_data_ratio"),
+        ({"record_episodic_return": True, "reward_clip": (1, 0)}, ValueError, "reward_clip"),
+        ({"data_spec": steps([1])}, ValueError, r"describes one row, got one of batch size \[1\]"),
+        ({"data_spec": 3}, TypeError, "Expected a TensorDict, got a int"),
+        ({"data_spec": ROW.exclude("reward"), "record_episodic_return": True}, KeyError, "'reward', which returns"),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        EpisodicReplayBuffer(**{"data_spec": ROW, "num_environments": 2, "max_length": 4, **options})
+
+
+def test_episodes_are_not_known_without_their_index() -> None:
+    buffer = build(keep_episodic_info=False)
+    buffer.add_batch(steps([FIRST, FIRST]))
+    with pytest.raises(RuntimeError, match="keep_episodic_info=False"):
+        buffer.steps_to_episode_end(torch.tensor([0]), torch.tensor([0]))
+    assert buffer.get_batch(2, 1)[0].shape == (2, 1)

@@ -1,0 +1,131 @@
+"""Frame stacks on read against ALF's recorded ones, and against the stacks of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import (
+    ExperienceBuffer,
+    FrameStack,
+    FrameStackTransform,
+    RingStorage,
+    RingWriter,
+    SequenceSampler,
+)
+
+GOLDEN = Path(__file__).parents[1] / "data" / "alf_frame_stack_and_her.npz"
+FIRST, LAST = 0, 2
+
+
+def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
+    with np.load(GOLDEN) as file:
+        data = {name.removeprefix("fs_"): file[name] for name in file.files if name.startswith("fs_")}
+    num_envs, length, _, count, steps = data["config_E_L_n_stack_len"].tolist()
+    kinds = torch.from_numpy(data["step_type"])
+    storage = RingStorage(num_envs * length)
+    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(num_envs, done_key="last"))
+    for t, kind in enumerate(kinds):
+        frame = (t + 1000.0 * torch.arange(num_envs)).view(num_envs, 1, 1)
+        flags = {"last": (kind == LAST).unsqueeze(-1), "is_init": (kind == FIRST).unsqueeze(-1)}
+        buffer.extend(TensorDict({"observation": frame, **flags}, [num_envs]))
+    env, position = torch.from_numpy(data["env_ids"]), torch.from_numpy(data["positions"])
+    windows = position.unsqueeze(1) + torch.arange(steps)
+    cells = buffer.writer.cell(env.unsqueeze(1), windows)
+    batch = FrameStackTransform(storage, count)(storage.get(cells).set("index", cells))
+    found = batch["observation"].flatten(2).numpy()
+    inside = (kinds[windows[:, 1:], env.unsqueeze(1)] == FIRST).any(1).numpy()
+    assert inside.any()
+    np.testing.assert_array_equal(found[~inside], data["stacked"][~inside])
+    assert (found[inside] != data["stacked"][inside]).any()  # ALF's stacks cross into the episode before
+    for e, row, stacks in zip(env.tolist(), windows.tolist(), found, strict=True):
+        for p, stack in zip(row, stacks, strict=True):
+            begin = max(q for q in range(p + 1) if kinds[q, e] == FIRST)
+            assert stack.tolist() == [1000 * e + max(p - k, begin) for k in range(count - 1, -1, -1)]
+
+
+class Frames(gym.Env):
+    """Shows random images; episodes have a few steps."""
+
+    def __init__(self, shape: tuple[int, ...], seed: int) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.action_space = gym.spaces.Discrete(2)
+        self.rng = np.random.default_rng(seed)
+
+    def _frame(self):
+        return self.rng.integers(0, 256, self.observation_space.shape, np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        return self._frame(), {}
+
+    def step(self, action):
+        return self._frame(), 0.0, bool(self.rng.random() < 0.2), False, {}
+
+
+def play(shape, count, seed, steps):
+    """Yield each step twice: with single frames, and as the recipe stacks them."""
+    env = FrameStack(Frames(shape, seed), count)
+    bare = env.env
+    frames = []
+
+    original = bare._frame
+    bare._frame = lambda: frames.append(original()) or frames[-1]
+    stack, _ = env.reset()
+    for _ in range(steps):
+        frame = frames[-1]
+        after, _, terminated, _, _ = env.step(0)
+        flags = {"done": torch.tensor([terminated]), "reward": torch.rand(1)}
+        yield tuple(
+            {"observation": torch.from_numpy(a), "next": {"observation": torch.from_numpy(b), **flags}}
+            for a, b in ((frame, frames[-1]), (stack, after))
+        )
+        stack = env.reset()[0] if terminated else after
+
+
+def filled(shape, count, sampler=None, **options):
+    """Buffers of two environments: one that stacks on read, and one that stored the stacks."""
+    storage, stacks = RingStorage(64), RingStorage(64)
+    transform = FrameStackTransform(storage, count)
+    ours = ExperienceBuffer(storage=storage, num_envs=2, sampler=sampler, transform=transform, batch_size=64, **options)
+    plain = ExperienceBuffer(storage=stacks, num_envs=2, **options)
+    for pairs in zip(play(shape, count, 1, 30), play(shape, count, 2, 30), strict=True):
+        for buffer, steps in zip((ours, plain), zip(*pairs, strict=True), strict=True):
+            buffer.extend(torch.stack([TensorDict({**step, "next": TensorDict(step["next"])}) for step in steps]))
+    return ours, plain
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 16, 12), (16, 12, 3)])
+@pytest.mark.parametrize("windows", [False, True])
+def test_stacks_are_those_of_the_recipe(shape, windows):
+    ours, plain = filled(shape, 3, SequenceSampler(4, episode_ends="across") if windows else None)
+    batch = ours.sample()
+    expected = plain.storage.get(batch["index"])
+    assert torch.equal(batch["observation"], expected["observation"])
+    assert torch.equal(batch["next", "observation"], expected["next", "observation"])
+
+
+def test_folded_steps_have_the_stack_after_the_last_of_them():
+    ours, plain = filled((5, 7), 3, n_steps=3)
+    batch = ours.sample()
+    plain.storage.n_step = plain._n_step
+    expected = plain.storage.get(batch["index"])
+    assert (batch["steps_to_next_obs"] == 3).any()
+    assert torch.equal(batch["next", "observation"], expected["next", "observation"])
+
+
+def test_what_cannot_be_stacked_is_refused():
+    with pytest.raises(ValueError, match="frame_stack"):
+        FrameStackTransform(RingStorage(4), 0)
+    storage = RingStorage(4)
+    buffer = ExperienceBuffer(storage=storage, transform=FrameStackTransform(storage, 2), batch_size=2)
+    buffer.extend(TensorDict({"observation": torch.zeros(3, 5), "next": {"done": torch.zeros(3, 1).bool()}}, [3]))
+    with pytest.raises(ValueError, match=r"'observation' is \[5\]; stacked are images"):
+        buffer.sample()
+    buffer.transform[0].keys = ("pixels",)
+    with pytest.raises(KeyError, match="pixels"):
+        buffer.sample()
