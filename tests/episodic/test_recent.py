@@ -152,8 +152,9 @@ def test_beginnings_equal_those_of_plain_lists(
             (env, position) for env, position in allowed if position + steps + 1 >= len(stored[env]) + stored[env][0]
         }
         enough = (sum(map(len, stored)) / num_envs - (steps - 1 + ignored)) * ratio > 2
-        assert set(starts_of(batch)) == (newest if enough and ratio == 1 else allowed)
-        assert set(starts_of(batch)[:32]) == (newest if enough else allowed) or not enough
+        drawn = starts_of(batch)
+        assert set(drawn[: int(64 * ratio)] if enough else drawn) == (newest if enough else allowed)
+        assert set(drawn) <= allowed
         for key in ("env", "position"):
             gap = int(key == "position")
             assert (batch[key] == batch[key][:, :1] + gap * torch.arange(steps)).all()

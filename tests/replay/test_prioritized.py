@@ -565,7 +565,7 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
     assert table.lowest is not None
     assert float(table.lowest.summary()) == min(known.values(), default=math.inf)
     if known:
-        cells, weights, stamps = table.draw(32, generator(0), stratified=True, beta=0.5)
+        cells, weights, stamps = table.draw(table.uniform(32, generator(0)), stratified=True, beta=0.5)
         assert set(cells.tolist()) <= set(known)
         assert torch.equal(stamps, table.generations[cells])
         leaves = table.tree.leaves[cells]

@@ -265,6 +265,8 @@ class PrioritizedSamplerSchema:
     stratified: bool = True
     weight_norm: str | None = "batch"
     initial_priority: float = 1.0
+    batch_length: int | None = None
+    num_earliest_frames_ignored: int = 0
 
 
 @dataclass

@@ -30,9 +30,8 @@ from torchrl_lightning.replay.checks import (
     unpack_batch,
 )
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
@@ -243,8 +242,8 @@ class ExperienceBuffer(BufferBase):
         priority = None
         if update_priority is not False and _is_prioritized(sampler):
             priority = data.get(self.priority_key, None)
-        if isinstance(sampler, PrioritizedSampler):
-            sampler.check_write(storage, data.shape[0], priority)
+        if (prioritized := prioritized_in(sampler)) is not None:
+            prioritized.check_write(storage, data.shape[0], priority)
         index = self.write(data) if env_ids is None else self.write(data, env_ids)
         if priority is not None:
             self.update_priority(index, priority)
@@ -303,7 +302,7 @@ class ExperienceBuffer(BufferBase):
         device = cells.device
         if not (index.is_cpu and cells.on_cpu):
             index, stamps = index.to(device), stamps.to(device)
-        names = (None, "time") if isinstance(sampler, SequenceSampler) else None
+        names = (None, "time") if own and index.ndim == 2 else None
         # Entries that the sampler gives itself need not be read.
         entries = storage.gather(index, names, [key for key in info if isinstance(key, tuple)] if own else ())
         entries["index"], entries["write_position"] = index, stamps
@@ -470,7 +469,8 @@ class ExperienceBuffer(BufferBase):
         """Take the priorities that a loss wrote into a sampled batch (entry ``priority_key``).
 
         Does nothing if the sampler knows no priorities. With our sampler, cells that were overwritten since the batch
-        was drawn (its ``write_generation``) keep the priority of what they hold now.
+        was drawn (its ``write_generation``) keep the priority of what they hold now, and a window gets one priority of
+        those of its steps (see ``reduction``).
 
         Raises:
             KeyError: the batch has no priorities or no ``index``.
@@ -483,11 +483,13 @@ class ExperienceBuffer(BufferBase):
         if priority is None or index is None:
             missing = self.priority_key if priority is None else "index"
             raise KeyError(f"The batch has no entry {missing!r}; it has {sorted(map(str, data.keys()))}.")
-        if index.ndim != 1 or priority.ndim != 1:
+        prioritized = prioritized_in(sampler)
+        has_windows = prioritized is not None and prioritized.batch_length is not None
+        if not has_windows and (index.ndim != 1 or priority.ndim != 1):
             if priority.ndim > index.ndim:
                 priority = priority.reshape(index.shape)
             index, priority = index.reshape(-1), priority.reshape(-1)
-        if isinstance(sampler, PrioritizedSampler):
+        if prioritized is not None:
             self.give_priority(index, priority, generation=entry_of(data, "write_generation"))
         else:
             self.give_priority(index, priority.detach())
@@ -554,11 +556,13 @@ def _check_agreement(length: int, sampler: Sampler, state: Mapping[str, Any]) ->
     filled, listed = rings.filled_cells(), held["cells"]
     if held["count"] != len(filled) or (listed is None) != rings.is_even or not (rings.is_even or listed.equal(filled)):
         raise ValueError(f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}.")
-    if isinstance(sampler, PrioritizedSampler):
-        drawn = (state["sampler"]["priorities"] >= 0).nonzero().squeeze(1).cpu()
+    if (prioritized := prioritized_in(sampler)) is not None:
+        held = state["sampler"] if prioritized is sampler else state["sampler"]["prioritized"]
+        drawn = (held["priorities"] >= 0).nonzero().squeeze(1).cpu()
         if not torch.isin(drawn, filled).all():
             raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
 
 def _is_prioritized(sampler: Sampler) -> bool:
-    return type(sampler).update_priority is not Sampler.update_priority
+    keeper = getattr(sampler, "prioritized", sampler)
+    return keeper is not None and type(keeper).update_priority is not Sampler.update_priority

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay import priority_kernels
-from torchrl_lightning.replay.rings import uniform
+from torchrl_lightning.replay.rings import Ints, uniform
+from torchrl_lightning.replay.starts import EVERYWHERE, Starts
 from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
 from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.state import Check, check_state, number, same, tensor
@@ -23,8 +25,9 @@ ABSENT = -1.0  # the priority of a cell that holds nothing
 class Priorities:
     """Priorities ``p`` of cells, and a sum tree over ``(p + eps) ** alpha`` from which cells are drawn.
 
-    The plain priorities are kept beside the tree, so that ``alpha`` can be changed exactly. Every cell counts how often
-    it was written (its generation), by which an update that comes too late is recognised.
+    The plain priorities are kept beside the tree, so that ``alpha`` can be changed exactly, and a cell that may not be
+    drawn for a while keeps its own. Every cell counts how often it was written (its generation), by which an update
+    that comes too late is recognised.
 
     Args:
         capacity: number of cells.
@@ -34,6 +37,7 @@ class Priorities:
         device: where they live.
         keep_lowest: know the lowest stored priority (a further tree).
         keep_highest: know the highest stored priority (a further tree), not only the highest ever given.
+        limited: draw only cells that :meth:`limit` names, not all that are stored.
         backend: of the trees.
 
     Example:
@@ -54,6 +58,7 @@ class Priorities:
         device: torch.device | str = "cpu",
         keep_lowest: bool = False,
         keep_highest: bool = False,
+        limited: bool = False,
         backend: Backend = "auto",
     ) -> None:
         self.tree = SumSegmentTree(capacity, dtype, device, "PrioritizedSampler", backend=backend)
@@ -61,6 +66,7 @@ class Priorities:
         self.alpha, self.eps = alpha, eps
         self.priorities = allocate(capacity, dtype, device).fill_(ABSENT)
         self.generations = allocate(capacity, torch.int32, device).zero_()
+        self.starts = Starts() if limited else None
         self.count = 0
         self.extent = 0  # every cell that was ever written lies below
         self.largest = 0.0
@@ -134,6 +140,7 @@ class Priorities:
             new = isinstance(priority, float)
             place, fresh, change, largest, last = jitted(priority_kernels.write)(
                 self._arrays(),
+                EVERYWHERE if self.starts is None else self.starts.arrays,
                 _packed(index),
                 np.array([priority]) if isinstance(priority, float) else _packed(priority),
                 priority_kernels.NOTHING if drawn is None else _packed(drawn),
@@ -152,6 +159,8 @@ class Priorities:
             if tree is not None:
                 cells = index[index >= 0]
                 cells = cells[self.priorities[cells] >= 0]
+                if tree is self.lowest and self.starts is not None:
+                    cells = cells[self.starts.hold(cells)]
                 tree.assign(cells, self.priorities[cells])
 
     def _write_torch(
@@ -174,7 +183,8 @@ class Priorities:
         rows = last_of_each(cells)
         unique = cells[rows]
         fresh, last = (int((self.priorities[unique] < 0).sum()), int(unique.max())) if new else (0, -1)
-        self.tree.assign(unique, leaves[rows])
+        leaves = leaves[rows]
+        self.tree.assign(unique, leaves if self.starts is None else torch.where(self.starts.hold(unique), leaves, 0.0))
         self.priorities[unique] = values[rows]
         self.generations[unique] += int(new)
         return -1, fresh, 0.0 if new else float(values.max()), last
@@ -189,6 +199,23 @@ class Priorities:
             if tree is not None:
                 tree.assign(cells, tree.leaves.new_full((1,), nothing))
 
+    def limit(self, begin: Ints, end: Ints, length: int) -> None:
+        """Let only steps at positions ``[begin, end)`` of each environment be drawn; all keep their priorities.
+
+        Costs as much as steps change sides since the last time.
+        """
+        assert self.starts is not None
+        moved = self.starts.move(begin, end, length)
+        if moved is None:
+            return
+        shut, opened = (cells.to(self.priorities.device) for cells in moved)
+        self.tree.assign(shut, self.priorities.new_zeros(1))
+        known = self.priorities[opened]
+        self.tree.assign(opened, torch.where(known >= 0, self.power(known.clamp(min=0)), 0.0))
+        if self.lowest is not None:
+            self.lowest.assign(shut, self.priorities.new_full((1,), math.inf))
+            self.lowest.assign(opened, torch.where(known >= 0, known, math.inf))
+
     def check(self, priority: Tensor) -> None:
         """Refuse priorities ``[n]`` that no cell may have: negative, NaN or infinite ones."""
         bad = (~self._sound(priority, self.power(priority))).nonzero()
@@ -202,19 +229,30 @@ class Priorities:
     def _sound(self, priority: Tensor, leaves: Tensor) -> Tensor:
         return (priority >= 0) & priority.isfinite() & (leaves <= self._limit)
 
+    def uniform(self, count: int, generator: torch.Generator) -> NDArray[Any] | Tensor:
+        """Draw numbers in [0, 1), ``[count]``, for :meth:`draw`: an array for the compiled path, else a tensor."""
+        if self._compiled:
+            return uniform(count, generator, self._arrays()[1].dtype)
+        return torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
+
     def draw(
-        self, count: int, generator: torch.Generator, stratified: bool, beta: float = 0.0, base: float = 0.0
+        self, numbers: NDArray[Any] | Tensor, stratified: bool, beta: float = 0.0, base: float = 0.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of ``count`` equal shares one.
+        """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of as many equal shares one.
+
+        Args:
+            numbers: uniform in [0, 1), ``[count]``, of the priorities' dtype; used up.
+            stratified: let each number fall into a share of its own.
+            beta: exponent of the weights.
+            base: what leaves are divided by in the weights.
 
         Returns:
             Cells ``[count]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero
             stands for the smallest of the batch) and generations (int32).
         """
         if not self._compiled:
-            mass = torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
-            return self._draw_torch(mass.to(self.priorities.device), stratified, beta, base)
-        shares = uniform(count, generator, self._arrays()[1].dtype)
+            return self._draw_torch(torch.as_tensor(numbers, device=self.priorities.device), stratified, beta, base)
+        shares, count = np.asarray(numbers), len(numbers)
         # numpy's empty arrays cost a quarter of torch's.
         cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
         if not jitted(priority_kernels.draw)(self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
@@ -232,17 +270,47 @@ class Priorities:
         weights = (leaves / (base if base > 0 else leaves.amin())).pow_(-beta).to(torch.float32)
         return cells, weights, self.generations.index_select(0, cells)
 
+    def windows(
+        self, index: Tensor, weights: Tensor, stamps: Tensor, steps: int, stride: int, size: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Lay out windows that begin in cells which were drawn, ``[B]``: every step lies ``stride`` cells on.
+
+        Returns:
+            Cells below ``size`` ``[B, T]``, and for each step weight and generation of its window's first one, and the
+            leaf of that over the mean of those that are not zero (float32).
+        """
+        shape, nonzero = (len(index), steps), self.tree.nnz
+        if not self._compiled:
+            cells = (index.unsqueeze(1) + torch.arange(steps, device=index.device) * stride) % size
+            found = weights, stamps, (self.tree.leaves[index] * (nonzero / self.total)).to(torch.float32)
+            weights, stamps, ratios = (each.unsqueeze(1).expand(shape) for each in found)
+            return cells, weights, stamps, ratios
+        out = np.empty(shape, np.int64), np.empty(shape, np.float32), np.empty(shape, np.int32), np.empty(shape, "f4")
+        drawn = index.numpy(), weights.numpy(), stamps.numpy()
+        jitted(priority_kernels.windows)(self._arrays()[0], drawn, nonzero, stride, size, out)
+        cells, weights, stamps, ratios = map(torch.from_numpy, out)
+        return cells, weights, stamps, ratios
+
     def change_alpha(self, alpha: float) -> None:
         """Raise the priorities to another power: ``O(capacity)``."""
         if alpha != self.alpha:
             self.alpha = alpha
             stored = self.priorities[: self.extent]
-            self.tree.set_all(torch.where(stored >= 0, self.power(stored.clamp(min=0)), 0.0))
+            self.tree.set_all(torch.where(self._drawable(stored), self.power(stored.clamp(min=0)), 0.0))
+
+    def _drawable(self, priorities: Tensor) -> Tensor:
+        """Return which of the first cells, that have these priorities, may be drawn."""
+        held = priorities >= 0
+        if self.starts is not None:
+            held &= self.starts.hold(torch.arange(len(held), device=held.device))
+        return held
 
     def clear(self) -> None:
         """Forget every cell; the generations go on, so that late updates are recognised."""
         self.priorities.fill_(ABSENT)
         self.count, self.largest = 0, 0.0
+        if self.starts is not None:
+            self.starts.clear()
         for tree in (self.tree, self.lowest, self.highest):
             if tree is not None:
                 tree.clear()
@@ -256,6 +324,7 @@ class Priorities:
             "leaves": self.tree.leaves[part].clone(),
             "generations": self.generations[part].clone(),
             "largest": self.largest,
+            **({} if self.starts is None else self.starts.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,10 +336,11 @@ class Priorities:
         self.extent = len(priorities)
         self.priorities[: self.extent], self.priorities[self.extent :] = priorities, ABSENT
         self.generations[: self.extent], self.generations[self.extent :] = generations, 0
-        stored = self.priorities >= 0
-        self.count, self.largest = int(stored.sum()), float(state["largest"])
+        self.count, self.largest = int((self.priorities >= 0).sum()), float(state["largest"])
+        if self.starts is not None:
+            self.starts.load_state_dict(state)
         if self.lowest is not None:
-            self.lowest.set_all(torch.where(stored, self.priorities, math.inf))
+            self.lowest.set_all(torch.where(self._drawable(self.priorities), self.priorities, math.inf))
         if self.highest is not None:
             self.highest.set_all(self.priorities.clamp(min=0))
 
@@ -285,8 +355,15 @@ class Priorities:
             raise ValueError(
                 f"The state's {tuple(kinds)} have the lengths {sizes}; they must be equal, and at most {self.capacity}."
             )
+        drawable = torch.ones(sizes[0], dtype=torch.bool)
+        if self.starts is not None:
+            Starts.check_state(state, self.capacity, "prioritized sampler")
+            starts = Starts()
+            starts.load_state_dict(state)
+            drawable = starts.hold(torch.arange(sizes[0]))
         priorities, leaves = state["priorities"].cpu(), state["leaves"].cpu()
         power = (priorities.clamp(min=0) + float(state["eps"])).pow(float(state["alpha"]))
+        power = torch.where(drawable, power, 0.0)
         held = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
         free = (priorities == ABSENT) & (leaves == 0)
         if not ((held | free) & (leaves >= 0) & (leaves <= self._limit)).all():

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as _PrioritizedSampler
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
-from torchrl_lightning.ranges import integer, not_negative, one_of
+from torchrl_lightning.ranges import integer, not_negative, one_of, optional
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import stored_cells
+from torchrl_lightning.replay.writer import RingWriter, writer_of
 from torchrl_lightning.segment_kernels import integers
 from torchrl_lightning.state import check_state, generator, number
 
@@ -41,6 +45,13 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
     A batch carries ``priority_weight`` and ``write_generation``, both ``[B]``. Passed back to
     :meth:`update_priority`, the latter lets it ignore updates of cells that were overwritten in between.
 
+    With ``batch_length`` cells are where windows begin, and batches ``[B, T]``: so many successive steps of one
+    environment, all of them stored, which may go on in the next episode. The priorities are those of windows by their
+    first step; what keeps a window from being drawn (its end is not stored yet, say) does not change them. ``N`` counts
+    the windows that can be drawn. Beside the other entries, which are expanded to ``[B, T]``, stands
+    ``importance_weights``: the powers of priorities over the mean of those that are not zero, so that
+    ``priority_weight`` with ``weight_norm=None`` is ``importance_weights ** -beta``.
+
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
 
     Args:
@@ -56,6 +67,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
         weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
         initial_priority: least priority of new data.
+        batch_length: steps of a window; may be set to another number between samples. None draws single cells, ``[B]``.
+        num_earliest_frames_ignored: nothing is drawn that begins in the oldest so many stored steps of an environment.
         generator: random generator; the buffer's takes its place.
 
     Raises:
@@ -90,6 +103,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         stratified: bool = True,
         weight_norm: str | None = "batch",
         initial_priority: float = 1.0,
+        batch_length: int | None = None,
+        num_earliest_frames_ignored: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
         # TorchRL's own __init__ would build its compiled trees, which do not load with every torch.
@@ -97,6 +112,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         one_of(weight_norm, "weight_norm", WEIGHT_NORMS)
         eps, self.initial_priority = not_negative(eps, "eps"), not_negative(initial_priority, "initial_priority")
         self._beta = not_negative(beta, "beta")
+        self._batch_length = optional(integer)(batch_length, "batch_length")
+        self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         self.table = Priorities(
             max_capacity,
             not_negative(alpha, "alpha"),
@@ -105,6 +122,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             device="cpu" if device is None else device,
             keep_lowest=weight_norm == "buffer",
             keep_highest=max_priority_within_buffer,
+            limited=batch_length is not None or self.num_earliest_frames_ignored > 0,
         )
         self.reduction = reduction
         self.priority_key = nested_key(priority_key)
@@ -151,35 +169,83 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self._beta = not_negative(value, "beta")
 
     @property
+    def batch_length(self) -> int | None:
+        """Steps of a window; None for single cells."""
+        return self._batch_length
+
+    @batch_length.setter
+    def batch_length(self, value: int) -> None:
+        if self._batch_length is None:
+            raise ValueError(f"This sampler draws single cells; build it with batch_length={value!r}.")
+        self._batch_length = integer(value, "batch_length")
+
+    @property
     def default_priority(self) -> float:
         """Priority of new data."""
         return max(self.initial_priority, self.table.maximum)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draw cells, as :meth:`UniformSampler.sample` does.
+        """Draw cells, as :meth:`UniformSampler.sample` does, or windows.
 
         Returns:
             Cells ``[B]`` (coordinates for a storage of several dimensions), and ``priority_weight`` (float32) and
-            ``write_generation`` of each.
+            ``write_generation`` of each; of windows ``[B, T]``, and ``importance_weights`` (float32), too.
 
         Raises:
             RuntimeError: nothing is stored, or all priorities are zero.
-            ValueError: the storage is larger than ``max_capacity``, or ``batch_size`` is not a size.
+            ValueError: the storage is larger than ``max_capacity``, ``batch_size`` is not a size, there is no room for
+                a window, or no :class:`RingWriter` tells where steps lie.
         """
         batch_size = integer(batch_size, "batch_size", 0)
         self._adopt(storage)
         table = self.table
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
-        index, weight, generation = table.draw(batch_size, self.generator, self.stratified, self._beta, self._base())
+        writer = None if table.starts is None else self._limit(storage)
+        index, weight, generation = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base())
         info = {"priority_weight": weight, "write_generation": generation}
-        return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
+        if writer is None or self._batch_length is None:
+            return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
+        stride = writer.num_envs
+        index, *found = table.windows(index, weight, generation, self._batch_length, stride, writer.length * stride)
+        return index, dict(zip(("priority_weight", "write_generation", "importance_weights"), found, strict=True))
+
+    def draw(self, count: int) -> NDArray[Any] | Tensor:
+        """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
+
+        With ``stratified``, number ``i`` falls into share ``i`` of the total priority.
+
+        Returns:
+            An array of the sampler's dtype; a tensor where priorities do not lie on the CPU.
+        """
+        return self.table.uniform(count, self.generator)
+
+    def _limit(self, storage: Storage) -> RingWriter:
+        """Let only those cells be drawn from which a whole window is stored, and which are not ignored."""
+        writer = writer_of(storage)
+        if writer is None:
+            raise ValueError(
+                f"batch_length and num_earliest_frames_ignored need rings, but no RingWriter fills this "
+                f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or the sampler "
+                "without them."
+            )
+        reach, ignored = (self._batch_length or 1) - 1, self.num_earliest_frames_ignored
+        (positions, floor), table = writer.arrays, self.table
+        begin = np.maximum(positions - writer.length, floor) + ignored
+        table.limit(begin, np.maximum(positions - reach, begin), writer.length)
+        if not table.tree.nnz and table.starts is not None and not table.starts.count:
+            raise ValueError(
+                f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
+                f"{reach + 1 + ignored} (batch_length={self._batch_length}, num_earliest_frames_ignored={ignored}). "
+                "Collect more, or take shorter ones."
+            )
+        return writer
 
     def _base(self) -> float:
         """Return what the leaves are divided by in the weights; zero stands for the smallest leaf of the batch."""
         table = self.table
         if self.weight_norm is None:
-            return table.total / table.count
+            return table.total / ((table.count if self._batch_length is None else table.tree.nnz) or 1)
         # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
         return 0.0 if table.lowest is None else float(table.power(table.lowest.summary()))
 
@@ -197,7 +263,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
 
         Args:
             index: cells, any shape; coordinates ``[B, ndim]`` for a storage of several dimensions; -1 for nothing.
-            priority: one for all, one for each cell, or with further dimensions (see ``reduction``).
+                With ``batch_length``, windows ``[B, T]``, or the cells ``[B]`` where they begin.
+            priority: one for all, one for each cell or window, or with further dimensions (see ``reduction``).
             storage: needed where it has several dimensions.
             generation: the batch's ``write_generation``.
 
@@ -208,6 +275,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """
         if storage is not None:
             self._adopt(storage)
+        if self._batch_length is not None and isinstance(index, Tensor) and index.ndim == 2:
+            index, generation = index[:, 0], generation if generation is None else generation[:, 0]
         cells, value = self._flat(index, priority, storage)
         if generation is not None:
             if generation.dtype != torch.int32 or generation.ndim != 1 or generation.device != cells.device:
@@ -342,3 +411,9 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         return (
             f"{type(self).__name__}(max_capacity={self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
         )
+
+
+def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
+    """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
+    found = getattr(sampler, "prioritized", sampler)
+    return found if isinstance(found, PrioritizedSampler) else None

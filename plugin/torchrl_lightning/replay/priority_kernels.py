@@ -12,18 +12,19 @@ NOTHING = np.empty(0, np.int32)
 
 
 def write(
-    table: Any, index: Any, priority: Any, drawn: Any, new: bool, power: tuple[float, float, float]
+    table: Any, starts: Any, index: Any, priority: Any, drawn: Any, new: bool, power: tuple[float, float, float]
 ) -> tuple[int, int, int, float, int]:
     """Set priorities and the sum tree over their powers (numba), after checking everything.
 
     New cells were just written, and get one priority for all of them. Otherwise each has its own, and those that hold
-    nothing or are no longer of the generation ``drawn``, if that is given, are left alone; so is -1.
+    nothing or are no longer of the generation ``drawn``, if that is given, are left alone; so is -1. Outside of
+    ``starts`` (see :class:`Starts`) leaves are zero.
 
     Returns:
         Place of the first bad index or priority, or -1; how many of the cells held nothing before; by how much the
         number of leaves that are not zero has changed; the largest priority, unless the cells are new; the last cell.
     """
-    (nodes, priorities, generations), (eps, alpha, limit) = table, power
+    (nodes, priorities, generations), (eps, alpha, limit), (begin, end, length) = table, power, starts
     count, width, stride = len(index), len(nodes) // 2, 0 if new else 1
     leaves = np.empty(len(priority), nodes.dtype)
     for i in range(len(priority)):
@@ -48,6 +49,11 @@ def write(
         else:
             largest = max(largest, priority[i])
         priorities[cell], leaf = priority[i * stride], leaves[i * stride]
+        if length:
+            envs = len(begin)
+            env = cell % max(envs, 1)
+            if not envs or (cell // envs - begin[env]) % length >= end[env] - begin[env]:
+                leaf *= 0
         change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
         nodes[width + cell] = leaf
         last = max(last, cell)
@@ -98,3 +104,27 @@ def draw(
         weights[i] = np.float32(mass[i] / lowest) ** np.float32(-beta)
         stamps[i] = generations[cells[i]]
     return True
+
+
+def windows(nodes: Any, drawn: Any, nonzero: int, stride: int, size: int, out: Any) -> None:
+    """Lay out windows, and repeat for each of their steps what is known of the first (numba).
+
+    Args:
+        nodes: of the sum tree.
+        drawn: cells, weights and generations, ``[B]``.
+        nonzero: number of leaves that are not zero.
+        stride: how many cells further a window's next step lies.
+        size: number of cells, behind which the first one comes again.
+        out: receives cells, weights, generations and ratios, ``[B, T]``.
+    """
+    (begins, weights, stamps), width = drawn, len(nodes) // 2
+    cells, every_weight, every_stamp, ratios = out
+    scale = nonzero / nodes[1]
+    for i in range(len(begins)):
+        cell, ratio = begins[i], nodes[width + begins[i]] * scale
+        for step in range(cells.shape[1]):
+            cells[i, step], every_weight[i, step], every_stamp[i, step] = cell, weights[i], stamps[i]
+            ratios[i, step] = ratio
+            cell += stride
+            if cell >= size:
+                cell -= size

@@ -1,0 +1,100 @@
+"""The steps that may be drawn: of every environment, those from which a whole window is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.state import check_state, tensor, whole
+
+EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
+"""What kernels get where every stored step may be drawn."""
+
+
+class Starts:
+    """Of every environment, the positions ``[begin, end)`` at which a draw may begin; none until they are known.
+
+    Example:
+        >>> starts = Starts()
+        >>> shut, opened = starts.move(np.array([0, 0]), np.array([2, 1]), 3)
+        >>> opened.tolist()
+        [0, 2, 1]
+        >>> shut, opened = starts.move(np.array([1, 0]), np.array([4, 1]), 3)
+        >>> shut.tolist(), opened.tolist()
+        ([0], [4, 0])
+        >>> starts.hold(torch.arange(6)).tolist()
+        [True, True, True, False, True, False]
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.begin, self.end, self.length = EVERYWHERE[0], EVERYWHERE[1], 1
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, int]:
+        """What kernels get."""
+        return self.begin, self.end, self.length
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int((self.end - self.begin).sum())
+
+    def move(self, begin: Ints, end: Ints, length: int) -> tuple[Tensor, Tensor] | None:
+        """Set them, for rings of ``length`` cells; return the cells that cease, and that come to be such, if any."""
+        if len(self.begin) == len(begin):
+            old, until = self.begin, self.end
+            if (old == begin).all() and (until == end).all():
+                return None
+        else:
+            old = until = np.zeros_like(begin)
+        self.begin, self.end, self.length = begin, end, length
+        return (
+            self._cells(old, np.minimum(until, begin), np.maximum(old, end), until),
+            self._cells(begin, np.minimum(end, old), np.maximum(begin, until), end),
+        )
+
+    def _cells(self, *bounds: Ints) -> Tensor:
+        """Return the cells of the steps between pairs of bounds, in ascending order of steps."""
+        first, counts = np.concatenate(bounds[::2]), np.concatenate(bounds[1::2])
+        counts = np.maximum(counts - first, 0)
+        width, number = len(self.begin), len(first)
+        row = np.repeat(np.arange(number), counts)
+        position = first[row] + np.arange(len(row)) - (counts.cumsum() - counts)[row]
+        return torch.from_numpy(position % self.length * width + row % width)
+
+    def hold(self, cells: Tensor) -> Tensor:
+        """Return which cells are among them, as the kernels do."""
+        if not len(self.begin):
+            return torch.zeros_like(cells, dtype=torch.bool)
+        begin, end = (torch.from_numpy(each).to(cells.device) for each in (self.begin, self.end))
+        env = cells % len(begin)
+        return (cells // len(begin) - begin[env]) % self.length < (end - begin)[env]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies: tensors and scalars."""
+        begin, end = torch.from_numpy(self.begin.copy()), torch.from_numpy(self.end.copy())
+        return {"start_begin": begin, "start_end": end, "start_length": self.length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that was checked."""
+        self.begin, self.end = state["start_begin"].numpy().copy(), state["start_end"].numpy().copy()
+        self.length = state["start_length"]
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any], capacity: int, owner: str) -> None:
+        """Refuse what cannot be restored."""
+        schema = {"start_begin": tensor(torch.int64, None, low=0), "start_length": whole(1, capacity)}
+        check_state(state, schema, owner)
+        begin, length = state["start_begin"], state["start_length"]
+        if len(begin) * length > capacity:
+            raise ValueError(f"The {owner} state is foreign: it tells of {len(begin)} rings of {length} cells.")
+        check_state(state, {"start_end": tensor(torch.int64, len(begin), low=begin, high=begin + length)}, owner)
