@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.state import check_state, tensor, whole
 
 EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
@@ -64,12 +64,9 @@ class Starts:
 
     def _cells(self, *bounds: Ints) -> Tensor:
         """Return the cells of the steps between pairs of bounds, in ascending order of steps."""
-        first, counts = np.concatenate(bounds[::2]), np.concatenate(bounds[1::2])
-        counts = np.maximum(counts - first, 0)
-        width, number = len(self.begin), len(first)
-        row = np.repeat(np.arange(number), counts)
-        position = first[row] + np.arange(len(row)) - (counts.cumsum() - counts)[row]
-        return torch.from_numpy(position % self.length * width + row % width)
+        run, position, _ = steps_between(np.concatenate(bounds[::2]), np.concatenate(bounds[1::2]) - 1)
+        width = len(self.begin)
+        return torch.from_numpy(position % self.length * width + run % width)
 
     def hold(self, cells: Tensor) -> Tensor:
         """Return which cells are among them, as the kernels do."""
