@@ -38,6 +38,7 @@ from torchrl_lightning.episodic import BatchInfo as BatchInfo
 from torchrl_lightning.episodic import EpisodicReplayBuffer as EpisodicReplayBuffer
 from torchrl_lightning.episodic import EpisodicReturn as EpisodicReturn
 from torchrl_lightning.episodic import FrameStackTransform as FrameStackTransform
+from torchrl_lightning.episodic import FrameStorage as FrameStorage
 from torchrl_lightning.episodic import HindsightRelabel as HindsightRelabel
 from torchrl_lightning.episodic import RecentSampler as RecentSampler
 from torchrl_lightning.episodic import StepLayout as StepLayout

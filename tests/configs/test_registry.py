@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from configs.processes import PROJECT, environment
 
 GROUPS = {
-    "storage": {"ring", "rollout"},
+    "storage": {"frame", "ring", "rollout"},
     "writer": {"ring", "rollout"},
     "sampler": {"minibatch", "prioritized", "recent", "sequence", "uniform"},
     "transform": {

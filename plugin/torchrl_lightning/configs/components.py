@@ -54,7 +54,7 @@ _ESTIMATORS = _group(
 )
 
 COMPONENTS: dict[str, dict[str, type[Any]]] = {
-    "storage": _group(StorageConfig, rollout="RolloutStorage", ring="RingStorage"),
+    "storage": _group(StorageConfig, rollout="RolloutStorage", ring="RingStorage", frame="FrameStorage"),
     "writer": _group(WriterConfig, rollout="RolloutWriter", ring="RingWriter"),
     "sampler": _group(
         SamplerConfig,

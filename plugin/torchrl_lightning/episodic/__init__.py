@@ -3,6 +3,7 @@
 from torchrl_lightning.episodic.batch_info import BatchInfo
 from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
 from torchrl_lightning.episodic.frame_stack import FrameStackTransform
+from torchrl_lightning.episodic.frame_storage import FrameStorage
 from torchrl_lightning.episodic.hindsight import HindsightRelabel
 from torchrl_lightning.episodic.recent import RecentSampler
 from torchrl_lightning.episodic.returns import EpisodicReturn
@@ -13,6 +14,7 @@ __all__ = [
     "EpisodicReplayBuffer",
     "EpisodicReturn",
     "FrameStackTransform",
+    "FrameStorage",
     "HindsightRelabel",
     "RecentSampler",
     "StepLayout",

@@ -56,7 +56,7 @@ class Cells:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+        self.tree = self.schema = tree  # what lies in the cells, and what is written
         self.leaves = [leaf for _, leaf in leaves_of(tree)]
         self.places = {path: place for place, (path, _) in enumerate(leaves_of(tree))}
         self.count = len(self.leaves[0])
@@ -93,11 +93,11 @@ class Cells:
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            plan = self._plans[rows] = _plan(self.tree, rows)
+            plan = self._plans[rows] = _plan(self.schema, rows)
         found: list[Tensor] = []
         sources: list[int] = []
         if not _match(plan, level_of(data), None if self.on_cpu else self.device, found, sources):
-            wrong = difference(self.tree, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
+            wrong = difference(self.schema, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
                 f"The data does not fit what is stored: {wrong}. "
                 "Write the same keys, shapes and dtypes every time (data.select, data.to), or use a new buffer."

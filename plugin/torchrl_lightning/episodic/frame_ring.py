@@ -1,0 +1,281 @@
+"""The single frames of stacks, each kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning import segment_kernels
+from torchrl_lightning.collectors.frame_stack import stack_axis
+from torchrl_lightning.replay.memory import check_room
+from torchrl_lightning.segment_kernels import allocate, jitted
+from torchrl_lightning.state import check_state, tensor, wrong
+
+SPARES = 64
+
+
+class FrameRing:
+    """The frames of one entry of the steps of several environments, and of the entry after each step.
+
+    A stack is a row of numbers of frames. Frames lie in one ring for each environment, longer than that of the steps
+    by a stack, so that the oldest step still finds those before it. The newest frame after a step lies where the next
+    step's will lie, which is the same one, as long as that step shows the very stack that was seen after this one.
+    Where it does not, because an episode begins or steps are missing, the frame moves to a spare place, and so do the
+    earlier frames of the new stack, unless they are all alike. A spare place is free again when no step that is left
+    shows it. So whatever comes in comes out again, no matter what flags or positions say.
+
+    Args:
+        stack: rows of stacks, of which shape and dtype are read.
+        frame_stack: frames of a stack.
+        length: steps of each environment.
+        num_envs: number of environments.
+
+    Raises:
+        ValueError: the stack is none of so many images, or there is not enough memory.
+    """
+
+    def __init__(self, stack: Tensor, frame_stack: int, length: int, num_envs: int) -> None:
+        self.shape, self.dtype, self.count = tuple(stack.shape[1:]), stack.dtype, frame_stack
+        self.axis = stack_axis(self.shape)
+        if len(self.shape) != 3 or self.shape[self.axis] % frame_stack:
+            raise ValueError(
+                f"A stack of {frame_stack} images is [{frame_stack}, H, W], [{frame_stack} * C, H, W] or "
+                f"[H, W, {frame_stack} * C], got {list(self.shape)}."
+            )
+        size = stack[:1].numel() * stack.element_size() // frame_stack
+        rows = (length + frame_stack) * num_envs
+        check_room(rows * size, f"The ring of {rows} frames", "lower max_size")
+        self.ring = allocate(rows * size, torch.uint8, "cpu").view(rows, size)
+        self.counts, self.last = np.zeros(num_envs, np.int64), np.full(num_envs, -1, np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget which steps show which frames."""
+        self.last[:] = -1
+        self.spares = torch.empty((SPARES * self.count, self.ring.shape[1]), dtype=torch.uint8)
+        self._set_free(np.arange(len(self.spares)))
+
+    def _set_free(self, numbers: Any) -> None:
+        self.free, self.left = np.empty(len(self.spares), np.int32), np.array([len(numbers)])
+        self.free[: len(numbers)] = numbers
+
+    def _grow(self, size: int) -> None:
+        former = self.spares
+        check_room(size * self.ring.shape[1], f"Room for {size} frames at the ends of episodes", "lower max_size")
+        self.spares = torch.empty((size, self.ring.shape[1]), dtype=torch.uint8)
+        self.spares[: len(former)] = former
+        self._set_free(np.concatenate([self.free[: self.left[0]], np.arange(len(former), size)]))
+
+    @property
+    def reserved(self) -> int:
+        """How many frames there is room for."""
+        return len(self.ring) + len(self.spares)
+
+    def first_break(self, stack: Tensor, after: Tensor) -> int | None:
+        """Return the first row where the stack after a step, ``[n, ...]``, does not go on from that of the step."""
+        earlier, later = self._split(stack)[:, 1:], self._split(after)[:, :-1]
+        if torch.equal(earlier, later):
+            return None
+        return int((earlier != later).flatten(1).any(1).nonzero()[0])
+
+    def write(self, stack: Tensor, after: Tensor, cells: Tensor, now: Tensor, then: Tensor) -> None:
+        """Keep the frames of steps; rows of several steps of an environment in their order.
+
+        Args:
+            stack: what the steps show, ``[n, ...]``.
+            after: what is seen after them.
+            cells: where the steps go, ``[n]``.
+            now: the numbers of the frames of all cells, ``[cells, K]``; negative where nothing was written yet.
+            then: of the frames after them.
+        """
+        shown, seen, start = self._split(stack).numpy(), self._split(after).numpy(), 0
+        while start < len(cells):
+            start = jitted(write_frames)(
+                start, cells.numpy(), shown, seen, self.ring.numpy(), self.spares.numpy(), self.free, self.left,
+                self.counts, self.last, now.numpy(), then.numpy(),
+            )  # fmt: skip
+            if start < len(cells):
+                self._grow(2 * len(self.spares))
+
+    def read(self, numbers: Tensor) -> Tensor:
+        """Put stacks together of the numbers of their frames, ``[*B, K]``."""
+        flat = numbers.reshape(-1).numpy()
+        frames = np.empty((len(flat), self.ring.shape[1]), np.uint8)
+        jitted(read_frames)(flat, self.ring.numpy(), self.spares.numpy(), frames)
+        return self._join(torch.from_numpy(frames)).view(*numbers.shape[:-1], *self.shape)
+
+    def _split(self, stack: Tensor) -> Tensor:
+        if self.axis:
+            height, width, channels = self.shape
+            stack = stack.view(len(stack), height, width, self.count, channels // self.count).movedim(3, 1)
+        return stack.reshape(len(stack), self.count, -1).view(torch.uint8)
+
+    def _join(self, frames: Tensor) -> Tensor:
+        frames = frames.view(self.dtype)
+        if not self.axis:
+            return frames
+        height, width, channels = self.shape
+        return frames.view(-1, self.count, height, width, channels // self.count).movedim(1, 3).contiguous()
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, numbers: Tensor, *, copy: bool) -> dict[str, Any]:
+        """Return the frames that are there; ``numbers`` are those that steps show. Copies, or views."""
+        envs, highest = len(self.counts), int(numbers.max()) if numbers.numel() else 0
+        frames = self.ring[: min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs]
+        spares = self.spares[: max(highest + 1 - len(self.ring), 0)]
+        return {
+            "stack": torch.zeros((1, *self.shape), dtype=self.dtype),
+            "counts": torch.from_numpy(self.counts.copy()),
+            "last": torch.from_numpy(self.last.copy()),
+            "frames": frames.clone() if copy else frames,
+            "spares": spares.clone() if copy else spares,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], now: Tensor, then: Tensor) -> None:
+        """Restore what :meth:`state_dict` gave, with the numbers of all cells, as :meth:`write` takes them."""
+        self.clear()
+        frames, spares = state_dict["frames"], state_dict["spares"]
+        self.ring[: len(frames)] = frames
+        if len(spares) > len(self.spares):
+            self._grow(len(spares))
+        self.spares[: len(spares)] = spares
+        self.counts[:], self.last[:] = state_dict["counts"].numpy(), state_dict["last"].numpy()
+        stored = now[:, 0] >= 0
+        self.last[~stored[state_dict["last"]].numpy()] = -1
+        shown = torch.cat([now[stored].flatten(), then[stored].flatten()]).unique() - len(self.ring)
+        self._set_free(np.setdiff1d(np.arange(len(self.spares)), shown.numpy()))
+
+
+def check_frames(
+    state_dict: Any, name: str, now: Tensor, then: Tensor, width: int, cells: int, frame_stack: int
+) -> None:
+    """Refuse the state of frames that does not fit steps, or a ring of so many cells, that show them."""
+    owner = f"frames of {name}"
+    check_state(state_dict, {"stack": tensor_of_images, "counts": tensor(torch.int64, width, low=0)}, owner)
+    stack = state_dict["stack"]
+    size = stack.numel() * stack.element_size() // frame_stack
+    schema = {
+        "last": tensor(torch.int64, width, low=-1, high=cells - 1),
+        "frames": tensor(torch.uint8, None, size),
+        "spares": tensor(torch.uint8, None, size),
+    }
+    check_state(state_dict, schema, owner)
+    rows, held, spare = cells + frame_stack * width, len(state_dict["frames"]), len(state_dict["spares"])
+    used = min(int(state_dict["counts"].max()) + 1, rows // width) * width
+    for numbers in (now, then):
+        fits = numbers.dtype == torch.int32 and numbers.shape == (len(numbers), frame_stack)
+        inside = (numbers >= 0) & ((numbers < held) | ((numbers >= rows) & (numbers < rows + spare)))
+        if not fits or not inside.all() or held != used:
+            raise ValueError(
+                f"The {owner} state is foreign: it holds {held} and {spare} frames, its steps show others."
+            )
+
+
+def tensor_of_images(value: Any, name: str) -> None:
+    """Expect one row of stacked images in a state."""
+    if not isinstance(value, Tensor) or value.ndim != 4 or len(value) != 1 or not value.is_cpu:
+        raise wrong(value, name, "one stack of images")
+
+
+def write_frames(
+    start: int,
+    cells: Any,
+    shown: Any,
+    seen: Any,
+    ring: Any,
+    spares: Any,
+    free: Any,
+    left: Any,
+    counts: Any,
+    last: Any,
+    now: Any,
+    then: Any,
+) -> int:
+    """Keep the frames of steps (numba).
+
+    Args:
+        start: the first row to write.
+        cells: where the steps go, ``[n]``.
+        shown: the stacks of the steps, ``[n, K, S]`` bytes.
+        seen: the stacks after them; only the newest frames are new.
+        ring: the frames of the environments, ``[R, S]``.
+        spares: frames that are elsewhere, numbered from ``R`` on.
+        free: numbers of spare places, less ``R``, that are free.
+        left: how many of them are.
+        counts: steps written of each environment, ``[num_envs]``.
+        last: cell of the step written last, or -1.
+        now: numbers of the frames of each cell, ``[cells, K]``.
+        then: of the frames after it.
+
+    Returns:
+        The row for which there are not enough spare places, or ``n``.
+    """
+    rows, width, count, size = len(ring), len(counts), shown.shape[1], shown.shape[2]
+    length = rows // width
+    numbers = np.empty(count, np.int32)
+    for row in range(start, len(cells)):
+        if left[0] < count:
+            return row
+        cell = cells[row]
+        env = cell % width
+        here, behind = counts[env] % length * width + env, (counts[env] + 1) % length * width + env
+        before = last[env]
+        goes_on = before >= 0
+        place = count - 1
+        while goes_on and place >= 0:
+            number = then[before, place]
+            frame = ring[number] if number < rows else spares[number - rows]
+            different = np.uint8(0)
+            for byte in range(size):
+                different |= frame[byte] ^ shown[row, place, byte]
+            goes_on = different == 0
+            place -= 1
+        if goes_on:
+            numbers[:] = then[before]
+        else:
+            if before >= 0 and before != cell:
+                left[0] -= 1
+                spares[free[left[0]]] = ring[here]
+                then[before, count - 1] = rows + free[left[0]]
+            ring[here] = shown[row, count - 1]
+            different = np.uint8(0)
+            for place in range(count - 1):
+                for byte in range(size):
+                    different |= shown[row, place, byte] ^ shown[row, count - 1, byte]
+            numbers[:] = here
+            if different:
+                for place in range(count - 1):
+                    left[0] -= 1
+                    spares[free[left[0]]] = shown[row, place]
+                    numbers[place] = rows + free[left[0]]
+        # The step that was in the cell goes, and with it what no later step shows.
+        if now[cell, 0] >= rows:
+            free[left[0]] = now[cell, 0] - rows
+            left[0] += 1
+        if now[cell, 0] >= 0 and (then[cell, count - 1] >= rows or (before == cell and not goes_on)):
+            for place in range(count):
+                if then[cell, place] >= rows:
+                    free[left[0]] = then[cell, place] - rows
+                    left[0] += 1
+        now[cell] = numbers
+        then[cell, : count - 1] = numbers[1:]
+        then[cell, count - 1] = behind
+        ring[behind] = seen[row, count - 1]
+        counts[env] += 1
+        last[env] = cell
+    return len(cells)
+
+
+def read_frames(numbers: Any, ring: Any, spares: Any, frames: Any) -> None:
+    """Copy numbered frames (numba): ``[n]`` of those of the ring, and of spare ones behind, to ``[n, S]``."""
+    rows, size = ring.shape
+    source, other, target = ring.ctypes.data, spares.ctypes.data, frames.ctypes.data
+    for row in range(len(numbers)):
+        number = numbers[row]
+        address = source + number * size if number < rows else other + (number - rows) * size
+        segment_kernels.copy_bytes(target + row * size, address, size)

@@ -1,0 +1,269 @@
+"""A storage that keeps each frame of stacked images once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._compat import entries_of
+from torchrl_lightning.entries import (
+    Path,
+    Tree,
+    leaves_of,
+    name_of,
+    nested_keys,
+    next_key,
+    path_of,
+    to_tensordict,
+    tree_of,
+)
+from torchrl_lightning.episodic.frame_ring import FrameRing, check_frames
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay import RingStorage, RingWriter
+from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.state import check_state, mapping, same
+
+
+class FrameStorage(RingStorage):
+    """A :class:`RingStorage` for stacks of images, of which each frame is kept once.
+
+    What comes in are the stacked observations of a recipe with ``frame_stack=K`` and those after each step, and what
+    comes out are the same, bit for bit, put together when they are read; kept are the newest frame of each step and
+    the last ones of episodes: with long episodes an eighth of the memory for stacks of four. Steps whose earlier frames
+    belong to overwritten steps come out whole, too, because the frames before the oldest step stay. A
+    :class:`RingWriter`, which every :class:`ExperienceBuffer` has, fills it, in memory of the CPU.
+
+    Args:
+        max_size: number of cells.
+        frame_stack: frames of a stack, ``K``.
+        keys: the entries that hold stacks, each also under ``"next"``.
+
+    Raises:
+        ValueError: a number is not positive; when writing, an entry is no stack of so many images, or the stack after
+            a step does not go on from that of the step.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import ExperienceBuffer
+        >>> buffer = ExperienceBuffer(storage=FrameStorage(100, 3))
+        >>> stacks = torch.arange(6).clamp(min=2).unfold(0, 3, 1).view(4, 3, 1, 1).expand(4, 3, 8, 8)
+        >>> _ = buffer.extend(TensorDict({"observation": stacks[:3], "next": {"observation": stacks[1:]}}, [3]))
+        >>> buffer[:]["observation"][:, :, 0, 0].tolist()
+        [[2, 2, 2], [2, 2, 3], [2, 3, 4]]
+    """
+
+    def __init__(self, max_size: int, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
+        super().__init__(max_size)
+        self.frame_stack = integer(frame_stack, "frame_stack")
+        self.keys = nested_keys(keys)
+        self.frames: dict[Path, FrameRing] = {}
+        """The frames of each of the entries."""
+        self._schema: Tree = {}
+
+    @property
+    def reserved_frames(self) -> int:
+        """How many frames there is room for, over all keys."""
+        return sum(frames.reserved for frames in self.frames.values())
+
+    def share(self) -> NoReturn:
+        """Refuse: frames cannot be shared with other processes."""
+        raise ValueError("A FrameStorage cannot be shared with other processes; use RingStorage.")
+
+    # ------------------------------------------------------------------ writing
+
+    def allocate(self, data: TensorDictBase) -> None:
+        """Reserve memory for rows like those of ``data`` (batch size ``[n]``).
+
+        Raises:
+            ValueError: there is no RingWriter, not enough memory, or an entry is no stack of images.
+            KeyError: an entry is missing.
+        """
+        writer: Any = self.writer
+        if not isinstance(writer, RingWriter):
+            raise ValueError(
+                "A FrameStorage is filled by a RingWriter, which tells environments apart; give it to one."
+            )
+        tree = tree_of(data)
+        leaves = dict(leaves_of(tree))
+        numbers = torch.zeros((1, self.frame_stack), dtype=torch.int32)
+        self.frames, self._schema = {}, to_tree({path: leaf[:1] for path, leaf in leaves.items()})
+        for path in map(path_of, self.keys):
+            after = next_key(path)
+            if path not in leaves or after not in leaves:
+                raise KeyError(
+                    f"FrameStorage needs the entries {name_of(path)} and {name_of(after)}; {sorted(leaves)} came."
+                )
+            if leaves[path].shape != leaves[after].shape or leaves[path].dtype != leaves[after].dtype:
+                raise ValueError(f"The stacks {name_of(path)} and {name_of(after)} differ in shape or dtype.")
+            self.frames[path] = FrameRing(leaves[path], self.frame_stack, writer.length, writer.num_envs)
+            leaves[path] = leaves[after] = numbers.expand(len(leaves[path]), -1)
+        super().allocate(to_tensordict(to_tree(leaves), torch.Size([len(data)])))
+        for path in self.frames:
+            self.leaf(path).fill_(-1)
+
+    def adopt(self, tree: Tree) -> None:
+        """Use these leaves (``[max_size, ...]``) as the cells: numbers of frames in place of stacks."""
+        super().adopt(tree)
+        self.cells = FrameCells(tree, self._schema, self.frames)
+
+    def leaf(self, path: Path) -> Tensor:
+        """Return the stored leaf of a path; of a stack the numbers of its frames, ``[max_size, K]``."""
+        assert self.cells is not None
+        return self.cells.leaves[self.cells.places[path]]
+
+    def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> NoReturn:
+        """Refuse to write scattered cells: frames must come in their order."""
+        raise TypeError("A FrameStorage is written by its RingWriter alone; use extend of the buffer.")
+
+    def clear(self) -> None:
+        """Forget the stored data; called by ``ReplayBuffer.empty``."""
+        super().clear()
+        for path, frames in self.frames.items():
+            frames.clear()
+            self.leaf(path).fill_(-1)
+
+    # ------------------------------------------------------------------ reading
+
+    def leaves(self, key: NestedKey) -> list[tuple[Path, Tensor]]:
+        """Return stored leaves as :meth:`RingStorage.leaves` does, but no stacks.
+
+        Raises:
+            KeyError: nothing of that name is stored, or a stack.
+        """
+        found = super().leaves(key)
+        stacks = [path for path, _ in found if (path[1:] if path[0] == "next" else path) in self.frames]
+        if stacks:
+            raise KeyError(f"The entry {name_of(stacks[0])} is kept as frames and can only be read with whole steps.")
+        return found
+
+    def _view(self, index: Any) -> TensorDictBase:
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
+            return self.get(self._from_end(torch.tensor([int(index)])))[0]
+        if not self.is_prefix:
+            return super()._view(index)  # refuses
+        return self.get(torch.arange(len(self))[index])
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the filled part: tensors and scalars only."""
+        state = super().state_dict(copy=copy)
+        cells = torch.arange(len(self)) if state["cells"] is None else state["cells"]
+        frames = {}
+        for path, ring in self.frames.items():
+            shown = torch.cat([self.leaf(path)[cells], self.leaf(next_key(path))[cells]])
+            frames[".".join(path)] = ring.state_dict(shown, copy=copy)
+        return {**state, "frame_stack": self.frame_stack, "frames": frames}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state exactly.
+
+        Raises:
+            ValueError: another version, capacity, number of frames, or other keys, shapes or dtypes; nothing is
+                changed.
+        """
+        self.check_state(state_dict)
+        data, count, cells = state_dict["data"], state_dict["count"], state_dict["cells"]
+        if data is not None:
+            leaves, rings = dict(leaves_of(data)), state_dict["frames"]
+            if self.cells is None:
+                stacks = {path: rings[".".join(path)]["stack"] for path in map(path_of, self.keys)}
+                after = {next_key(path): stack for path, stack in stacks.items()}
+                rows = {path: leaf.new_zeros((1, *leaf.shape[1:])) for path, leaf in leaves.items()}
+                self.allocate(to_tensordict(to_tree({**rows, **stacks, **after}), torch.Size([1])))
+            where = torch.arange(count) if cells is None else cells
+            for path in self.frames:
+                self.leaf(path).fill_(-1)
+            for path, leaf in leaves.items():
+                self.leaf(path)[where] = leaf
+            for path, ring in self.frames.items():
+                ring.load_state_dict(rings[".".join(path)], self.leaf(path), self.leaf(next_key(path)))
+        self.record_cursor(state_dict["cursor"])
+        self.set_length(count)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        super().check_state(state_dict)
+        check_state(state_dict, {"frame_stack": same(self.frame_stack, "storage"), "frames": mapping}, "storage")
+        if state_dict["data"] is None:
+            return
+        leaves, writer = dict(leaves_of(state_dict["data"])), self.writer
+        if writer is None:
+            raise ValueError("A FrameStorage is filled by a RingWriter; restore it with its buffer.")
+        check_state(state_dict["frames"], {".".join(path_of(key)): mapping for key in self.keys}, "storage")
+        for path in map(path_of, self.keys):
+            name, after = ".".join(path), next_key(path)
+            if path not in leaves or after not in leaves:
+                raise ValueError(f"The storage state is foreign: it lacks {name_of(path)} or {name_of(after)}.")
+            numbers = leaves[path], leaves[after]
+            stack = state_dict["frames"][name].get("stack")
+            check_frames(state_dict["frames"][name], name, *numbers, writer.num_envs, self.max_size, self.frame_stack)
+            if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
+                raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
+
+
+class FrameCells(Cells):
+    """Cells with the numbers of frames in place of stacks, which are written and read.
+
+    Args:
+        tree: the leaves; the numbers are int32, ``[cells, K]``.
+        schema: rows of what is written.
+        frames: of each entry.
+    """
+
+    def __init__(self, tree: Tree, schema: Tree, frames: dict[Path, FrameRing]) -> None:
+        super().__init__(tree)
+        self.schema, self.frames = schema, frames
+        self._stacks = {path: (self.places[path], self.places[next_key(path)]) for path in frames}
+
+    def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
+        """Read the leaves of ``data`` if they fit, the stacks, too."""
+        found, _ = super().match(data, rows)
+        for path, (place, after) in self._stacks.items():
+            row = self.frames[path].first_break(found[place], found[after])
+            if row is not None:
+                raise ValueError(
+                    f"The stack {name_of(next_key(path))} of row {row} is not that of {name_of(path)} moved on by one "
+                    "frame; use RingStorage for what is not stacked by a recipe's frame_stack; nothing was written."
+                )
+        return found, None
+
+    def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
+        """Copy matched leaves into cells, rows of an environment in their order."""
+        stacks = {place for pair in self._stacks.values() for place in pair}
+        for place, (store, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if place not in stacks:
+                store.index_copy_(0, index, leaf.detach())
+        for path, (now, then) in self._stacks.items():
+            self.frames[path].write(leaves[now], leaves[then], index, self.leaves[now], self.leaves[then])
+
+    def gather(
+        self, index: Tensor, names: Names = None, skip: Collection[Path] = frozenset(), after: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Read entries of the cells ``index``, as :meth:`Cells.gather` does, with whole stacks."""
+        entries = super().gather(index, names, skip, after)
+        for path, frames in self.frames.items():
+            for full in (path, next_key(path)):
+                level = entries
+                for part in full[:-1]:
+                    level = entries_of(level[part])
+                if full[-1] in level:
+                    level[full[-1]] = frames.read(level[full[-1]])
+        return entries
+
+
+def to_tree(leaves: Mapping[Path, Tensor]) -> Tree:
+    """Build the nested dict of leaves."""
+    tree: Tree = {}
+    for path, leaf in leaves.items():
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+        level[path[-1]] = leaf
+    return tree

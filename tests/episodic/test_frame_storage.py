@@ -1,0 +1,205 @@
+"""Frames kept once against whole stacks in a plain ring: bit for bit the same."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_lightning import ExperienceBuffer, FrameStorage, PrioritizedSampler, RingStorage, SequenceSampler
+
+LAYOUTS = {(5, 7): 0, (2, 16, 12): 0, (16, 12, 2): 2}
+
+
+class Stacks:
+    """An environment of random images, as a recipe stacks them."""
+
+    def __init__(self, seed: int, count: int = 3, frame: tuple[int, ...] = (5, 7), colors: int = 256) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.count, self.frame, self.colors = count, frame, colors
+        self.reset()
+
+    def _image(self) -> np.ndarray:
+        if self.colors == 2:  # alike by chance, so that resets go unnoticed
+            return np.full(self.frame, self.rng.integers(2), np.uint8)
+        return self.rng.integers(0, self.colors, self.frame, np.uint8)
+
+    def reset(self) -> None:
+        self.frames, self.begins = [self._image()] * self.count, True
+
+    def _stack(self) -> torch.Tensor:
+        join = np.stack if len(self.frame) == 2 else np.concatenate
+        return torch.from_numpy(join(self.frames, LAYOUTS.get(self.frame, 0)))
+
+    def step(self, end: float = 0.2) -> TensorDict:
+        step, init = {"observation": self._stack()}, self.begins
+        self.frames, self.begins = [*self.frames[1:], self._image()], False
+        done = self.rng.random() < end
+        after = {"observation": self._stack(), "done": torch.tensor([done]), "reward": torch.rand(1)}
+        if done:
+            self.reset()
+        return TensorDict({**step, "is_init": torch.tensor([init]), "next": TensorDict(after)})
+
+
+def twins(length: int, num_envs: int, count: int = 3, **options) -> tuple[ExperienceBuffer, ExperienceBuffer]:
+    """A buffer that keeps frames, and a plain one."""
+    storages = FrameStorage(length * num_envs, count), RingStorage(length * num_envs)
+    ours, plain = (
+        ExperienceBuffer(
+            storage=storage, num_envs=num_envs, generator=torch.Generator().manual_seed(0), batch_size=16, **options
+        )
+        for storage in storages
+    )
+    return ours, plain
+
+
+def assert_same(ours: ExperienceBuffer, plain: ExperienceBuffer) -> None:
+    cells = plain.writer.filled_cells()
+    assert torch.equal(ours.writer.filled_cells(), cells)
+    if len(cells):
+        found, expected = ours.storage.get(cells), plain.storage.get(cells)
+        assert set(found.keys(True, True)) == set(expected.keys(True, True))
+        assert (found == expected).all()
+    for path, frames in ours.storage.frames.items():  # no spare place is lost or given away twice
+        now, then = ours.storage.leaf(path), ours.storage.leaf(("next", *path))
+        numbers = torch.cat([leaf[now[:, 0] >= 0] for leaf in (now, then)]).unique()
+        held = numbers[numbers >= len(frames.ring)].numpy() - len(frames.ring)
+        free = frames.free[: frames.left[0]]
+        assert len(np.unique(free)) == len(free)
+        assert not np.isin(held, free).any()
+        assert len(held) + len(free) == len(frames.spares)
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("all"), st.integers(1, 9)),
+        st.tuples(st.just("some"), st.sets(st.integers(0, 2), min_size=1), st.integers(1, 3)),
+        st.tuples(st.just("miss"), st.integers(0, 2)),
+        st.tuples(st.just("reset"), st.integers(0, 2)),
+        st.tuples(st.sampled_from(["empty", "cut", "restore", "copy"])),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(operations, st.integers(1, 5), st.integers(1, 4), st.sampled_from([2, 256]), st.integers(0, 1000))
+def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, colors, seed):
+    envs = [Stacks(seed + env, count, colors=colors) for env in range(3)]
+    ours, plain = twins(length, 3, count)
+    for name, *arguments in operations:
+        if name in ("all", "some"):
+            ids = [0, 1, 2] if name == "all" else sorted(arguments[0])
+            data = torch.stack([torch.stack([envs[e].step() for e in ids]) for _ in range(arguments[-1])])
+            for buffer in (ours, plain):
+                buffer.extend(data.clone(), env_ids=torch.tensor(ids), time_dim=0)
+        elif name == "miss":
+            envs[arguments[0]].step(0.0)
+        elif name == "reset":
+            envs[arguments[0]].reset()
+        elif name == "empty":
+            ours.empty(), plain.empty()
+        elif name == "cut":
+            ours.writer.cut(), plain.writer.cut()
+        elif name == "restore":
+            state, ours = ours.state_dict(), twins(length, 3, count)[0]
+            ours.load_state_dict(state)
+        else:
+            ours = copy.deepcopy(ours)
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("frame", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_steps": 3},
+        {"prefetch": 2},
+        {"sampler": lambda: PrioritizedSampler(48, 0.6, 0.4)},
+        {"sampler": lambda: SequenceSampler(3)},
+    ],
+)
+def test_every_sampler_reads_whole_stacks(frame, options):
+    made = [{name: value() if callable(value) else value for name, value in options.items()} for _ in range(2)]
+    ours, plain = twins(24, 2, **made[0])[0], twins(24, 2, **made[1])[1]
+    envs = [Stacks(env, frame=frame) for env in range(2)]
+    for _ in range(40):
+        data = torch.stack([env.step() for env in envs])
+        for buffer in (ours, plain):
+            buffer.extend(data.clone())
+    for _ in range(3):
+        batch, expected = ours.sample(), plain.sample()
+        assert batch["observation"].is_contiguous()
+        assert (batch == expected).all()
+        batch["observation"].zero_()  # is the batch's own
+    assert (ours[:] == plain[:]).all()
+    assert (ours[-1] == plain[-1]).all()
+    assert (ours[3:9:2] == plain[3:9:2]).all()
+
+
+def test_a_saved_buffer_goes_on_as_the_original(tmp_path):
+    envs, (original, plain), (restored, _) = [Stacks(env) for env in range(2)], twins(16, 2), twins(16, 2)
+    for step in range(60):
+        data = torch.stack([env.step() for env in envs])
+        for buffer in (original, plain, *([restored] if step > 30 else [])):
+            buffer.extend(data.clone())
+        if step == 30:
+            original.sample()
+            original.dumps(tmp_path / "state")
+            restored.loads(tmp_path / "state")
+    assert_same(original, plain)
+    assert_same(restored, plain)
+    assert (original.sample() == restored.sample()).all()
+
+
+def test_a_transition_takes_hardly_more_than_a_frame():
+    storage = FrameStorage(4000, 4)
+    buffer = ExperienceBuffer(storage=storage, num_envs=4)
+    frames = torch.randint(0, 256, (1600, 4, 3, 5), dtype=torch.uint8)
+    for episode in range(16):  # of 100 steps, at the end of which the next one begins
+        stacks = frames[episode * 100 + (torch.arange(101).unsqueeze(1) + torch.arange(-3, 1)).clamp(0, 99)]
+        stacks = stacks.permute(0, 2, 1, 3, 4)
+        for start in range(0, 100, 10):
+            now, then = stacks[start : start + 10], stacks[start + 1 : start + 11]
+            buffer.extend(TensorDict({"observation": now, "next": {"observation": then}}, [10, 4]), time_dim=0)
+    assert len(buffer) == 4000
+    assert storage.reserved_frames <= 1.05 * 4000 + 64 * 4
+    assert storage.reserved_frames - len(storage.frames["observation",].spares) == 4000 + 4 * 4
+
+
+def test_what_cannot_be_kept_as_frames_is_refused():
+    with pytest.raises(ValueError, match="frame_stack"):
+        FrameStorage(8, 0)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        FrameStorage(8, 3).share()
+    good = Stacks(0).step(0.0).unsqueeze(0)
+    with pytest.raises(ValueError, match="RingWriter"):
+        FrameStorage(8, 3).allocate(good)
+    with pytest.raises(TypeError, match="RingWriter alone"):
+        FrameStorage(8, 3).set(0, good)
+    ours, _ = twins(8, 1, 2)
+    with pytest.raises(ValueError, match=r"A stack of 2 images is .* got \[3, 5, 7\]"):
+        ours.extend(good)
+    ours, _ = twins(8, 1)
+    with pytest.raises(KeyError, match=r"next.*observation"):
+        ours.extend(good.exclude(("next", "observation")))
+    ours.extend(good)
+    foreign = good.clone()
+    foreign["next", "observation"] = torch.zeros_like(foreign["next", "observation"])
+    with pytest.raises(ValueError, match="row 0 is not that of 'observation' moved on by one frame"):
+        ours.extend(foreign)
+    assert len(ours) == 1
+    with pytest.raises(KeyError, match="kept as frames"):
+        ours.write_back(ours.sample(), ["observation"])
+    state = ours.state_dict()
+    with pytest.raises(ValueError, match="frame_stack=3"):
+        twins(8, 1, 2)[0].load_state_dict(state)
+    state["storage"]["frames"]["observation"]["frames"] = state["storage"]["frames"]["observation"]["frames"][:1]
+    with pytest.raises(ValueError, match="frames of observation state is foreign"):
+        twins(8, 1)[0].load_state_dict(state)
