@@ -24,7 +24,7 @@ from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
 from torchrl_lightning.replay.rings import check_steps, steps_between
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers
@@ -127,8 +127,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 "To write and read it from several processes without waiting, call share() before they start."
             )
         ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
-        if prioritized_sampling:
-            raise ValueError("prioritized_sampling=True is not supported; pass sampler=PrioritizedSampler(...).")
         if record_episodic_return and keep_episodic_info is False:
             raise ValueError("record_episodic_return=True needs the index of episodes; drop keep_episodic_info=False.")
         row = data_spec.zero() if isinstance(data_spec, Composite) else data_spec
@@ -142,12 +140,17 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         track = True if record_episodic_return else keep_episodic_info
         if sampler is None:
             sampler = RecentSampler(
-                1,
-                recent_data_steps=recent_data_steps,
-                recent_data_ratio=recent_data_ratio,
-                with_replacement=with_replacement,
-                num_earliest_frames_ignored=ignored,
-            )
+                1, recent_data_steps=recent_data_steps, recent_data_ratio=recent_data_ratio,
+                with_replacement=with_replacement, num_earliest_frames_ignored=ignored,
+            )  # fmt: skip
+            if prioritized_sampling:
+                if recent_data_ratio:
+                    raise ValueError("recent_data_ratio is not supported with prioritized_sampling=True; set it to 0.")
+                sampler = PrioritizedSampler(
+                    envs * length, alpha=1.0, beta=1.0, eps=0.0, max_priority_within_buffer=True,
+                    stratified=not with_replacement, initial_priority=initial_priority, batch_length=1,
+                    num_earliest_frames_ignored=ignored,
+                )  # fmt: skip
         super().__init__(
             storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
             writer=layout.writer(envs, track),
@@ -238,8 +241,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _drop(self, count: int | None, env_ids: Tensor | None) -> Tensor:
         cells: Tensor = self.writer.drop(count, env_ids)
-        if isinstance(self.sampler, PrioritizedSampler):
-            self.sampler.forget(cells)
+        if (prioritized := prioritized_in(self.sampler)) is not None:
+            prioritized.forget(cells)
         return cells
 
     # ------------------------------------------------------------------ reading
@@ -275,6 +278,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             info = BatchInfo(
                 writer.env_of(first), writer.position_of(first), replay_buffer=self, batch_size=[batch_size]
             )
+        weights = batch.get("importance_weights", None)
+        if weights is not None:
+            info.importance_weights = weights[:, 0]
         if self.returns is not None:
             value = batch[self.returns.key][:, 0]
             info.discounted_return = value.squeeze(-1) if value.ndim == 2 and value.shape[1] == 1 else value
@@ -283,7 +289,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw steps, ``[B]``; otherwise as :meth:`ExperienceBuffer.sample`."""
         found = super().sample(batch_size, return_info, include_info)
-        if getattr(self.sampler, "batch_length", None) != 1:
+        if getattr(self.sampler, "batch_length", None) != 1:  # not windows of one step
             return found
         return (_flat(found[0]), found[1]) if return_info else _flat(found)
 
@@ -416,8 +422,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
     @property
     def initial_priority(self) -> float:
         """Priority of new steps."""
-        sampler = self.sampler
-        return sampler.default_priority if isinstance(sampler, PrioritizedSampler) else self._initial_priority
+        prioritized = prioritized_in(self.sampler)
+        return self._initial_priority if prioritized is None else prioritized.default_priority
 
     def update_priority(self, env_ids: Tensor, positions: Tensor, priorities: Tensor | None = None) -> None:
         """Set priorities of steps; those of steps that were overwritten in between are ignored.
@@ -436,7 +442,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if priorities is None:
             super().update_priority(env_ids, positions)
             return
-        if not isinstance(self.sampler, PrioritizedSampler):
+        if prioritized_in(self.sampler) is None:
             raise ValueError("This buffer draws without priorities; build it with prioritized_sampling=True.")
         env, position = integers(env_ids, "env_ids").cpu(), integers(positions, "positions").cpu()
         priority = torch.as_tensor(priorities)
