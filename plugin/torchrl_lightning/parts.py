@@ -70,6 +70,10 @@ class OwnGenerator:
             self._own_rng = fresh_generator()
         return self._own_rng
 
+    @generator.setter
+    def generator(self, value: torch.Generator) -> None:
+        self._own_rng = value
+
     def __getstate__(self) -> dict[str, Any]:
         if self._own_rng is None or not is_spawning():
             return dict(self.__dict__)

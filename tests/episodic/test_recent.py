@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_lightning import ExperienceBuffer, RecentSampler, RingStorage
+from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RecentSampler, RingStorage
 
 GOLDEN = Path(__file__).parents[1] / "data" / "alf_uniform_and_recent_sampling.npz"
 
@@ -191,3 +191,70 @@ def test_bad_options() -> None:
             RecentSampler(**{option: bad})
     with pytest.raises(ValueError, match="batch_length"):
         RecentSampler(0)
+
+
+def prioritized(cells: int, ignored: int = 0) -> PrioritizedSampler:
+    return PrioritizedSampler(cells, 1.0, 1.0, eps=0.0, batch_length=1, num_earliest_frames_ignored=ignored)
+
+
+def test_recent_windows_beside_prioritized_ones() -> None:
+    inner = prioritized(80, 1)
+    sampler = RecentSampler(
+        2, recent_data_steps=4, recent_data_ratio=0.25, num_earliest_frames_ignored=1, prioritized=inner
+    )
+    buffer = make(2, 40, sampler)
+    for _ in range(10):
+        write(buffer)
+    batch = buffer.sample(16)  # too few are stored to favour the newest
+    assert Counter(starts_of(batch)) == {(env, position): 1 for env in range(2) for position in range(1, 9)}
+    for _ in range(40):
+        write(buffer)
+    buffer.update_priority(torch.arange(80), torch.zeros(80))
+    buffer.update_priority(buffer.writer.cell(torch.tensor([0, 1]), torch.tensor([20, 30])), torch.tensor([1.0, 3.0]))
+    batch = buffer.sample(16)
+    drawn = starts_of(batch)
+    assert {position for _, position in drawn[:4]} <= {45, 46, 47, 48}
+    assert Counter(env for env, _ in drawn[:4]) == {0: 2, 1: 2}
+    assert Counter(drawn[4:]) == {(0, 20): 3, (1, 30): 9}
+    assert (batch["position"] == batch["position"][:, :1] + torch.arange(2)).all()
+    for key, heavy in (("importance_weights", 1.5), ("priority_weight", 1 / 3)):
+        light = 0.5 if key == "importance_weights" else 1.0
+        expected = torch.tensor([1.0] * 4 + [light if start == (0, 20) else heavy for start in drawn[4:]])
+        torch.testing.assert_close(batch[key], expected.unsqueeze(1).expand(-1, 2))
+    # Priorities go back to all of them.
+    batch["td_error"] = torch.full((16, 2), 7.0)
+    write(buffer)
+    buffer.update_tensordict_priority(batch)
+    first = buffer.writer.cell(batch["env"][:, 0], batch["position"][:, 0])
+    assert (inner.table.priorities[first] == 7.0).all()
+    buffer.empty()
+    assert inner.table.count == 0
+
+
+def test_a_restored_sampler_with_priorities_continues() -> None:
+    def build() -> ExperienceBuffer:
+        return make(2, 20, RecentSampler(2, recent_data_ratio=0.5, prioritized=prioritized(40)))
+
+    buffer, other = build(), build()
+    for _ in range(25):
+        write(buffer)
+    batch = buffer.sample(8)
+    batch["td_error"] = batch["position"].float()
+    buffer.update_tensordict_priority(batch)
+    state = buffer.state_dict()
+    other.load_state_dict(state)
+    third = copy.deepcopy(buffer)
+    for _ in range(2):
+        batches = [each.sample(8) for each in (buffer, other, third)]
+        assert all(torch.equal(batch[key], batches[0][key]) for batch in batches for key in batch.keys())  # noqa: SIM118
+    plain = make(2, 20, RecentSampler(2, recent_data_ratio=0.5))
+    with pytest.raises(ValueError, match="prioritized"):
+        plain.load_state_dict(state)
+    with pytest.raises(ValueError, match="prioritized"):
+        other.load_state_dict(plain.state_dict())
+
+
+def test_the_prioritized_sampler_must_draw_the_same_windows() -> None:
+    for inner in (PrioritizedSampler(8, 1.0, 1.0), prioritized(8, 2)):
+        with pytest.raises(ValueError, match="must be built with a batch_length and num_earliest_frames_ignored=0"):
+            RecentSampler(prioritized=inner)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay import windows
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Ints, uniform
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
 from torchrl_lightning.segment_kernels import jitted
+from torchrl_lightning.state import check_state, mapping, same
 
 
 class RecentSampler(SequenceSampler):
@@ -28,6 +34,9 @@ class RecentSampler(SequenceSampler):
     and come first in the batch. This is done only where environments have, on average, more than
     ``recent_data_steps / recent_data_ratio`` beginnings: in smaller buffers, even draws give as many of the newest.
 
+    With ``prioritized`` that sampler draws the windows that are not recent, and batches hold the entries that it gives
+    instead. Recent windows are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
+
     Args:
         batch_length: steps of a window; may be set between samples.
         recent_data_steps: among how many of the newest beginnings of each environment.
@@ -35,6 +44,8 @@ class RecentSampler(SequenceSampler):
         with_replacement: draw beginnings of an environment independently; otherwise one from each of as many equal
             stretches as it gives draws, so that one comes twice only where two stretches meet within a step.
         num_earliest_frames_ignored: no window begins in the oldest so many stored steps of an environment.
+        prioritized: draws by priority what is not recent; built with a ``batch_length``, which follows this sampler's,
+            and with the same ``num_earliest_frames_ignored``.
         generator: random generator; the buffer's takes its place.
 
     Raises:
@@ -60,13 +71,52 @@ class RecentSampler(SequenceSampler):
         recent_data_ratio: float = 0.0,
         with_replacement: bool = False,
         num_earliest_frames_ignored: int = 0,
+        prioritized: PrioritizedSampler | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        self.prioritized = prioritized
         super().__init__(batch_length, episode_ends="across", generator=generator)
         self.recent_data_steps = integer(recent_data_steps, "recent_data_steps")
         self.recent_data_ratio = fraction(recent_data_ratio, "recent_data_ratio")
         self.with_replacement = with_replacement
         self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
+        if prioritized is not None:
+            found = prioritized.batch_length, prioritized.num_earliest_frames_ignored
+            if found[0] is None or found[1] != self.num_earliest_frames_ignored:
+                raise ValueError(
+                    "The prioritized sampler must be built with a batch_length and "
+                    f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}, got {found[0]} and {found[1]}."
+                )
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw windows; ``batch_size`` says how many.
+
+        Returns:
+            Cells ``[B, T]``, and what a :class:`SequenceSampler` gives, or a :class:`PrioritizedSampler`.
+
+        Raises:
+            RuntimeError: nothing is stored, or all priorities are zero.
+            ValueError: no :class:`RingWriter` fills the storage, or no environment holds a whole window.
+        """
+        prioritized = self._prioritized()
+        if prioritized is None:
+            return super().sample(storage, batch_size)
+        batch_size = integer(batch_size, "batch_size", 0)
+        recent = self._recent(self._writer(storage, batch_size), batch_size)
+        prioritized.batch_length = self.batch_length
+        index, info = prioritized.sample(storage, batch_size - recent)
+        if not recent:
+            return index, info
+        newest = super().sample(storage, recent)[0].to(index.device)
+        ones = torch.ones(newest.shape, device=index.device)
+        stamps = prioritized.table.generations[newest[:, :1]].expand(newest.shape)
+        beside = {"priority_weight": ones, "write_generation": stamps, "importance_weights": ones}
+        return torch.cat([newest, index]), {key: torch.cat([value, info[key]]) for key, value in beside.items()}
+
+    def _prioritized(self) -> PrioritizedSampler | None:
+        if self.prioritized is not None:
+            self.prioritized.generator = self.generator
+        return self.prioritized
 
     def draw(self, count: int) -> NDArray[np.float64]:
         """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
@@ -78,7 +128,7 @@ class RecentSampler(SequenceSampler):
         return uniform(count, self.generator)
 
     def _fill(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
-        recent = self._recent(writer, len(cells))
+        recent = self._recent(writer, len(cells)) if self.prioritized is None else len(cells)
         self._draw_evenly(writer, writer.length, cells[recent:], mask[recent:])
         self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])
 
@@ -113,6 +163,55 @@ class RecentSampler(SequenceSampler):
         ranks = (room.cumsum() - room)[env] + rank
         rings = writer.length, positions, positions - reach - room
         jitted(windows.draw)(ranks.astype(np.float64), False, rings, NO_INDEX, (reach, 0, False, False), cells, mask, 0)
+
+    def update_priority(
+        self,
+        index: int | Tensor | tuple[Tensor, ...],
+        priority: float | Tensor,
+        *,
+        storage: Storage | None = None,
+        generation: Tensor | None = None,
+    ) -> None:
+        """Change priorities, as :meth:`PrioritizedSampler.update_priority` does; without that sampler, nothing."""
+        if self.prioritized is not None:
+            self.prioritized.update_priority(index, priority, storage=storage, generation=generation)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Give cells that were just written the priority of new data; called by the storage."""
+        if self.prioritized is not None:
+            self.prioritized.mark_update(index, storage=storage)
+
+    def clear(self) -> None:
+        """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
+        super().clear()
+        if self.prioritized is not None:
+            self.prioritized.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator, and the state of the prioritized sampler or None."""
+        prioritized = self._prioritized()
+        return {**super().state_dict(), "prioritized": None if prioritized is None else prioritized.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore exactly: with the storage restored too, the next sample is the one that would have come next.
+
+        Raises:
+            ValueError: another version, a missing entry, or a state with priorities where there are none or without.
+        """
+        super().load_state_dict(state_dict)
+        prioritized = self._prioritized()
+        if prioritized is not None:
+            prioritized.load_state_dict(state_dict["prioritized"])
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        super().check_state(state_dict)
+        prioritized = self._prioritized()
+        if prioritized is None:
+            check_state(state_dict, {"prioritized": same(None, "sampler")}, "recent sampler")
+        else:
+            check_state(state_dict, {"prioritized": mapping}, "recent sampler")
+            prioritized.check_state(state_dict["prioritized"])
 
     def __repr__(self) -> str:
         options = f"recent_data_steps={self.recent_data_steps}, recent_data_ratio={self.recent_data_ratio}"
