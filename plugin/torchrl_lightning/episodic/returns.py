@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +13,15 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import entries_of, new_tensordict
-from torchrl_lightning.entries import entry_of
+from torchrl_lightning.entries import entry_of, path_of
+from torchrl_lightning.episodic.return_kernel import write_returns
 from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import writer_of
-from torchrl_lightning.scan import discounted_scan
+from torchrl_lightning.replay.writer import RingWriter, writer_of
+from torchrl_lightning.scan import LIKE, discounted_scan, row_kernel
 
 
 class EpisodicReturn:
@@ -81,6 +83,8 @@ class EpisodicReturn:
         self.reward_clip = None if reward_clip is None else (float(reward_clip[0]), float(reward_clip[1]))
         self.default_return = float(default_return)
         self.critic, self.key, self.layout = critic, key, layout
+        self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
+        self._factors = self.gamma, *(self.reward_clip or (-math.inf, math.inf))
         self._storage = storage
         storage.attach(self)
 
@@ -105,12 +109,32 @@ class EpisodicReturn:
     def mark_update(self, index: Tensor, **_: Any) -> None:
         """Write the returns of the episodes that end in these cells; called by the writer."""
         writer = writer_of(self._storage)
-        episodes = None if writer is None else writer.index
+        assert writer is not None
+        episodes = writer.index
         assert episodes is not None
         cells = index.cpu().numpy()
+        if self.critic is None and self._write_compiled(writer, episodes, cells):
+            return
         ended = cells[episodes.arrays[1][cells]]
         if len(ended):
             self._fill(episodes, np.unique(ended))
+
+    def _write_compiled(self, writer: RingWriter, episodes: EpisodeIndex, cells: Ints) -> bool:
+        """Do all of it in one call, if the entries are plain numbers on the CPU; return whether they are."""
+        storage, layout = self._storage, self.layout
+        assert storage.cells is not None
+        out, reward, ends = (storage.cells.leaves[storage.cells.places[path]] for path in self._paths)
+        if not (out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype and ends.numel() == len(ends)):
+            return False
+        if episodes.arrays[1][cells].any():
+            count = len(out)
+            row_kernel(write_returns)(
+                cells, (writer.length, *writer.arrays), episodes.arrays, reward.view(count, -1).numpy(),
+                ends.view(-1).numpy(), layout.time_steps, int(layout.time_steps), self._factors,
+                out.view(count, -1).numpy(),
+            )  # fmt: skip
+            storage.touch()
+        return True
 
     def _fill(self, index: EpisodeIndex, ended: Ints) -> None:
         layout, storage = self.layout, self._storage
