@@ -40,6 +40,15 @@ def test_ignored_steps_stay_ignored_after_a_late_update() -> None:
         assert drawn(buffer, length) == {(e, p) for e in range(2) for p in range(2, 7 - length)}
 
 
+def test_recency_and_priorities_work_together() -> None:
+    buffer = build(recent_data_steps=1, recent_data_ratio=0.5)
+    fill(buffer, 6)
+    buffer.update_priority(ENVS.repeat(6), torch.arange(6).repeat_interleave(2), torch.tensor([1.0] + [0.0] * 11))
+    _, info = buffer.get_batch(8, 2)
+    assert info.positions.tolist() == [4] * 4 + [0] * 4
+    assert info.env_ids.tolist() == [0, 1, 0, 1, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_importance_weights_survive_a_restore(length: int) -> None:
     buffer = build(enable_checkpoint=True)

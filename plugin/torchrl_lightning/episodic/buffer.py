@@ -139,17 +139,18 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
         track = True if record_episodic_return else keep_episodic_info
         if sampler is None:
-            sampler = RecentSampler(
-                1, recent_data_steps=recent_data_steps, recent_data_ratio=recent_data_ratio,
-                with_replacement=with_replacement, num_earliest_frames_ignored=ignored,
-            )  # fmt: skip
+            prioritized = None
             if prioritized_sampling:
-                if recent_data_ratio:
-                    raise ValueError("recent_data_ratio is not supported with prioritized_sampling=True; set it to 0.")
-                sampler = PrioritizedSampler(
+                prioritized = PrioritizedSampler(
                     envs * length, alpha=1.0, beta=1.0, eps=0.0, max_priority_within_buffer=True,
                     stratified=not with_replacement, initial_priority=initial_priority, batch_length=1,
                     num_earliest_frames_ignored=ignored,
+                )  # fmt: skip
+            sampler = prioritized
+            if prioritized is None or recent_data_ratio:
+                sampler = RecentSampler(
+                    1, recent_data_steps=recent_data_steps, recent_data_ratio=recent_data_ratio,
+                    with_replacement=with_replacement, num_earliest_frames_ignored=ignored, prioritized=prioritized,
                 )  # fmt: skip
         super().__init__(
             storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
