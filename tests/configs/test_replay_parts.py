@@ -16,6 +16,7 @@ from torchrl_lightning import (
     ExperienceBuffer,
     PPOBuffer,
     PrioritizedSampler,
+    RecentSampler,
     RecurrentReplayBuffer,
     RingStorage,
     RingWriter,
@@ -29,9 +30,15 @@ REQUIRED = {
     "uniform": (),
     "prioritized": ("max_capacity=20", "alpha=1.0", "beta=0.5"),
     "sequence": ("batch_length=3",),
+    "recent": (),
 }
-WRITERS = {"sequence": ["+writer@replay_buffer.writer=torchrl_lightning_ring"]}
-KINDS = {"uniform": UniformSampler, "prioritized": PrioritizedSampler, "sequence": SequenceSampler}
+WRITERS = {key: ["+writer@replay_buffer.writer=torchrl_lightning_ring"] for key in ("sequence", "recent")}
+KINDS = {
+    "uniform": UniformSampler,
+    "prioritized": PrioritizedSampler,
+    "sequence": SequenceSampler,
+    "recent": RecentSampler,
+}
 
 
 def steps(count: int, *ends: int, done_key: tuple[str, ...] = ("next", "done")) -> TensorDict:
