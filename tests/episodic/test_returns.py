@@ -149,12 +149,14 @@ def test_twin(plan: tuple, gamma: float, clip: tuple[float, float] | None, value
             buffer.load_state_dict(state)
 
 
-def test_the_step_that_ends_a_life_starts_the_next_one() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_the_step_that_ends_a_life_starts_the_next_one(dtype: torch.dtype) -> None:
     # ALF multiplies the rewards of the next life by the discount of this step, which is zero.
     kind, discount = np.array([FIRST, 1, 1, 1, LAST]), np.array([1, 1, 0, 1, 0], np.float32)
     buffer = build(1, 8, TIME_STEPS)
     returns = EpisodicReturn(buffer.storage, gamma=0.5, layout=TIME_STEPS)
-    buffer.extend(returns.with_default(time_steps(kind, np.array([9, 1, 2, 4, 8], np.float32), discount)))
+    steps = time_steps(kind, np.array([9, 1, 2, 4, 8], np.float32), discount)
+    buffer.extend(returns.with_default(steps.set("discount", steps["discount"].to(dtype))))
     assert stored(buffer, 0) == [1 + 0.5 * 2, 2, 4 + 0.5 * 8, 8, DEFAULT]
 
 

@@ -124,7 +124,9 @@ class EpisodicReturn:
         storage, layout = self._storage, self.layout
         assert storage.cells is not None
         out, reward, ends = (storage.cells.leaves[storage.cells.places[path]] for path in self._paths)
-        if not (out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype and ends.numel() == len(ends)):
+        if not (out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype):
+            return False
+        if ends.numel() != len(ends) or not (ends.dtype == torch.bool or ends.dtype in LIKE):
             return False
         if episodes.arrays[1][cells].any():
             count = len(out)
