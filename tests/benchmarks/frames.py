@@ -1,0 +1,89 @@
+"""256 pairs of four stacked frames of 84 x 84: kept once by ours and by TorchRL, beside whole stacks in a ring.
+
+    python tests/benchmarks/frames.py
+
+8 environments, episodes of U[100, 500) steps, one thread. TorchRL's is its documented way to stack frames on read,
+``CatFrames.make_rb_transform_and_sampler``; it keeps the frame and the next frame of each step.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Contender, compare, one_thread, say, table
+
+one_thread()
+
+import torch  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
+from torchrl.envs import CatFrames  # noqa: E402
+
+from torchrl_lightning import ExperienceBuffer, FrameStackTransform, FrameStorage, RingStorage  # noqa: E402
+
+ENVS, STACK, PAIRS, SIDE, CAPACITY = 8, 4, 256, 84, 4_000
+Row = dict[str, torch.Tensor]
+
+
+def episodes(steps: int) -> tuple[list[TensorDict], list[TensorDict]]:
+    """Return the steps of each environment, ``[steps]``: with single frames, and with stacks."""
+    single, stacked = [], []
+    for env in range(ENVS):
+        ends = torch.randint(100, 500, (steps // 100 + 1,)).cumsum(0) - 1
+        done = torch.zeros(steps, 1, dtype=torch.bool)
+        done[ends[ends < steps]] = True
+        episode = done.squeeze(1).cumsum(0) - done.squeeze(1).long()
+        begin = torch.searchsorted(episode, episode)
+        # One more frame for each episode, the last.
+        frames = torch.randint(0, 256, (steps + int(episode[-1]) + 1, SIDE, SIDE), dtype=torch.uint8)
+        place = torch.arange(steps) + episode
+        earlier = (place.unsqueeze(1) + torch.arange(1 - STACK, 1)).maximum((begin + episode).unsqueeze(1))
+        later = (place.unsqueeze(1) + torch.arange(2 - STACK, 2)).maximum((begin + episode).unsqueeze(1))
+        rest = {"action": torch.zeros(steps, dtype=torch.long), "traj": episode + 1000 * env}
+        after = {"reward": torch.zeros(steps, 1), "done": done}
+        for rows, now, then in (
+            (single, frames[place].unsqueeze(1), frames[place + 1].unsqueeze(1)),
+            (stacked, frames[earlier], frames[later]),
+        ):
+            rows.append(TensorDict({"observation": now, **rest, "next": {"observation": then, **after}}, [steps]))
+    return single, stacked
+
+
+def contenders() -> tuple[dict[str, Contender], dict[str, float]]:
+    """Return samples of each, and frames that each keeps for a transition."""
+    steps = CAPACITY // ENVS
+    single, stacked = episodes(steps)
+    frames, ring, bare = FrameStorage(CAPACITY, STACK), RingStorage(CAPACITY), RingStorage(CAPACITY)
+    buffers = {
+        "FrameStorage": ExperienceBuffer(storage=frames, num_envs=ENVS, batch_size=PAIRS),
+        "RingStorage of whole stacks": ExperienceBuffer(storage=ring, num_envs=ENVS, batch_size=PAIRS),
+        "FrameStackTransform": ExperienceBuffer(
+            storage=bare, num_envs=ENVS, batch_size=PAIRS, transform=FrameStackTransform(bare, STACK)
+        ),
+    }
+    for start in range(0, steps, 100):
+        for name, buffer in buffers.items():
+            envs = single if name == "FrameStackTransform" else stacked
+            buffer.extend(torch.stack([rows[start : start + 100] for rows in envs]), time_dim=1)
+    samples: dict[str, Contender] = {name: buffer.sample for name, buffer in buffers.items()}
+    per = {"FrameStorage": frames.reserved_frames / CAPACITY, "RingStorage of whole stacks": 2.0 * STACK}
+    # The keys of an environment, which has none here.
+    stack = CatFrames(N=STACK, dim=-3, in_keys=["observation"], out_keys=["stack"], reset_key="_reset")
+    transform, sampler = stack.make_rb_transform_and_sampler(PAIRS, traj_key="traj", cache_values=True)
+    # As documented; TensorDictReplayBuffer would refuse the transform, which changes the number of rows.
+    torchrl = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=sampler, transform=transform, batch_size=PAIRS)
+    for rows in single:
+        torchrl.extend(rows)
+    assert torchrl.sample()["next", "stack"].shape == (PAIRS, STACK, SIDE, SIDE)
+    samples["TorchRL"], per["TorchRL"] = torchrl.sample, 2.0
+    return samples, per
+
+
+if __name__ == "__main__":
+    samples, per = contenders()
+    for name, frames in per.items():
+        say(f"{name}: {frames:.3f} frames a transition")
+    say(table("256 pairs of stacks", compare(samples, repetitions=3, seconds=0.001), "FrameStorage"))
