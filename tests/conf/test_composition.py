@@ -170,6 +170,7 @@ def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
         ("ppo_halfcheetah", "mujoco", ["data.frames_per_batch=64"]),
         ("ppo_minigrid_doorkey", "minigrid", ["data.frames_per_batch=64"]),
         ("ppod_minigrid_keycorridor", "minigrid", ["data.frames_per_batch=128"]),
+        ("ppod_minigrid_lockedroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_multiroom", "minigrid", ["data.frames_per_batch=128"]),
         ("ppod_minigrid_unlockpickup", "minigrid", ["data.frames_per_batch=128"]),
     ],

@@ -106,7 +106,7 @@ def test_a_buffer_has_its_say_on_environment_and_policy(make_data, make_trainer,
 
     data, module = make_data(buffer=Wrapping), make_module()
     make_trainer(max_epochs=2).fit(module, datamodule=data)
-    policy, env = Wrapping.wrapped
+    env, policy = Wrapping.wrapped
     assert policy is module.policy
     assert env.num_envs == data.num_envs
 

@@ -216,7 +216,7 @@ class DocumentedVerbs:
         return env
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the policy to collect with; a hook for DataModules."""
+        """Return the policy to collect with, in what :meth:`wrap_env` returned; a hook for DataModules."""
         return policy
 
     def before_epoch(self) -> None:
