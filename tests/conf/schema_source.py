@@ -82,10 +82,12 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             _buffer("recurrent", "RecurrentReplayBuffer", {*REPLAY, "batch_size"}),
             _buffer("simple", "SimpleReplayBuffer", REPLAY),
             Described("storage", "ring", "RingStorage"),
+            Described("storage", "frame", "FrameStorage"),
             # The buffer has the generator.
             Described("sampler", "uniform", "UniformSampler", frozenset({"generator"})),
             Described("sampler", "prioritized", "PrioritizedSampler", frozenset({"generator"})),
             Described("sampler", "sequence", "SequenceSampler", frozenset({"generator"})),
+            Described("sampler", "recent", "RecentSampler", frozenset({"generator"})),
         ],
     ),
     "models": (

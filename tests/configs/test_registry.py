@@ -31,7 +31,7 @@ GROUPS = {
         "vtrace_advantages",
     },
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
-    "replay_buffer": {"experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},
+    "replay_buffer": {"episodic", "experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},
 }
 NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 

@@ -238,6 +238,17 @@ class RingStorageSchema:
 
 
 @dataclass
+class FrameStorageSchema:
+    """Arguments of :class:`torchrl_lightning.FrameStorage`."""
+
+    _target_: str = "torchrl_lightning.FrameStorage"
+    _convert_: str = "all"
+    max_size: int = MISSING
+    frame_stack: int = MISSING
+    keys: Any = field(default_factory=lambda: ["observation"])
+
+
+@dataclass
 class UniformSamplerSchema:
     """Arguments of :class:`torchrl_lightning.UniformSampler`."""
 
@@ -281,6 +292,20 @@ class SequenceSamplerSchema:
     recurrent_keys: Any = field(default_factory=lambda: ["recurrent_state"])
 
 
+@dataclass
+class RecentSamplerSchema:
+    """Arguments of :class:`torchrl_lightning.RecentSampler`."""
+
+    _target_: str = "torchrl_lightning.RecentSampler"
+    _convert_: str = "all"
+    batch_length: int = 1
+    recent_data_steps: int = 1
+    recent_data_ratio: float = 0.0
+    with_replacement: bool = False
+    num_earliest_frames_ignored: int = 0
+    prioritized: Any = None
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
     ("buffer", "gae"): GAEBufferSchema,
@@ -291,7 +316,9 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "recurrent"): RecurrentReplayBufferSchema,
     ("buffer", "simple"): SimpleReplayBufferSchema,
     ("storage", "ring"): RingStorageSchema,
+    ("storage", "frame"): FrameStorageSchema,
     ("sampler", "uniform"): UniformSamplerSchema,
     ("sampler", "prioritized"): PrioritizedSamplerSchema,
     ("sampler", "sequence"): SequenceSamplerSchema,
+    ("sampler", "recent"): RecentSamplerSchema,
 }

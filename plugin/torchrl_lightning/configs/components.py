@@ -77,6 +77,7 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
         ppod="PPODBuffer",
         ppo="PPOBuffer",
         experience="ExperienceBuffer",
+        episodic="EpisodicReplayBuffer",
         recurrent="RecurrentReplayBuffer",
         simple="SimpleReplayBuffer",
     ),
