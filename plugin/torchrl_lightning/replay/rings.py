@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_lightning.replay import ring_kernels
 from torchrl_lightning.replay.sharing import SharedArrays
+from torchrl_lightning.segment_kernels import jitted
 
 Ints = NDArray[np.int64]
 
@@ -174,6 +176,13 @@ def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     starts = np.cumsum(counts) - counts
     run = np.repeat(np.arange(len(counts)), counts)
     return run, np.arange(len(run)) - (starts - low)[run], starts
+
+
+def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
+    """Return environments and positions of the steps in cells of rings, of their shape; see ``Rings.position_of``."""
+    env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
+    jitted(ring_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
+    return env, position
 
 
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:

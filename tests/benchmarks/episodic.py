@@ -1,0 +1,153 @@
+"""The episodic replay buffer beside what it is built of, one thread, interleaved.
+
+    python tests/benchmarks/episodic.py [--json timings.json] [--repetitions 11] [--sizes 4 6] [--check]
+
+Rows of 165 bytes of 64 environments. Windows of two steps by priority, ``get_batch``, stand beside as many single steps
+of :class:`PrioritizedSampler`, and so do questions for the end of their episodes; one step of all environments with its
+episode index and its returns beside the bare slice copies of the same leaves. The first two come again for every size,
+each beside the smallest. ``--check`` exits with 1 where a budget is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Contender, Timing, compare, one_thread, say, table, write_json
+
+if __name__ == "__main__":
+    one_thread()
+    warnings.simplefilter("ignore")
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_lightning.entries import leaves_of, tree_of
+from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.prioritized import PrioritizedSampler
+from torchrl_lightning.replay.storage import RingStorage
+
+ENVS, BATCH, EPISODE = 64, 256, 250
+SINGLE, PAIRS, END = "single steps", "get_batch of 2", "steps_to_episode_end"
+COPIES, ADD = "slice copies", "add_batch"
+BUDGETS = {PAIRS: 2.0, END: 0.1, ADD: 3.0}  # at most, times what stands first
+GROWTH = 1.5  # at most, of the largest size over the smallest
+
+
+def steps_of(time: int, steps: int) -> TensorDict:
+    """Steps ``time`` and later of all environments, time-major; their episodes end at different times."""
+    rows = steps * ENVS
+    end = (torch.arange(time, time + steps)[:, None] + torch.arange(ENVS) * 4) % EPISODE == EPISODE - 1
+    flag = end.reshape(rows, 1)
+    after = {"observation": torch.randn(rows, 17), "reward": torch.randn(rows, 1), "done": flag, "terminated": flag}
+    return TensorDict({"observation": torch.randn(rows, 17), "action": torch.randn(rows, 6), "next": after}, [rows])
+
+
+def fill(buffer: ExperienceBuffer, size: int) -> None:
+    steps = size // ENVS
+    for time in range(0, steps, 256):
+        buffer.extend(steps_of(time, min(256, steps - time)).view(-1, ENVS), time_dim=0)
+    buffer.update_priority(torch.arange(len(buffer)), torch.empty(len(buffer)).exponential_())
+
+
+def episodic(size: int) -> EpisodicReplayBuffer:
+    buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, prioritized_sampling=True, record_episodic_return=True)
+    fill(buffer, size)
+    return buffer
+
+
+def single(size: int) -> ExperienceBuffer:
+    capacity = size // ENVS * ENVS
+    sampler = PrioritizedSampler(capacity, 1.0, 1.0, 0.0)
+    buffer = ExperienceBuffer(storage=RingStorage(capacity), sampler=sampler, num_envs=ENVS, batch_size=BATCH)
+    fill(buffer, size)
+    return buffer
+
+
+def question(buffer: EpisodicReplayBuffer) -> Contender:
+    _, info = buffer.get_batch(BATCH, 1)
+    positions, ids = info.positions, info.env_ids
+    return lambda: buffer.steps_to_episode_end(positions, ids)
+
+
+def reading(size: int) -> dict[str, Contender]:
+    buffer = episodic(size)
+    return {
+        SINGLE: single(size).sample, PAIRS: lambda: buffer.get_batch(BATCH, 2), END: question(buffer)
+    }  # fmt: skip
+
+
+def adding(size: int) -> dict[str, Contender]:
+    """Write one step of all environments; the copies are those of the buffer's leaves, cell by cell the same."""
+    buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, record_episodic_return=True)
+    fill_steps = itertools.cycle([steps_of(time, 1) for time in range(EPISODE)])
+    buffer.add_batch(next(fill_steps))
+    cells = [(torch.zeros_like(leaf), path) for path, leaf in leaves_of(buffer.storage.tree)]
+    default = torch.full((ENVS, 1), -1000.0)
+    rows = []
+    for time in range(EPISODE):
+        leaves = dict(leaves_of(tree_of(steps_of(time, 1))))
+        rows.append([(leaf, leaves.get(path, default)) for leaf, path in cells])
+    copies, length = itertools.cycle(rows), size // ENVS
+    place = itertools.cycle(range(length))
+
+    def copy() -> Tensor | None:
+        start = next(place) * ENVS
+        for leaf, value in next(copies):
+            leaf[start : start + ENVS] = value
+        return None
+
+    return {COPIES: copy, ADD: lambda: buffer.add_batch(next(fill_steps))}
+
+
+def verdict(timings: list[Timing], budgets: dict[str, float]) -> bool:
+    first, good = timings[0], True
+    for timing in timings[1:]:
+        ratio, asked = timing.median / first.median, budgets[timing.name]
+        say(f"  {timing.name}: {ratio:.2f}x, at most {asked} is asked: {'met' if ratio <= asked else 'MISSED'}")
+        good = ratio <= asked and good
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 6], help="powers of ten for the growth")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a budget is missed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    results: dict[str, list[Timing]] = {}
+    good = True
+
+    def measure(title: str, contenders: dict[str, Contender], budgets: dict[str, float]) -> None:
+        nonlocal good
+        results[title] = timings = compare(contenders, repetitions=arguments.repetitions)
+        say(table(title, timings, timings[0].name))
+        good = verdict(timings, budgets) and good
+
+    measure(f"episodic: read {BATCH} of 1e6", reading(10**6), BUDGETS)
+    measure(f"episodic: write a step of {ENVS} environments", adding(10**6), BUDGETS)
+    buffers = {f"1e{power}": episodic(10**power) for power in sorted(arguments.sizes)}
+    growth = dict.fromkeys(buffers, GROWTH)
+    pairs: dict[str, Contender] = {
+        name: lambda buffer=buffer: buffer.get_batch(BATCH, 2) for name, buffer in buffers.items()
+    }
+    measure(f"episodic: {PAIRS}, {BATCH} of each size", pairs, growth)
+    measure(f"episodic: {END}, {BATCH} of each size", {name: question(each) for name, each in buffers.items()}, growth)
+    if arguments.json:
+        write_json(arguments.json, results)
+    return 0 if good or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
