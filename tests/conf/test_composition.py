@@ -263,6 +263,9 @@ def test_what_is_exported_interpolates_nothing_outside_of_itself(compose_in, tmp
     [
         ("prioritized", "data.buffer.storage.max_size=64", "sampler.max_capacity"),
         ("prioritized", "data.buffer.priority_key=error", "sampler.priority_key"),
+        ("episodic_prioritized", "data.buffer.storage.max_size=64", "sampler.prioritized.max_capacity"),
+        ("episodic_prioritized", "data.buffer.priority_key=error", "sampler.prioritized.priority_key"),
+        ("episodic_prioritized", "data.buffer.sampler.batch_length=3", "sampler.prioritized.batch_length"),
         ("simple", "data.batch_size=64", "batch_size"),
     ],
 )

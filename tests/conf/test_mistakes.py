@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -93,6 +95,49 @@ def test_an_argument_that_does_not_exist_is_named(compose_train):
 )
 def test_a_setting_of_replay_that_does_not_fit_is_named(composed, override, message):
     assert refused(composed(*REPLAY, setting=override)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("stream", "override", "message"),
+    [
+        (
+            "episodic",
+            "data.buffer.sampler.recent_data_ratio=2",
+            "data.buffer.sampler.recent_data_ratio=2.0: recent_data_ratio must be between 0 and 1, got 2.0.",
+        ),
+        (
+            "frames",
+            "",
+            "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the environment observes [4]",
+        ),
+    ],
+)
+def test_a_setting_of_episodic_replay_that_does_not_fit_is_named(composed, stream, override, message):
+    base = ("~experiment", f"data={stream}", "model=dqn", "data.total_frames=100")
+    assert refused(composed(*base, setting=override)).startswith(message)
+
+
+class Images(gym.ObservationWrapper):
+    """Shows black images."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return np.zeros((84, 84), np.uint8)
+
+
+def test_a_storage_of_frames_wants_stacks_of_its_own_size(composed):
+    base = ("~experiment", "data=frames", "env=recipe", "model=dqn", "model/network=cnn", "data.total_frames=100")
+    images = "data.env.wrappers=[{_target_: conf.test_mistakes.Images}]"
+    cfg = composed(*base, setting=images)
+    cfg.data.env.frame_stack = 4
+    build_all(cfg)
+    cfg.data.env.frame_stack = 8
+    assert refused(cfg) == (
+        "data.buffer.storage.frame_stack=4: frame_stack=4 differs from data.env.frame_stack=8; give both the same."
+    )
 
 
 def test_an_unsupported_observation_is_named_with_what_is_supported(composed):

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 
 from configs.processes import environment
-from torchrl_lightning import RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
+from torchrl_lightning import RecentSampler, RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (
     ExperienceBuffer,
@@ -33,12 +33,18 @@ def prioritized():
     return PrioritizedSampler(SIZE, alpha=0.7, beta=0.5)
 
 
+def recent():
+    prioritized = PrioritizedSampler(SIZE, alpha=0.7, beta=0.5, batch_length=1)
+    return RecentSampler(recent_data_steps=4, recent_data_ratio=0.25, prioritized=prioritized)
+
+
 BUFFERS = {
     "uniform": experience(UniformSampler),
     "prioritized": experience(prioritized),
     "three steps": experience(UniformSampler, n_steps=3),
     "prioritized, three steps": experience(prioritized, n_steps=3),
     "sequence": experience(lambda: SequenceSampler(4)),
+    "recent, prioritized": experience(recent),
     "simple": lambda num_envs: SimpleReplayBuffer(4, None, SIZE, 8, num_envs=num_envs),
 }
 

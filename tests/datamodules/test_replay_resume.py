@@ -43,6 +43,7 @@ def states_in(folder):
         ("prioritized", {}),
         ("prioritized, three steps", {}),
         ("sequence", {}),
+        ("recent, prioritized", {}),
         ("simple", {}),
         ("files", {}),
         ("prioritized", {"updates_per_step": 5}),

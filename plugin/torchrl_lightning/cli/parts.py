@@ -44,6 +44,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     if hasattr(data, "fingerprint"):
         with _named(cfg, "data.buffer"):
             data.fingerprint()
+    _check_frames(cfg, data)
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
             copy.deepcopy(model).build(data.specs)
@@ -77,6 +78,28 @@ def _check_stream(data: Any, model: Any) -> None:
                 f"{type(model).__name__} does not learn from the {type(data).__name__}; "
                 f"choose a stream for it, such as data={stream}, or a learner for this stream, such as model={fitting}."
             )
+
+
+def _check_frames(cfg: DictConfig, data: Any) -> None:
+    """Refuse a storage of stacked images over an environment that does not stack as many."""
+    from torchrl_lightning.entries import nested_keys
+
+    node = OmegaConf.select(cfg, "data.buffer.storage")
+    storage: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else {}
+    if "frame_stack" not in storage or not hasattr(data, "specs"):
+        return
+    recipe, count = cfg.data.env, storage["frame_stack"]
+    keys = nested_keys(storage.get("keys", ["observation"]))
+    with _named(cfg, "data.buffer.storage"):
+        shapes = [list(data.specs.observation[key].shape) for key in keys]
+        if any(len(shape) != 3 for shape in shapes):
+            raise ValueError(
+                f"frame_stack={count} keeps stacks of images, but the environment observes {shapes[0]}. Take one that "
+                "stacks images, such as env=atari, or another stream, such as data=uniform."
+            )
+        stacked = recipe.get("frame_stack", count) if isinstance(recipe, DictConfig) else count
+        if stacked != count:
+            raise ValueError(f"frame_stack={count} differs from data.env.frame_stack={stacked}; give both the same.")
 
 
 @contextmanager
