@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
@@ -26,6 +26,7 @@ from torchrl_lightning.files import OwnFiles, StateFiles
 from torchrl_lightning.parts import OwnGenerator, OwnSignature, is_spawning, packed, unpacked
 
 T = TypeVar("T")
+C = TypeVar("C", bound=TensorClass)
 Drawn = tuple[Any, dict[Any, Any]]
 """A batch, and the entries that the sampler adds to it."""
 
@@ -46,6 +47,13 @@ def new_tensordict(
     data._tensordict = dict(source)
     data._batch_size, data._device, data._td_dim_names = batch_size, device, names
     return data
+
+
+def new_tensorclass(cls: type[C], source: TensorDictBase, others: dict[str, Any]) -> C:
+    """Build a TensorClass over the entries of ``source`` without checking them; ``others`` are all other attributes."""
+    found = object.__new__(cls)
+    found.__dict__.update(_tensordict=source, _non_tensordict=others, _is_initialized=True)
+    return found
 
 
 def entries_of(data: TensorDictBase) -> dict[str, Any]:

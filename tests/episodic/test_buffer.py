@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torchrl.data import Bounded, Composite, Unbounded
 
 from torchrl_lightning.episodic import EpisodicReplayBuffer
+from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
 from torchrl_lightning.episodic.steps import FIRST, LAST
 
 DATA = Path(__file__).parents[1] / "data"
@@ -193,6 +194,17 @@ def test_windows_and_where_they_come_from() -> None:
     assert other.positions.equal(info.positions)
     assert info[3].positions == info.positions[3]
     assert buffer.sampler.batch_length == 1
+
+
+@pytest.mark.parametrize("known", [{}, {"importance_weights": torch.ones(3), "discounted_return": torch.zeros(3)}])
+def test_info_is_built_as_by_its_constructor(known: dict[str, torch.Tensor]) -> None:
+    buffer, entries = build(), {"env_ids": torch.tensor([0, 1, 0]), "positions": torch.tensor([4, 5, 6]), **known}
+    fast, slow = info_of(buffer, entries, torch.Size([3])), BatchInfo(**entries, replay_buffer=buffer, batch_size=[3])
+    for info in (fast, fast[1:], fast.clone(False), torch.cat([fast, fast])):
+        assert info.replay_buffer is buffer
+        assert (info.discounted_return is None) == (info.importance_weights is None) == (not known)
+    assert set(fast.keys()) == set(slow.keys())
+    assert (fast == slow).all()
 
 
 def test_torchrl_verbs() -> None:

@@ -24,7 +24,7 @@ from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
+from torchrl_lightning.replay.prioritized import FLOATS, PrioritizedSampler, prioritized_in
 from torchrl_lightning.replay.rings import check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers
@@ -276,15 +276,14 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             finally:
                 sampler.batch_length = before
             first: Any = entry_of(batch, "index")
-            env, position = steps_of(first[:, 0].cpu().numpy(), writer.length, writer.arrays[0])
+            env, position = steps_of(_first(first).cpu().numpy(), writer.length, writer.arrays[0])
         found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
         weights = entry_of(batch, "importance_weights")
         if weights is not None:
-            found["importance_weights"] = weights[:, 0]
+            found["importance_weights"] = _first(weights)
         if self.returns is not None:
             value: Any = entry_of(batch, self.returns.key)
-            value = value[:, 0]
-            found["discounted_return"] = value.squeeze(-1) if value.ndim == 2 and value.shape[1] == 1 else value
+            found["discounted_return"] = _first(value)
         info = info_of(self, found, batch.batch_size[:1])
         return (self.transform(batch) if self.has_transform else batch), info
 
@@ -477,3 +476,11 @@ def _flat(batch: TensorDictBase) -> TensorDictBase:
     """Take the dimension of time out of windows of one step."""
     entries = {key: _flat(leaf) if isinstance(leaf, TensorDictBase) else leaf.squeeze(1) for key, leaf in batch.items()}
     return new_tensordict(entries, batch.batch_size[:1], None, batch.device)
+
+
+def _first(windows: Tensor) -> Tensor:
+    """Return what holds for the first step of each window, ``[B, ...]``, or ``[B]`` if that is one number."""
+    where = (slice(None), 0, 0) if windows.ndim == 3 and windows.shape[2] == 1 else (slice(None), 0)
+    if windows.is_cpu and windows.dtype in (torch.int64, *FLOATS):
+        return torch.from_numpy(windows.numpy()[where])  # numpy's views cost a third of torch's
+    return windows[where]

@@ -116,16 +116,20 @@ class EpisodeIndex(SharedArrays):
             check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
         return begin, end
 
+    @staticmethod
+    def _arrays(env_ids: Tensor, positions: Tensor) -> tuple[Ints, Ints]:
+        env, position = _array(env_ids), _array(positions)
+        if env.shape != position.shape:
+            env, position = np.broadcast_arrays(env, position)
+            return env.copy(), position.copy()
+        return env, position
+
     def bounds(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> tuple[Tensor, Tensor]:
         """Return first and last position of the episodes of stored steps, of the broadcast shape.
 
         With ``clip``, headless episodes begin at their oldest stored step instead of where they really began.
         """
-        env, position = _array(env_ids), _array(positions)
-        if env.shape != position.shape:
-            env, position = np.broadcast_arrays(env, position)
-            env, position = env.copy(), position.copy()
-        begin, end = self._bounds(env, position, clip)
+        begin, end = self._bounds(*self._arrays(env_ids, positions), clip)
         return torch.from_numpy(begin), torch.from_numpy(end)
 
     def begin(self, env_ids: Tensor, positions: Tensor, *, clip: bool = True) -> Tensor:
@@ -138,7 +142,10 @@ class EpisodeIndex(SharedArrays):
 
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return ``end - position``."""
-        return self.end(env_ids, positions) - positions
+        env, position = self._arrays(env_ids, positions)
+        _, end = self._bounds(env, position)
+        end -= position
+        return torch.from_numpy(end)
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return whether the episodes of stored steps ended with a done flag."""
@@ -167,7 +174,10 @@ class EpisodeIndex(SharedArrays):
 
 
 def _array(value: Tensor) -> Ints:
-    return torch.as_tensor(value, dtype=torch.int64).cpu().numpy()
+    # Where there is nothing to convert, converting costs more than the answer.
+    if not (isinstance(value, Tensor) and value.is_cpu and value.dtype is torch.int64):
+        value = torch.as_tensor(value, dtype=torch.int64).cpu()
+    return value.numpy()
 
 
 def flag_of(value: Tensor, steps: int) -> Flags:

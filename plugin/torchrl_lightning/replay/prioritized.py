@@ -231,14 +231,19 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
             )
         reach, ignored = (self._batch_length or 1) - 1, self.num_earliest_frames_ignored
         (positions, floor), table = writer.arrays, self.table
+        source = positions.tobytes(), floor.tobytes(), writer.length, reach, ignored
+        assert table.starts is not None
+        if table.starts.source == source:
+            return writer
         begin = np.maximum(positions - writer.length, floor) + ignored
         table.limit(begin, np.maximum(positions - reach, begin), writer.length)
-        if not table.tree.nnz and table.starts is not None and not table.starts.count:
+        if not table.tree.nnz and not table.starts.count:
             raise ValueError(
                 f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
                 f"{reach + 1 + ignored} (batch_length={self._batch_length}, num_earliest_frames_ignored={ignored}). "
                 "Collect more, or take shorter ones."
             )
+        table.starts.source = source
         return writer
 
     def _base(self) -> float:

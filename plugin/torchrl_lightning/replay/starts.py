@@ -31,12 +31,16 @@ class Starts:
         [True, True, True, False, True, False]
     """
 
+    source: tuple[bytes | int, ...]
+    """What they follow from, noted by whoever moves them, who need not do so again while it is the same."""
+
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget them."""
         self.begin, self.end, self.length = EVERYWHERE[0], EVERYWHERE[1], 1
+        self.source = ()
 
     @property
     def arrays(self) -> tuple[Ints, Ints, int]:
@@ -84,7 +88,7 @@ class Starts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that was checked."""
         self.begin, self.end = state["start_begin"].numpy().copy(), state["start_end"].numpy().copy()
-        self.length = state["start_length"]
+        self.length, self.source = state["start_length"], ()
 
     @staticmethod
     def check_state(state: Mapping[str, Any], capacity: int, owner: str) -> None:
