@@ -103,7 +103,7 @@ if __name__ == "__main__":
     samples, per = contenders()
     for name, frames in per.items():
         say(f"{name}: {frames:.3f} frames a transition")
-    # The slow one runs apart: it gives its memory back to the system, and the next one's batch waits for new pages.
+    # The slow one runs apart: few calls fit between its own, and so few differ from run to run by more than tenfold.
     slow = {CATFRAMES: samples.pop(CATFRAMES)}
     say(table("256 pairs of stacks", compare(samples), "FrameStorage"))
     say(table("256 pairs of stacks", compare(slow, repetitions=5), CATFRAMES))
