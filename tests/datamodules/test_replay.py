@@ -51,7 +51,6 @@ def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
 
 @pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])
 def test_every_buffer_serves(name, tmp_path):
-    sequences = name == "sequence"
     data = replay_data(recurrent if name == "recurrent" else name)
     module = dqn(Recorder, recurrent=name in ("sequence", "recurrent"))
     if name == "recurrent":
@@ -59,7 +58,8 @@ def test_every_buffer_serves(name, tmp_path):
         data.on_after_batch_transfer = lambda batch, index: batch.unsqueeze(1)
     fit(tmp_path, data, module)
     batch = module.seen[0][3]
-    assert batch["observation"].shape == ((8, 4, 4) if sequences else (8, 1, 4) if name == "recurrent" else (8, 4))
+    windows = {"sequence": (8, 4, 4), "recurrent": (8, 1, 4), "recent, prioritized": (8, 1, 4)}
+    assert batch["observation"].shape == windows.get(name, (8, 4))
     assert data.updates == module.updates == 20
 
 
