@@ -482,5 +482,5 @@ def _first(windows: Tensor) -> Tensor:
     """Return what holds for the first step of each window, ``[B, ...]``, or ``[B]`` if that is one number."""
     where = (slice(None), 0, 0) if windows.ndim == 3 and windows.shape[2] == 1 else (slice(None), 0)
     if windows.is_cpu and windows.dtype in (torch.int64, *FLOATS):
-        return torch.from_numpy(windows.numpy()[where])  # numpy's views cost a third of torch's
+        return torch.from_numpy(windows.numpy()[where])  # numpy's views cost less than torch's
     return windows[where]

@@ -102,7 +102,7 @@ class EpisodicReturn:
                 "Add it, or name another one by layout=StepLayout(...)."
             )
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
-        if reward.is_cpu and dtype in LIKE:  # numpy's full array costs a third of torch's
+        if reward.is_cpu and dtype in LIKE:  # numpy fills small arrays faster than torch
             default = torch.from_numpy(np.full_like(LIKE[dtype], self.default_return, shape=tuple(reward.shape)))
         else:
             default = torch.full_like(reward, self.default_return, dtype=dtype, requires_grad=False)

@@ -128,6 +128,9 @@ class EpisodeIndex(SharedArrays):
         """Return first and last position of the episodes of stored steps, of the broadcast shape.
 
         With ``clip``, headless episodes begin at their oldest stored step instead of where they really began.
+
+        Raises:
+            IndexError: A step is not stored, or there is no such environment.
         """
         begin, end = self._bounds(*self._arrays(env_ids, positions), clip)
         return torch.from_numpy(begin), torch.from_numpy(end)
