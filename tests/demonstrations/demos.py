@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_lightning import Demonstration
 
@@ -33,3 +34,25 @@ def rewarded(total: float = 1.0, length: int = 1, **options: Any) -> Demonstrati
 def names(demonstrations: tuple[Demonstration, ...]) -> list[str]:
     """What tests know the demonstrations by."""
     return [each.name for each in demonstrations]
+
+
+def golden_replay() -> tuple[dict[str, torch.Tensor], Demonstration]:
+    """What the reference recorded while it replayed a demonstration, and that demonstration."""
+    golden = {key: torch.from_numpy(value).float() for key, value in np.load(DATA / "ppod_replay_sequence.npz").items()}
+    entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
+    steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
+    return golden, Demonstration(steps)
+
+
+def check_golden(row: TensorDictBase, golden: dict[str, torch.Tensor]) -> None:
+    """Assert that the steps of one environment are those that the reference recorded."""
+    found = {
+        "observation": row["observation"],
+        "action": row["action"],
+        "reward": row["next", "reward"],
+        "logp_ref": row["action_log_prob"],
+        "value": row["state_value"],
+        "is_demo": row["demo", "mask"],
+    }
+    for key, value in found.items():
+        assert value.flatten().tolist() == golden[key].tolist(), key

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from demonstrations.demos import DATA, demo, names, rewarded
+from demonstrations.demos import check_golden, demo, golden_replay, names, rewarded
 from torchrl_lightning import (
     Demonstration,
     DemonstrationMiner,
@@ -99,21 +99,10 @@ def line_collector(replay: Any, num_envs: int = 1, steps: int = 12, policy: Any 
 
 
 def test_golden_sequence() -> None:
-    golden = {key: torch.from_numpy(value).float() for key, value in np.load(DATA / "ppod_replay_sequence.npz").items()}
-    entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
-    steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
-    replay = DemonstrationReplay(stored(Demonstration(steps)), Scripted(None, 0), 1)
+    golden, demonstration = golden_replay()
+    replay = DemonstrationReplay(stored(demonstration), Scripted(None, 0), 1)
     row = line_collector(replay).rollout()[0]
-    found = {
-        "observation": row["observation"],
-        "action": row["action"],
-        "reward": row["next", "reward"],
-        "logp_ref": row["action_log_prob"],
-        "value": row["state_value"],
-        "is_demo": row["demo", "mask"],
-    }
-    for key, value in found.items():
-        assert value.flatten().tolist() == golden[key].tolist(), key
+    check_golden(row, golden)
     # The first observation of the run begins an episode too, which theirs did not know.
     assert row["is_init"].flatten().tolist() == [True, *golden["done_before"][1:].bool().tolist()]
     ends = golden["done_before"][1:].bool().tolist()

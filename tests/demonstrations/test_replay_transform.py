@@ -25,10 +25,9 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule
 
 from collectors.torchrl_envs import Walk
-from demonstrations.demos import DATA
+from demonstrations.demos import check_golden, golden_replay
 from demonstrations.test_replay import Line, Scripted, imitator, line_demo, stored
 from torchrl_lightning import (
-    Demonstration,
     DemonstrationActor,
     DemonstrationReplay,
     DemonstrationReplayTransform,
@@ -69,21 +68,10 @@ def numbers(values: torch.Tensor) -> Any:
 
 
 def test_golden_sequence() -> None:
-    golden = {key: torch.from_numpy(value).float() for key, value in np.load(DATA / "ppod_replay_sequence.npz").items()}
-    entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
-    steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
-    env = TransformedEnv(wrapped(line(), None, 0, demos=[Demonstration(steps)]), InitTracker(), auto_unwrap=False)
+    golden, demonstration = golden_replay()
+    env = TransformedEnv(wrapped(line(), None, 0, demos=[demonstration]), InitTracker(), auto_unwrap=False)
     row = played(env, 12)
-    found = {
-        "observation": row["observation"],
-        "action": row["action"],
-        "reward": row["next", "reward"],
-        "logp_ref": row["action_log_prob"],
-        "value": row["state_value"],
-        "is_demo": row["demo", "mask"],
-    }
-    for key, value in found.items():
-        assert value.flatten().tolist() == golden[key].tolist(), key
+    check_golden(row, golden)
     ends = golden["done_before"][1:].bool().tolist()
     assert numbers(row["is_init"]) == [True, *ends]
     assert numbers(row["next", "terminated"])[:-1] == ends

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
+from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.entries import path_of
 
 MINARI = "minari:"
 
@@ -77,7 +78,7 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> Tensor
         >>> rows["next", "observation"][:, 0].tolist(), rows["next", "terminated"].flatten().tolist()
         ([4.0, 4.0], [False, True])
     """
-    steps, last, length = demonstration.steps, demonstration.last_observation, demonstration.length
+    steps, length = demonstration.steps, demonstration.length
     first, ended, never = torch.zeros(3, length, 1, dtype=torch.bool)
     first[0] = ended[-1] = True
     terminates = bool(demonstration.metadata.get("terminated", True))
@@ -90,22 +91,7 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> Tensor
     }
     rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])
     for key in demonstration.observation_keys:
-        seen: Tensor = steps.get(key)
-        seen = torch.cat([seen, seen[-1:] if last is None else last.get(key).unsqueeze(0)])
-        seen = _stacked(seen, specs.observation[key].shape)
-        path = key if isinstance(key, tuple) else (key,)
-        rows[key], rows["next", *path] = seen[:-1], seen[1:]
+        frames = specs.observation[key].shape.numel() // max(1, steps.get(key)[0].numel())
+        seen = torch.from_numpy(Player(demonstration, frames, 0).whole(key))
+        rows[key], rows["next", *path_of(key)] = seen[:-1], seen[1:]
     return rows
-
-
-def _stacked(images: Tensor, shape: torch.Size) -> Tensor:
-    """Join each of the images ``[T, *F]`` to those before it, the first one repeated, as ``[T, *shape]``."""
-    single = images.shape[1:]
-    if single == shape:
-        return images
-    if len(single) < len(shape):  # [H, W] becomes [K, H, W]
-        images, single = images.unsqueeze(1), torch.Size([1, *single])
-    dim = next(dim for dim, (one, all_) in enumerate(zip(single, shape, strict=True)) if one != all_)
-    times = torch.arange(len(images))
-    lags = range(shape[dim] // single[dim] - 1, -1, -1)
-    return torch.cat([images[(times - lag).clamp(min=0)] for lag in lags], dim + 1)

@@ -60,6 +60,20 @@ class Player:
         windows = np.lib.stride_tricks.sliding_window_view(frames, self._frame_stack, 0)
         out[:] = np.moveaxis(windows, -1, axis + 1)
 
+    def whole(self, key: NestedKey) -> Array:
+        """Return what is seen before all steps and after the last one."""
+        shape, _ = self.layout(key)
+        shown = np.empty((self.length + 1, *shape), self.observations[key].dtype)
+        self.show(key, 0, shown)
+        return self.joined(key, shown)
+
+    def joined(self, key: NestedKey, shown: Array) -> Array:
+        """Return what is shown in a layout, ``[..., *layout]``, as the environment does: frames are among channels."""
+        shape, axis = self.layout(key)
+        if axis is None or len(shape) != 4:  # no stack, or one of frames without channels
+            return shown
+        return shown.reshape(*shown.shape[:-4], *shape[:axis], -1, *shape[axis + 2 :])
+
     def _frames(self, key: NestedKey, begin: int, end: int) -> Array:
         rows = self.observations[key]
         parts = [rows[max(begin, 0) : end]]
@@ -120,10 +134,8 @@ class Cast:
 
     def _seen(self, key: NestedKey, steps: int) -> list[Array]:
         players = self._players
-        shape, axis = players[0].layout(key)
+        shape, _ = players[0].layout(key)
         block = np.empty((steps, len(players), *shape), players[0].observations[key].dtype)
         for i, player in enumerate(players):
             player.show(key, self._now - player.began, block[:, i])
-        if axis is not None and len(shape) == 4:  # a stack of frames that have channels
-            block = block.reshape(steps, len(players), *shape[:axis], -1, *shape[axis + 2 :])
-        return list(block)
+        return list(players[0].joined(key, block))

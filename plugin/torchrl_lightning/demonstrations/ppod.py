@@ -24,7 +24,7 @@ from torchrl_lightning.demonstrations.files import read_demonstration
 from torchrl_lightning.demonstrations.miner import DemonstrationMiner
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
-from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
+from torchrl_lightning.demonstrations.replay_transform import MASK, DemonstrationReplayTransform
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, check_saved_dtypes, saved_dtypes, with_saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
@@ -36,10 +36,10 @@ from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
 from torchrl_lightning.rollout import GAEBuffer
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
+from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.state import check_state, flag, mapping, sequence, whole
 
 STATE_VERSION = 1
-REPLAYED = ("demo", "mask")
 _logger = logging.getLogger(__name__)
 _PARTS = ("storage", "writer", "replay")
 
@@ -282,9 +282,7 @@ class PPODBuffer(GAEBuffer):
             self.demonstrations, self.demonstration_sampler, num_envs, frame_stack=stack, **self._options
         )
         self.load_initial_demos()
-        if self.supplementary_demos_dir is not None:
-            Path(self.supplementary_demos_dir).mkdir(parents=True, exist_ok=True)
-            self._look_for_supplementary()
+        self._look_for_supplementary()
 
     def _attached(self) -> EnvironmentSpecs:
         if self._specs is None:
@@ -352,6 +350,7 @@ class PPODBuffer(GAEBuffer):
     def _look_for_supplementary(self, taken: Collection[str] = ()) -> None:
         path = self.supplementary_demos_dir
         if path is not None:
+            Path(path).mkdir(parents=True, exist_ok=True)
             self._supplementary = self._directory(path, may_be_empty=True, taken=taken)
             self._waiting = [*self._supplementary.initial]
 
@@ -395,12 +394,11 @@ class PPODBuffer(GAEBuffer):
         Args:
             sample: a rollout ``[N, T]`` that follows the one before, with values; what is stored if None.
         """
-        rows = self._stored_rows() if sample is None else sample
-        specs = self._attached()
-        ids = env_ids(rows, time_dim=0) if sample is None else env_ids(rows)
+        rows = self._stored_rows() if sample is None else time_major(sample, None)
+        ids = env_ids(rows, time_dim=0)
         first = 0 if ids is None else int(ids[0])
         if first not in self._miners:
-            self._miners[first] = self._miner(rows.shape[1] if sample is None else rows.shape[0], specs)
+            self._miners[first] = self._miner(rows.shape[1])
         miner, successes = self._miners[first], self.demonstrations.successes
         finished = miner.finished(rows)
         if self.shared_demos:
@@ -411,8 +409,9 @@ class PPODBuffer(GAEBuffer):
         own = sum(isinstance(each, Demonstration) for each in finished)
         self._success = (self.demonstrations.successes - successes) / own if own else None
 
-    def _miner(self, num_envs: int, specs: EnvironmentSpecs) -> DemonstrationMiner:
-        return DemonstrationMiner(self.demonstration_writer, num_envs, specs=specs, frame_skip=self.frame_skip or 1)
+    def _miner(self, num_envs: int) -> DemonstrationMiner:
+        options: dict[str, Any] = {"specs": self._attached(), "frame_skip": self.frame_skip or 1}
+        return DemonstrationMiner(self.demonstration_writer, num_envs, **options)
 
     def _stored_rows(self) -> TensorDictBase:
         """Return what was collected, ``[T, N]``, with its values."""
@@ -488,7 +487,7 @@ class PPODBuffer(GAEBuffer):
         }
         if self.reward_threshold > -float("inf"):
             figures["demos/threshold"] = self.reward_threshold
-        replayed = self.rollout.get(REPLAYED, None) if self.step else None
+        replayed = self.rollout.get(MASK, None) if self.step else None
         if replayed is not None:
             figures["demos/replayed"] = replayed.float().mean().item()
         if self._success is not None:
@@ -507,7 +506,6 @@ class PPODBuffer(GAEBuffer):
             "writer": self.demonstration_writer.state_dict(),
             "replay": {} if self._replay is None else self._replay.state_dict(),
             "miners": {str(first): miner.state_dict() for first, miner in self._miners.items()},
-            "sizes": {str(first): miner.num_envs for first, miner in self._miners.items()},
             "rollouts": self._num_rollouts,
             "is_tracked": self._is_tracked,
             "taken": sorted(taken - waiting),
@@ -517,23 +515,22 @@ class PPODBuffer(GAEBuffer):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         super().check_state({name: value for name, value in state_dict.items() if name != "demonstrations"})
-        self._checked_miners(state_dict.get("demonstrations"))
-
-    def _checked_miners(self, state: Any) -> dict[int, DemonstrationMiner]:
         owner = "demonstrations"
+        state: Any = state_dict.get(owner)
         mapping(state, owner)
-        schema = {**dict.fromkeys((*_PARTS, "miners", "sizes"), mapping), "rollouts": whole()}
+        schema = {**dict.fromkeys((*_PARTS, "miners"), mapping), "rollouts": whole()}
         check_state(state, {**schema, "is_tracked": flag, "taken": sequence}, owner, STATE_VERSION)
         self.demonstrations.check_state(state["storage"])
         self.demonstration_writer.check_state(state["writer"])
         if self._replay is not None:
             self._replay.check_state(state["replay"])
-        miners = {}
-        for first, mined in state["miners"].items():
-            miner = self._miner(integer(state["sizes"].get(first), "the number of environments"), self._attached())
-            miner.load_state_dict(mined)
-            miners[int(first)] = miner
-        return miners
+        for mined in state["miners"].values():
+            self._restored_miner(mined)
+
+    def _restored_miner(self, state: Mapping[str, Any]) -> DemonstrationMiner:
+        miner = self._miner(integer(state.get("num_envs"), "the number of environments"))
+        miner.load_state_dict(state)
+        return miner
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state: the next batches, and what is replayed and mined next, are those that would have come.
@@ -544,7 +541,7 @@ class PPODBuffer(GAEBuffer):
         """
         super().load_state_dict(state_dict)
         state = state_dict["demonstrations"]
-        self._miners = self._checked_miners(state)
+        self._miners = {int(first): self._restored_miner(mined) for first, mined in state["miners"].items()}
         self.demonstrations.load_state_dict(state["storage"])
         self.demonstration_writer.load_state_dict(state["writer"])
         if self._replay is not None:
