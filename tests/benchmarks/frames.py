@@ -68,7 +68,7 @@ def contenders() -> tuple[dict[str, Any], dict[str, float]]:
         "FrameStorage": ExperienceBuffer(storage=frames, num_envs=ENVS, batch_size=PAIRS),
         "RingStorage of whole stacks": ExperienceBuffer(storage=ring, num_envs=ENVS, batch_size=PAIRS),
         "FrameStackTransform": ExperienceBuffer(
-            storage=bare, num_envs=ENVS, batch_size=PAIRS, transform=FrameStackTransform(bare, STACK)
+            storage=bare, num_envs=ENVS, batch_size=PAIRS, transform=FrameStackTransform(STACK)
         ),
     }
     for start in range(0, steps, 100):

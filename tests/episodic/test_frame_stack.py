@@ -29,7 +29,8 @@ def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
     num_envs, length, _, count, steps = data["config_E_L_n_stack_len"].tolist()
     kinds = torch.from_numpy(data["step_type"])
     storage = RingStorage(num_envs * length)
-    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(num_envs, done_key="last"))
+    stack = FrameStackTransform(count)
+    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(num_envs, done_key="last"), transform=stack)
     for t, kind in enumerate(kinds):
         frame = (t + 1000.0 * torch.arange(num_envs)).view(num_envs, 1, 1)
         flags = {"last": (kind == LAST).unsqueeze(-1), "is_init": (kind == FIRST).unsqueeze(-1)}
@@ -37,7 +38,7 @@ def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
     env, position = torch.from_numpy(data["env_ids"]), torch.from_numpy(data["positions"])
     windows = position.unsqueeze(1) + torch.arange(steps)
     cells = buffer.writer.cell(env.unsqueeze(1), windows)
-    batch = FrameStackTransform(storage, count)(storage.get(cells).set("index", cells))
+    batch = stack(storage.get(cells).set("index", cells))
     found = batch["observation"].flatten(2).numpy()
     inside = (kinds[windows[:, 1:], env.unsqueeze(1)] == FIRST).any(1).numpy()
     assert inside.any()
@@ -90,7 +91,7 @@ def play(shape, count, seed, steps):
 def filled(shape, count, sampler=None, **options):
     """Buffers of two environments: one that stacks on read, and one that stored the stacks."""
     storage, stacks = RingStorage(64), RingStorage(64)
-    transform = FrameStackTransform(storage, count)
+    transform = FrameStackTransform(count)
     ours = ExperienceBuffer(storage=storage, num_envs=2, sampler=sampler, transform=transform, batch_size=64, **options)
     plain = ExperienceBuffer(storage=stacks, num_envs=2, **options)
     for pairs in zip(play(shape, count, 1, 30), play(shape, count, 2, 30), strict=True):
@@ -120,9 +121,8 @@ def test_folded_steps_have_the_stack_after_the_last_of_them():
 
 def test_what_cannot_be_stacked_is_refused():
     with pytest.raises(ValueError, match="frame_stack"):
-        FrameStackTransform(RingStorage(4), 0)
-    storage = RingStorage(4)
-    buffer = ExperienceBuffer(storage=storage, transform=FrameStackTransform(storage, 2), batch_size=2)
+        FrameStackTransform(0)
+    buffer = ExperienceBuffer(storage=RingStorage(4), transform=FrameStackTransform(2), batch_size=2)
     buffer.extend(TensorDict({"observation": torch.zeros(3, 5), "next": {"done": torch.zeros(3, 1).bool()}}, [3]))
     with pytest.raises(ValueError, match=r"'observation' is \[5\]; stacked are images"):
         buffer.sample()

@@ -51,8 +51,9 @@ def golden():
 def test_golden_windows_of_two_time_steps(golden):
     kinds = torch.from_numpy(golden["step_type"])
     length = int(golden["config_E_L_n_B"][1])
+    relabel = Injected(her_proportion=float(golden["proportion"]), reward_key="reward")
     storage = RingStorage(2 * length)
-    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(2, done_key="last"))
+    buffer = ExperienceBuffer(storage=storage, writer=RingWriter(2, done_key="last"), transform=relabel)
     for step, achieved in zip(kinds, golden["achieved"], strict=True):
         flags = {"last": (step == LAST).unsqueeze(-1), "is_init": (step == FIRST).unsqueeze(-1)}
         goals = {"achieved_goal": torch.tensor(achieved).float().unsqueeze(-1), "desired_goal": torch.zeros(2, 1)}
@@ -60,7 +61,6 @@ def test_golden_windows_of_two_time_steps(golden):
     env, position = torch.from_numpy(golden["env_ids"]), torch.from_numpy(golden["positions"])
     cells = buffer.writer.cell(env.unsqueeze(1), position.unsqueeze(1) + torch.arange(2))
     batch = storage.get(cells).set("index", cells)
-    relabel = Injected(storage, her_proportion=float(golden["proportion"]), reward_key="reward")
     relabel.inject(golden["u_select"], golden["u_future"])(batch)
     expected = np.where(golden["relabelled"][:, None], golden["goal"], 0.0)
     np.testing.assert_allclose(batch["desired_goal"].squeeze(-1).numpy(), expected, rtol=1e-6)
@@ -71,8 +71,9 @@ def test_golden_windows_of_two_time_steps(golden):
 
 def test_golden_single_steps(golden):
     kinds, achieved = golden["step_type"], golden["achieved"]
+    relabel = Injected(her_proportion=float(golden["proportion"]))
     storage = RingStorage(2 * 31)
-    buffer = ExperienceBuffer(storage=storage, num_envs=2)
+    buffer = ExperienceBuffer(storage=storage, num_envs=2, transform=relabel)
     cell_of = {}
     for t in range(len(kinds) - 1):
         env = np.flatnonzero(kinds[t] != LAST)
@@ -89,7 +90,6 @@ def test_golden_single_steps(golden):
     pairs = zip(golden["env_ids"][kept], golden["positions"][kept], strict=True)
     index = torch.tensor([cell_of[int(e), int(p)] for e, p in pairs])
     batch = storage.get(index).set("index", index)
-    relabel = Injected(storage, her_proportion=float(golden["proportion"]))
     relabel.inject(golden["u_select"][kept], golden["u_future"])(batch)
     goals = np.where(golden["relabelled"], golden["goal"][:, 0], 0.0)[kept]
     np.testing.assert_allclose(batch["desired_goal"].squeeze(-1).numpy(), goals, rtol=1e-6)
@@ -108,7 +108,7 @@ def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
 
 
 def relabelling(storage: RingStorage, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
-    transform = HindsightRelabel(storage, **{"her_proportion": 1.0, **options})
+    transform = HindsightRelabel(**{"her_proportion": 1.0, **options})
     generator = torch.Generator().manual_seed(0)
     buffer = ExperienceBuffer(
         storage=storage, sampler=sampler, transform=transform, batch_size=batch_size, generator=generator
@@ -197,7 +197,7 @@ def test_goals_may_be_made_of_whole_observations():
 
     storage = RingStorage(16)
     transform = HindsightRelabel(
-        storage, her_proportion=1.0, achieved_goal_key="state", goal=lambda state: state[..., 1:], compute_reward=reward
+        1.0, achieved_goal_key="state", goal=lambda state: state[..., 1:], compute_reward=reward
     )
     buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=50)
     data = walk([6]).exclude("achieved_goal", ("next", "achieved_goal"))
@@ -213,7 +213,7 @@ def test_goals_may_be_made_of_whole_observations():
 def test_a_restored_buffer_relabels_as_the_original(prefetch, tmp_path):
     def build():
         storage = RingStorage(32)
-        transform = HindsightRelabel(storage)
+        transform = HindsightRelabel()
         return ExperienceBuffer(
             storage=storage,
             sampler=PrioritizedSampler(32, 0.6, 0.4),
@@ -236,11 +236,13 @@ def test_a_restored_buffer_relabels_as_the_original(prefetch, tmp_path):
 def test_what_cannot_be_relabelled_is_refused():
     storage = RingStorage(32)
     with pytest.raises(ValueError, match="her_proportion must be between 0 and 1"):
-        HindsightRelabel(storage, her_proportion=1.5)
-    transform = HindsightRelabel(storage, her_proportion=1.0)
-    with pytest.raises(ValueError, match="where episodes end"):
+        HindsightRelabel(1.5)
+    transform = HindsightRelabel(1.0)
+    with pytest.raises(ValueError, match="it is in none: give it to an ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=4, n_steps=2)
+    with pytest.raises(ValueError, match="where episodes end"):
+        transform(walk([4]).set("index", torch.arange(4)))
     buffer.extend(walk([4]))
     with pytest.raises(ValueError, match="n_steps=1"):
         buffer.sample()

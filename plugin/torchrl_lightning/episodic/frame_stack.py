@@ -10,57 +10,52 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.collectors.frame_stack import is_image, stack_axis
 from torchrl_lightning.entries import entry_of, nested_keys, next_key
-from torchrl_lightning.episodic.places import cells_of, episodes_of
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay import RingStorage
+from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 
-class FrameStackTransform(Transform):
+class FrameStackTransform(EpisodeTransform):
     """Show sampled steps the last frames of their episodes as one, as a recipe's ``frame_stack`` does while playing.
 
-    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer`: what is stored are single frames.
-    ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]`` ``[H, W, K * C]``. Each step of
-    a batch, in a window too, is stacked within its own episode: before the first frame of an episode comes that frame
-    again, and before the oldest stored one, where the episode's beginning is overwritten, the oldest again. What lies
-    under ``"next"`` is stacked behind the frames of its step.
+    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer` whose writer tracks episodes: what is
+    stored are single frames. ``[H, W]`` becomes ``[K, H, W]``, ``[C, H, W]`` ``[K * C, H, W]``, and ``[H, W, C]``
+    ``[H, W, K * C]``. Each step of a batch, in a window too, is stacked within its own episode: before the first frame
+    of an episode comes that frame again, and before the oldest stored one, where the episode's beginning is
+    overwritten, the oldest again. What lies under ``"next"`` is stacked behind the frames of its step.
 
     Args:
-        storage: the buffer's, filled by a :class:`RingWriter` that tracks episodes.
         frame_stack: frames of a stack, ``K``.
         keys: the entries that hold frames.
 
     Raises:
-        ValueError: ``frame_stack`` is not positive; when sampling: nothing tracks episodes, or an entry holds no
-            images.
+        ValueError: ``frame_stack`` is not positive; when sampling: it is in no buffer, nothing tracks episodes, or an
+            entry holds no images.
         KeyError: when sampling: an entry is missing.
 
     Example:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer
-        >>> storage = RingStorage(8)
-        >>> buffer = ExperienceBuffer(storage=storage, transform=FrameStackTransform(storage, 3), batch_size=1)
+        >>> buffer = ExperienceBuffer(transform=FrameStackTransform(3))
         >>> frames, done = torch.arange(3.0).view(3, 1, 1).expand(3, 4, 4), torch.zeros(3, 1, dtype=torch.bool)
         >>> after = {"observation": frames + 1, "done": done}
         >>> _ = buffer.extend(TensorDict({"observation": frames, "next": after}, [3]))
-        >>> batch = buffer.transform(storage.get(torch.tensor([0, 2])).set("index", torch.tensor([0, 2])))
+        >>> batch = buffer.transform(buffer.storage.get(torch.tensor([0, 2])).set("index", torch.tensor([0, 2])))
         >>> batch["observation"][:, :, 0, 0].tolist(), batch["next", "observation"][:, :, 0, 0].tolist()
         ([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]], [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
     """
 
-    def __init__(self, storage: RingStorage, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
-        super().__init__(in_keys=[], out_keys=[])
-        self.storage = storage
+    def __init__(self, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
+        super().__init__()
         self.frame_stack = integer(frame_stack, "frame_stack")
         self.keys = nested_keys(keys)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Stack the frames of a batch, which has an entry ``index`` of its shape."""
-        episodes = episodes_of(self)
-        env, position = episodes.steps_of(cells_of(tensordict, self).numpy())
+        episodes = self.episodes
+        env, position = episodes.steps_of(self.cells_of(tensordict).numpy())
         begin, _ = episodes.bounds(torch.from_numpy(env), torch.from_numpy(position))
         steps = entry_of(tensordict, "steps_to_next_obs")  # what is under "next" may be of a later step
         last = position if steps is None else position + steps.cpu().numpy() - 1

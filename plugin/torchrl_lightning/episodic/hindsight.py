@@ -10,12 +10,10 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import entry_of, nested_key, next_key
-from torchrl_lightning.episodic.places import cells_of, episodes_of
 from torchrl_lightning.ranges import fraction
-from torchrl_lightning.replay import RingStorage
+from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
 TERMINATED, TRUNCATED, DONE = ("next", "terminated"), ("next", "truncated"), ("next", "done")
 NEAR = 0.05
@@ -23,21 +21,20 @@ GoalFunction = Callable[[Any, Any, dict[str, Any]], Any]
 """As ``compute_reward`` of a goal environment: of achieved and desired goals, ``[n, ...]`` each, and an empty info."""
 
 
-class HindsightRelabel(Transform):
+class HindsightRelabel(EpisodeTransform):
     """Replace goals of sampled steps by goals that were achieved later in their episodes (Andrychowicz et al. 2017).
 
-    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer`: what is stored never changes. A share
-    of the samples gets as its goal what was achieved after one of the steps from its own to the last one that is stored
-    of its episode, each equally likely (the strategy *future*); its reward is computed anew. Samples are single steps
-    ``[B]`` or windows ``[B, T]``. A window gets one goal, achieved after its last step or later; one that straddles the
-    end of an episode keeps its own.
+    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer` whose writer tracks episodes: what is
+    stored never changes, and random numbers come from the buffer's generator. A share of the samples gets as its goal
+    what was achieved after one of the steps from its own to the last one that is stored of its episode, each equally
+    likely (the strategy *future*); its reward is computed anew. Samples are single steps ``[B]`` or windows ``[B, T]``.
+    A window gets one goal, achieved after its last step or later; one that straddles the end of an episode keeps its
+    own.
 
     What is achieved after a step is read under ``"next"``; where the stored steps have no such entry, they are time
     steps as of dm_env, whose reward is that of the step before, and what is achieved stands beside the goal.
 
     Args:
-        storage: the buffer's, filled by a :class:`RingWriter` that tracks episodes. Random numbers come from the
-            buffer's generator.
         her_proportion: probability with which a sample is relabelled.
         achieved_goal_key: what a goal is read from.
         desired_goal_key: the goal, replaced also under ``"next"``.
@@ -50,15 +47,14 @@ class HindsightRelabel(Transform):
             its own. Where it ends at the goal, give it, else a value is bootstrapped from behind the goal.
 
     Raises:
-        ValueError: ``her_proportion`` is no probability; when sampling: nothing tracks episodes, steps are folded
-            (``n_steps``), or a function gives another number of values than there are steps.
+        ValueError: ``her_proportion`` is no probability; when sampling: it is in no buffer, nothing tracks episodes,
+            steps are folded (``n_steps``), or a function gives another number of values than there are steps.
         KeyError: when sampling: an entry is missing.
 
     Example:
         >>> from tensordict import TensorDict
         >>> from torchrl_lightning import ExperienceBuffer
-        >>> storage = RingStorage(8)
-        >>> buffer = ExperienceBuffer(storage=storage, transform=HindsightRelabel(storage, her_proportion=1.0))
+        >>> buffer = ExperienceBuffer(transform=HindsightRelabel(1.0))
         >>> place, done = torch.arange(4.0).unsqueeze(-1), torch.tensor([0, 0, 0, 1], dtype=torch.bool).unsqueeze(-1)
         >>> step = {"achieved_goal": place, "desired_goal": torch.full((4, 1), 9.0)}
         >>> after = {"achieved_goal": place + 1, "reward": torch.full((4, 1), -1.0), "done": done}
@@ -72,9 +68,8 @@ class HindsightRelabel(Transform):
 
     def __init__(
         self,
-        storage: RingStorage,
-        *,
         her_proportion: float = 0.8,
+        *,
         achieved_goal_key: NestedKey = "achieved_goal",
         desired_goal_key: NestedKey = "desired_goal",
         reward_key: NestedKey = ("next", "reward"),
@@ -82,8 +77,7 @@ class HindsightRelabel(Transform):
         compute_reward: GoalFunction | None = None,
         compute_terminated: GoalFunction | None = None,
     ) -> None:
-        super().__init__(in_keys=[], out_keys=[])
-        self.storage = storage
+        super().__init__()
         self.her_proportion = fraction(her_proportion, "her_proportion")
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
@@ -98,10 +92,10 @@ class HindsightRelabel(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel a batch, which has an entry ``index``, ``[B]`` or ``[B, T]``."""
-        episodes = episodes_of(self)
+        episodes = self.episodes
         if "steps_to_next_obs" in tensordict:
             raise ValueError("HindsightRelabel cannot relabel the rewards of folded steps; sample with n_steps=1.")
-        places = cells_of(tensordict, self).reshape(len(tensordict), -1).numpy()
+        places = self.cells_of(tensordict).reshape(len(tensordict), -1).numpy()
         (first_env, first), (env, last) = episodes.steps_of(places[:, 0]), episodes.steps_of(places[:, -1])
         begin, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(last), clip=False)
         is_whole = (first_env == env) & (begin.numpy() <= first) & (first <= last)

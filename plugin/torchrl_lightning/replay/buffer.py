@@ -29,6 +29,7 @@ from torchrl_lightning.replay.checks import (
     pack_batch,
     unpack_batch,
 )
+from torchrl_lightning.replay.episode_transform import bind
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
@@ -125,6 +126,7 @@ class ExperienceBuffer(BufferBase):
             transform=transform,
             shared=shared,
         )
+        bind(self.transform, self.storage)
         if self.shared:
             self.share()
 
@@ -136,6 +138,7 @@ class ExperienceBuffer(BufferBase):
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Exchange the storage for another of ours; returns the old one."""
         _check_parts(storage, None, None)
+        bind(self.transform, storage, self.storage)
         return super().set_storage(storage, collate_fn)
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -147,6 +150,16 @@ class ExperienceBuffer(BufferBase):
         """Exchange the sampler; returns the old one."""
         _check_parts(None, None, sampler)
         return super().set_sampler(sampler)
+
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Append a transform; returns the buffer itself."""
+        bind(transform, self.storage)
+        return super().append_transform(transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
+        """Insert a transform before the one at ``index``; returns the buffer itself."""
+        bind(transform, self.storage)
+        return super().insert_transform(index, transform, invert=invert)
 
     # ------------------------------------------------------------------ sharing
 

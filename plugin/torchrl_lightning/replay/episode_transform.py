@@ -1,0 +1,75 @@
+"""The base of transforms that read more of the episodes of sampled steps than a batch holds."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning.entries import entry_of
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.segment_kernels import integers
+
+
+class EpisodeTransform(Transform):
+    """A transform on read that looks up other steps of the episodes that a batch was drawn from.
+
+    The :class:`ExperienceBuffer` that it is given to, alone or in a ``Compose``, binds it to its storage and shows it
+    the cells of each batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self._storage: RingStorage | None = None
+
+    @property
+    def storage(self) -> RingStorage:
+        """The storage of its buffer; a ValueError if it has none."""
+        if self._storage is None:
+            raise ValueError(
+                f"{type(self).__name__} reads the storage of its buffer, and it is in none: give it to an "
+                "ExperienceBuffer, by transform= or append_transform."
+            )
+        return self._storage
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """The episode index over the storage; a ValueError if there is none."""
+        writer: Any = self.storage.writer
+        if not isinstance(writer, RingWriter) or writer.index is None:
+            raise ValueError(
+                f"{type(self).__name__} needs to know where episodes end, but nothing does: write "
+                '("next", "done") with the first data, into a RingWriter that tracks episodes.'
+            )
+        return writer.index
+
+    def cells_of(self, batch: TensorDictBase) -> Tensor:
+        """Return the cells that a batch was read from, of its shape; a KeyError if it does not say."""
+        index = entry_of(batch, "index")
+        if index is None:
+            raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")
+        return integers(index, "Cells").cpu()
+
+    def clone(self) -> Self:
+        """Return a copy that is in no buffer."""
+        copied = super().clone()
+        copied._storage = None
+        return copied
+
+
+def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = None) -> None:
+    """Let the transforms of a buffer read its storage; a ValueError if one of them belongs to another buffer."""
+    modules = transform.modules() if isinstance(transform, nn.Module) else ()
+    bound = [each for each in modules if isinstance(each, EpisodeTransform)]
+    for each in bound:
+        if each._storage not in (None, storage, instead_of):
+            raise ValueError(
+                f"This {type(each).__name__} reads the storage of another buffer; give each buffer one of its own, "
+                "e.g. by clone()."
+            )
+    for each in bound:
+        each._storage = storage
