@@ -88,6 +88,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("sampler", "prioritized", "PrioritizedSampler", frozenset({"generator"})),
             Described("sampler", "sequence", "SequenceSampler", frozenset({"generator"})),
             Described("sampler", "recent", "RecentSampler", frozenset({"generator"})),
+            Described("transform", "hindsight", "HindsightRelabel"),
         ],
     ),
     "models": (

@@ -63,6 +63,25 @@ def test_replay(fit, option, model, env):
             assert len(batch["index"].unique()) == 8
 
 
+@pytest.mark.parametrize("proportion", [0.0, 1.0])
+def test_hindsight(fit, proportion):
+    env = ("env=recipe", "data.env.id={_target_: goals.Reach}")
+    settings = (
+        "data=hindsight",
+        "data.buffer.storage.max_size=64",
+        f"data.buffer.transform.her_proportion={proportion}",
+    )
+    data, module, served = fit(*settings, "model=ddpg", *env, *REPLAY)
+    assert module.updates == len(served) == 6
+    for batch in served:
+        after = batch["next"]
+        assert torch.equal(batch["desired_goal"], after["desired_goal"])
+        stored = data.buffer.storage.get(batch["index"])
+        assert (batch["desired_goal"] != stored["desired_goal"]).all() == bool(proportion)
+        near = (after["achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
+        assert torch.equal(after["reward"], near.float() - 1)
+
+
 def test_priorities_come_back(fit):
     data, _, served = fit("data=prioritized", "model=dqn", *REPLAY)
     priorities = data.buffer.sampler.state_dict()["priorities"]

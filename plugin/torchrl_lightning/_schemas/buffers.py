@@ -306,6 +306,21 @@ class RecentSamplerSchema:
     prioritized: Any = None
 
 
+@dataclass
+class HindsightRelabelSchema:
+    """Arguments of :class:`torchrl_lightning.HindsightRelabel`."""
+
+    _target_: str = "torchrl_lightning.HindsightRelabel"
+    _convert_: str = "all"
+    her_proportion: float = 0.8
+    achieved_goal_key: Any = "achieved_goal"
+    desired_goal_key: Any = "desired_goal"
+    reward_key: Any = field(default_factory=lambda: ["next", "reward"])
+    goal: Any = None
+    compute_reward: Any = None
+    compute_terminated: Any = None
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
     ("buffer", "gae"): GAEBufferSchema,
@@ -321,4 +336,5 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("sampler", "prioritized"): PrioritizedSamplerSchema,
     ("sampler", "sequence"): SequenceSamplerSchema,
     ("sampler", "recent"): RecentSamplerSchema,
+    ("transform", "hindsight"): HindsightRelabelSchema,
 }

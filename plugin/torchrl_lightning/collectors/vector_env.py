@@ -25,6 +25,7 @@ _EXTRAS = {
     "Box2D": "box2d",
     "MuJoCo": "mujoco",
     "imageio": "mujoco",
+    "gymnasium_robotics": "robotics",
     "minigrid": "minigrid",
     "ale_py": "atari",
     "opencv": "atari",
