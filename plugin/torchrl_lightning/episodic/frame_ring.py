@@ -15,8 +15,6 @@ from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.segment_kernels import allocate, jitted
 from torchrl_lightning.state import check_state, tensor, wrong
 
-SPARES = 64
-
 
 class FrameRing:
     """The frames of one entry of the steps of several environments, and of the entry after each step.
@@ -26,7 +24,8 @@ class FrameRing:
     step's will lie, which is the same one, as long as that step shows the very stack that was seen after this one.
     Where it does not, because an episode begins or steps are missing, the frame moves to a spare place, and so do the
     earlier frames of the new stack, unless they are all alike. A spare place is free again when no step that is left
-    shows it. So whatever comes in comes out again, no matter what flags or positions say.
+    shows it; if none is, their number grows by a quarter. So whatever comes in comes out again, no matter what flags or
+    positions say.
 
     Args:
         stack: rows of stacks, of which shape and dtype are read.
@@ -44,7 +43,8 @@ class FrameRing:
         if len(self.shape) != 3 or self.shape[self.axis] % frame_stack:
             raise ValueError(
                 f"A stack of {frame_stack} images is [{frame_stack}, H, W], [{frame_stack} * C, H, W] or "
-                f"[H, W, {frame_stack} * C], got {list(self.shape)}."
+                f"[H, W, {frame_stack} * C], got {list(self.shape)}; give frame_stack= the number that the environment "
+                "stacks, and keys= the entries that it does so for."
             )
         size = stack[:1].numel() * stack.element_size() // frame_stack
         rows = (length + frame_stack) * num_envs
@@ -56,7 +56,7 @@ class FrameRing:
     def clear(self) -> None:
         """Forget which steps show which frames."""
         self.last[:] = -1
-        self.spares = torch.empty((SPARES * self.count, self.ring.shape[1]), dtype=torch.uint8)
+        self.spares = torch.empty((self.count, self.ring.shape[1]), dtype=torch.uint8)
         self._set_free(np.arange(len(self.spares)))
 
     def _set_free(self, numbers: Any) -> None:
@@ -92,14 +92,15 @@ class FrameRing:
             now: the numbers of the frames of all cells, ``[cells, K]``; negative where nothing was written yet.
             then: of the frames after them.
         """
-        shown, seen, start = self._split(stack).numpy(), self._split(after).numpy(), 0
+        shown, seen = self._split(stack).contiguous().numpy(), self._split(after).contiguous().numpy()
+        start = 0
         while start < len(cells):
             start = jitted(write_frames)(
                 start, cells.numpy(), shown, seen, self.ring.numpy(), self.spares.numpy(), self.free, self.left,
                 self.counts, self.last, now.numpy(), then.numpy(),
             )  # fmt: skip
             if start < len(cells):
-                self._grow(2 * len(self.spares))
+                self._grow(len(self.spares) + max(self.count, len(self.spares) // 4))
 
     def read(self, numbers: Tensor) -> Tensor:
         """Put stacks together of the numbers of their frames, ``[*B, K]``."""
@@ -215,8 +216,11 @@ def write_frames(
     Returns:
         The row for which there are not enough spare places, or ``n``.
     """
-    rows, width, count, size = len(ring), len(counts), shown.shape[1], shown.shape[2]
+    # Bytes are copied between addresses: assignments of slices would take numba three times as long to compile.
+    rows, size = ring.shape
+    width, count = len(counts), shown.shape[1]
     length = rows // width
+    kept, spared, source, newer = ring.ctypes.data, spares.ctypes.data, shown.ctypes.data, seen.ctypes.data
     numbers = np.empty(count, np.int32)
     for row in range(start, len(cells)):
         if left[0] < count:
@@ -224,34 +228,33 @@ def write_frames(
         cell = cells[row]
         env = cell % width
         here, behind = counts[env] % length * width + env, (counts[env] + 1) % length * width + env
-        before = last[env]
+        before, newest = last[env], row * count + count - 1
         goes_on = before >= 0
         place = count - 1
         while goes_on and place >= 0:
-            number = then[before, place]
+            numbers[place] = number = then[before, place]
             frame = ring[number] if number < rows else spares[number - rows]
             different = np.uint8(0)
             for byte in range(size):
                 different |= frame[byte] ^ shown[row, place, byte]
             goes_on = different == 0
             place -= 1
-        if goes_on:
-            numbers[:] = then[before]
-        else:
+        if not goes_on:
             if before >= 0 and before != cell:
                 left[0] -= 1
-                spares[free[left[0]]] = ring[here]
+                segment_kernels.copy_bytes(spared + free[left[0]] * size, kept + here * size, size)
                 then[before, count - 1] = rows + free[left[0]]
-            ring[here] = shown[row, count - 1]
+            segment_kernels.copy_bytes(kept + here * size, source + newest * size, size)
             different = np.uint8(0)
             for place in range(count - 1):
                 for byte in range(size):
                     different |= shown[row, place, byte] ^ shown[row, count - 1, byte]
-            numbers[:] = here
-            if different:
-                for place in range(count - 1):
+            for place in range(count):
+                numbers[place] = here
+                if different and place < count - 1:
                     left[0] -= 1
-                    spares[free[left[0]]] = shown[row, place]
+                    earlier = source + (row * count + place) * size
+                    segment_kernels.copy_bytes(spared + free[left[0]] * size, earlier, size)
                     numbers[place] = rows + free[left[0]]
         # The step that was in the cell goes, and with it what no later step shows.
         if now[cell, 0] >= rows:
@@ -262,10 +265,10 @@ def write_frames(
                 if then[cell, place] >= rows:
                     free[left[0]] = then[cell, place] - rows
                     left[0] += 1
-        now[cell] = numbers
-        then[cell, : count - 1] = numbers[1:]
-        then[cell, count - 1] = behind
-        ring[behind] = seen[row, count - 1]
+        for place in range(count):
+            now[cell, place] = numbers[place]
+            then[cell, place] = numbers[place + 1] if place < count - 1 else behind
+        segment_kernels.copy_bytes(kept + behind * size, newer + newest * size, size)
         counts[env] += 1
         last[env] = cell
     return len(cells)

@@ -35,9 +35,13 @@ class FrameStorage(RingStorage):
 
     What comes in are the stacked observations of a recipe with ``frame_stack=K`` and those after each step, and what
     comes out are the same, bit for bit, put together when they are read; kept are the newest frame of each step and
-    the last ones of episodes: with long episodes an eighth of the memory for stacks of four. Steps whose earlier frames
-    belong to overwritten steps come out whole, too, because the frames before the oldest step stay. A
-    :class:`RingWriter`, which every :class:`ExperienceBuffer` has, fills it, in memory of the CPU.
+    the last ones of episodes. Steps whose earlier frames belong to overwritten steps come out whole, too, because the
+    frames before the oldest step stay. A :class:`RingWriter`, which every :class:`ExperienceBuffer` has, fills it, in
+    memory of the CPU.
+
+    A frame of ``S`` bytes takes ``S * (max_size + K * num_envs)`` bytes, and ``S`` to ``1.25 * S`` more for each
+    episode of which the end is stored; the numbers of the frames of a step take ``8 * K``. Of 84 x 84 images in stacks
+    of four, 10,000 steps of 8 environments in episodes of 300 steps take 71 MB, instead of 564 MB, 1.01 frames a step.
 
     Args:
         max_size: number of cells.
