@@ -34,6 +34,9 @@ from torchrl_lightning.demonstrations import play_demonstrations as play_demonst
 from torchrl_lightning.demonstrations import read_demonstration as read_demonstration
 from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
+from torchrl_lightning.dynamics import DynamicsTargets as DynamicsTargets
+from torchrl_lightning.dynamics import MBReplayBuffer as MBReplayBuffer
+from torchrl_lightning.dynamics import StandardScaler as StandardScaler
 from torchrl_lightning.episodic import BatchInfo as BatchInfo
 from torchrl_lightning.episodic import EpisodicReplayBuffer as EpisodicReplayBuffer
 from torchrl_lightning.episodic import EpisodicReturn as EpisodicReturn

@@ -24,6 +24,7 @@ GROUPS = {
     "sampler": {"minibatch", "prioritized", "recent", "sequence", "uniform"},
     "transform": {
         "discounted_returns",
+        "dynamics_targets",
         "frame_stack",
         "generalized_advantages",
         "hindsight_relabel",
@@ -31,7 +32,18 @@ GROUPS = {
         "vtrace_advantages",
     },
     "value": {"discounted_returns", "generalized_advantages", "vtrace_advantages", "intrinsic_returns"},
-    "replay_buffer": {"episodic", "experience", "gae", "ppo", "ppod", "recurrent", "simple", "vanilla", "vtrace"},
+    "replay_buffer": {
+        "episodic",
+        "experience",
+        "gae",
+        "model_based",
+        "ppo",
+        "ppod",
+        "recurrent",
+        "simple",
+        "vanilla",
+        "vtrace",
+    },
 }
 NAMES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 

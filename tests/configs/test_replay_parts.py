@@ -214,3 +214,13 @@ def test_the_ppo_buffer(built):
 def test_what_is_missing_is_named(built, group, name, field):
     with pytest.raises(Exception, match=f"Missing mandatory value: part.{field}"):
         built(group, name)
+
+
+def test_a_model_based_buffer_and_what_its_batches_are_made_of(built):
+    buffer = built("replay_buffer", "model_based", "size=4", "num_envs=2")
+    following = {"observation": torch.ones(2, 3), "reward": torch.ones(2, 1)}
+    buffer.extend(TensorDict({"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1), "next": following}, [2]))
+    spec = {"_target_": "torchrl.data.Unbounded", "shape": [3]}
+    observed = {"_target_": "torchrl.data.Composite", "observation": spec}
+    targets = built("transform", "dynamics_targets", observation_spec=observed, action_spec={**spec, "shape": [1]})
+    assert targets(buffer.get_all_buffer_data())["targets"].shape == (1, 2, 4)

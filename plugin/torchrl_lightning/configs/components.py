@@ -66,7 +66,12 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
     ),
     "transform": {
         **_ESTIMATORS,
-        **_group(TransformConfig, frame_stack="FrameStackTransform", hindsight_relabel="HindsightRelabel"),
+        **_group(
+            TransformConfig,
+            frame_stack="FrameStackTransform",
+            hindsight_relabel="HindsightRelabel",
+            dynamics_targets="DynamicsTargets",
+        ),
     },
     "value": _ESTIMATORS,
     "replay_buffer": _group(
@@ -80,6 +85,7 @@ COMPONENTS: dict[str, dict[str, type[Any]]] = {
         episodic="EpisodicReplayBuffer",
         recurrent="RecurrentReplayBuffer",
         simple="SimpleReplayBuffer",
+        model_based="MBReplayBuffer",
     ),
 }
 

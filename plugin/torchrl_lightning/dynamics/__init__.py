@@ -1,0 +1,5 @@
+"""Experience that models of an environment learn from: their inputs and targets, and the buffer of transitions."""
+
+from torchrl_lightning.dynamics.buffer import MBReplayBuffer as MBReplayBuffer
+from torchrl_lightning.dynamics.scaler import StandardScaler as StandardScaler
+from torchrl_lightning.dynamics.targets import DynamicsTargets as DynamicsTargets

@@ -1,0 +1,88 @@
+"""Columns scaled to zero mean and unit deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_lightning.moments import Moments
+
+SMALLEST_STD = 1e-8
+
+
+class StandardScaler(nn.Module):
+    """Scale columns to zero mean and unit deviation, and back.
+
+    The deviation is unbiased; below 1e-8, as of a constant column or a single row, it counts as 1. Moments are summed
+    in float64, and values are scaled in their own dtype. Before the first fit, nothing is changed. A module, so that
+    mean and deviation travel with the device and the state of the module that holds it.
+
+    Args:
+        columns: names of the columns, for messages.
+
+    Example:
+        >>> scaler = StandardScaler(["height", "width"]).fit(torch.tensor([[1.0, 7.0], [3.0, 7.0]]))
+        >>> scaler.mean.tolist(), scaler.std.tolist()
+        ([2.0, 7.0], [1.4142135623730951, 1.0])
+        >>> scaler.inverse(scaler(torch.tensor([5.0, 7.0])))
+        tensor([5., 7.])
+    """
+
+    mean: Tensor
+    """``[D]``, float64."""
+    std: Tensor
+    """``[D]``, float64."""
+    count: Tensor
+    """Rows of the last fit, 0 before it."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        super().__init__()
+        self.columns = tuple(columns)
+        self.register_buffer("mean", torch.zeros(len(columns), dtype=torch.float64))
+        self.register_buffer("std", torch.ones(len(columns), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def fit(self, rows: Tensor) -> Self:
+        """Take mean and deviation of rows ``[N, D]``, in place of those before; return the scaler.
+
+        Raises:
+            ValueError: there are no rows, or rows of another width, or a number is NaN or infinite; names the column.
+        """
+        if rows.ndim != 2 or rows.shape[1] != len(self.columns) or not len(rows):
+            raise ValueError(
+                f"Expected rows [N, {len(self.columns)}] of {', '.join(self.columns)} to fit a StandardScaler to, got "
+                f"{list(rows.shape)}."
+            )
+        check_finite(rows, self.columns)
+        # Beside the first row, so that the deviation of a constant column is 0 exactly.
+        first = rows[:1].detach().to("cpu", torch.float64)
+        moments = Moments.of(rows.detach().to("cpu", torch.float64) - first)
+        std = (moments.spread / max(moments.count - 1, 1)).sqrt()
+        self.mean.copy_(moments.mean + first[0])
+        self.std.copy_(torch.where(std < SMALLEST_STD, 1.0, std))
+        self.count.fill_(moments.count)
+        return self
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Scale values ``[..., D]``."""
+        return (values - self.mean.to(values.dtype)) / self.std.to(values.dtype)
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Scale values ``[..., D]`` back."""
+        return values * self.std.to(values.dtype) + self.mean.to(values.dtype)
+
+
+def check_finite(rows: Tensor, columns: Sequence[str]) -> None:
+    """Refuse rows ``[N, D]`` with a number that is NaN or infinite by a ValueError that names the first column."""
+    finite = rows.isfinite()
+    if finite.all():
+        return
+    column = int((~finite).any(0).nonzero()[0])
+    bad = rows[~finite[:, column], column]
+    raise ValueError(
+        f"Column {columns[column]} holds {bad[0].item()} in {len(bad)} of {len(rows)} rows; a model cannot learn from "
+        "numbers that are not finite. Keep such steps out of the buffer."
+    )

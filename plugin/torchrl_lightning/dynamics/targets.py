@@ -1,0 +1,269 @@
+"""What a model of an environment learns from transitions: inputs, and the change that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torchrl.data import Binary, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from torchrl.envs.transforms import Transform
+
+from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
+from torchrl_lightning.entries import entry_of, nested_key, nested_keys, next_key, path_of
+from torchrl_lightning.ranges import boolean
+
+IS_RESET = ("next", "is_init")
+
+
+class DynamicsTargets(Transform):
+    r"""Make inputs \([s, a]\) and targets \([s' - s, r]\) of transitions, each column standardised.
+
+    A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer`: a batch ``[*B]`` gets ``inputs``
+    ``[*B, D_in]``, ``targets`` ``[*B, D_out]`` and, if asked for, ``terminated`` ``[*B, 1]``, numbers 0 and 1 that are
+    not standardised. Columns are known from the specs: observations one after the other, each flattened; actions behind
+    them, discrete ones one-hot over what the spec has, however they are stored. They are standardised by what
+    :meth:`fit` found, as they are before it.
+
+    A row whose next observation begins another episode teaches nothing. Our collectors and TorchRL's store the last
+    observation of an episode in its place, so that no row is lost. Other data say which rows these are by an entry
+    ``("next", "is_init")`` (see :meth:`usable`; :class:`MBReplayBuffer` writes it).
+
+    Args:
+        observation_spec: spec of each observation, without batch dimensions.
+        action_spec: spec of an action, without batch dimensions.
+        observation_keys: the observations, in the order of the columns; all of the spec if None.
+        action_key: the action.
+        reward_key: the reward.
+        terminated_key: the flag that an episode ended for good.
+        reward: an analytic reward, ``reward(observation, action, next_observation)`` with ``[..., D]`` as the columns
+            show them; if it is given, the reward is no column.
+        terminated: give ``terminated``, too.
+
+    Raises:
+        KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
+        ValueError: when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import Unbounded
+        >>> targets = DynamicsTargets(Composite(observation=Unbounded(2)), Categorical(3))
+        >>> targets.input_columns, targets.target_columns
+        (('observation[0]', 'observation[1]', 'action[0]', 'action[1]', 'action[2]'),
+         ('observation[0]', 'observation[1]', 'reward'))
+        >>> after = {"observation": torch.tensor([[1.0, 3.0]]), "reward": torch.ones(1, 1)}
+        >>> rows = TensorDict({"observation": torch.ones(1, 2), "action": torch.tensor([2]), "next": after}, [1])
+        >>> batch = targets(rows)
+        >>> batch["inputs"].tolist(), batch["targets"].tolist()
+        ([[1.0, 1.0, 0.0, 0.0, 1.0]], [[0.0, 2.0, 1.0]])
+    """
+
+    def __init__(
+        self,
+        observation_spec: Composite,
+        action_spec: TensorSpec,
+        *,
+        observation_keys: Sequence[NestedKey] | None = None,
+        action_key: NestedKey = "action",
+        reward_key: NestedKey = ("next", "reward"),
+        terminated_key: NestedKey = ("next", "terminated"),
+        reward: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        terminated: bool = False,
+    ) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        known = list(observation_spec.keys(include_nested=True, leaves_only=True))
+        self.observation_keys = nested_keys(known if observation_keys is None else observation_keys)
+        if lacking := [key for key in self.observation_keys if path_of(key) not in map(path_of, known)]:
+            raise KeyError(f"The observation spec has no {lacking}; it has {known}.")
+        self.action_key, self.reward_key = nested_key(action_key), nested_key(reward_key)
+        self.terminated_key = nested_key(terminated_key)
+        self.action_spec = action_spec
+        self.reward = reward
+        self.has_terminated = boolean(terminated, "terminated")
+        self._shapes = [observation_spec[key].shape for key in self.observation_keys]
+        self.observation_columns = tuple(
+            name
+            for key, shape in zip(self.observation_keys, self._shapes, strict=True)
+            for name in _columns(key, shape)
+        )
+        actions = _columns(self.action_key, torch.Size([_action_width(action_spec)]))
+        self.input_columns = (*self.observation_columns, *actions)
+        self.target_columns = (*self.observation_columns, *(() if reward is not None else ("reward",)))
+        self.input_scaler = StandardScaler(self.input_columns)
+        self.target_scaler = StandardScaler(self.target_columns)
+
+    # ------------------------------------------------------------------ reading transitions
+
+    def usable(self, rows: TensorDictBase) -> Tensor:
+        """Return which rows ``[*B]`` a model may learn from: those whose next observation is not that of a reset."""
+        is_reset = entry_of(rows, IS_RESET)
+        if is_reset is None:
+            return torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
+        return ~is_reset.reshape(rows.shape)
+
+    def observation(self, rows: TensorDictBase) -> Tensor:
+        """Return the observations of ``rows`` ``[*B]`` as columns ``[*B, D]``; ``rows["next"]`` gives the next ones."""
+        return self._observations(rows, self.observation_keys)
+
+    def action(self, action: Tensor, batch_size: torch.Size) -> Tensor:
+        """Return actions ``[*batch_size, ...]`` as columns, one-hot if they are discrete.
+
+        Raises:
+            ValueError: a discrete action lies outside of the spec, or they have another size.
+        """
+        spec, choices = self.action_spec, _choices(self.action_spec)
+        flat = _flat(action, batch_size)
+        if choices and isinstance(spec, Categorical):
+            _check_width(flat, len(choices), self.action_key)
+            index = flat.long()
+            high = torch.tensor(choices, device=flat.device)
+            _check_actions(flat, (index < 0) | (index >= high) | (index != flat), spec)
+            flat = torch.cat([one_hot(index[:, place], number) for place, number in enumerate(choices)], 1)
+        else:
+            _check_width(flat, _action_width(spec), self.action_key)
+            if choices or isinstance(spec, Binary):
+                _check_actions(flat, (flat != 0) & (flat != 1), spec)
+            if choices:
+                ones = [part.sum(1, keepdim=True) for part in flat.split(choices, 1)]
+                _check_actions(flat, torch.cat(ones, 1) != 1, spec)
+        return flat.to(torch.get_default_dtype()).reshape(*batch_size, flat.shape[1])
+
+    def raw_inputs(self, rows: TensorDictBase) -> Tensor:
+        """Return the inputs of ``rows`` ``[*B]``, not standardised: observations and actions, ``[*B, D_in]``."""
+        action = self.action(_entry(rows, self.action_key), rows.shape)
+        return torch.cat([self.observation(rows), action], -1)
+
+    def raw_targets(self, rows: TensorDictBase) -> Tensor:
+        """Return the targets of ``rows`` ``[*B]``, not standardised, ``[*B, D_out]``."""
+        following = self._observations(rows, [next_key(key) for key in self.observation_keys])
+        change = following - self.observation(rows)
+        if self.reward is not None:
+            return change
+        return torch.cat([change, _number(rows, self.reward_key)], -1)
+
+    def terminated(self, rows: TensorDictBase) -> Tensor:
+        """Return the flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
+        return _number(rows, self.terminated_key)
+
+    def fit(self, rows: TensorDictBase) -> Self:
+        """Fit both scalers to the usable ones of ``rows`` ``[*B]``; return the transform.
+
+        Raises:
+            ValueError: there is none, or a number is NaN or infinite; names its column.
+        """
+        rows = rows[self.usable(rows)]
+        inputs, targets = self.raw_inputs(rows), self.raw_targets(rows)
+        # Both before either scaler changes; a target that is not finite where the inputs are has a wrong next step.
+        check_finite(inputs, self.input_columns)
+        check_finite(targets, [f"next {name}" if name != "reward" else name for name in self.target_columns])
+        self.input_scaler.fit(inputs)
+        self.target_scaler.fit(targets)
+        return self
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add ``inputs``, ``targets`` and, if asked for, ``terminated`` to a batch."""
+        tensordict.set("inputs", self.inputs(tensordict))
+        tensordict.set("targets", self.target_scaler(self.raw_targets(tensordict)))
+        if self.has_terminated:
+            tensordict.set("terminated", self.terminated(tensordict))
+        return tensordict
+
+    # ------------------------------------------------------------------ predicting
+
+    def inputs(self, rows: TensorDictBase) -> Tensor:
+        """Return what a model is shown, ``[*B, D_in]``: observations and actions; nothing under ``"next"`` is read."""
+        return self.input_scaler(self.raw_inputs(rows))
+
+    def inverse(self, observation: Tensor, prediction: Tensor) -> tuple[Tensor, Tensor | None]:
+        r"""Return the next observations and rewards that standardised targets mean: \(s + \sigma f + \mu\).
+
+        Args:
+            observation: as columns, ``[..., D]`` (see :meth:`observation`).
+            prediction: ``[..., D_out]``.
+
+        Returns:
+            Next observations ``[..., D]``, and rewards ``[..., 1]``, None where these are analytic.
+        """
+        change = self.target_scaler.inverse(prediction)
+        width = len(self.observation_columns)
+        return observation + change[..., :width], change[..., width:] if self.reward is None else None
+
+    def split(self, columns: Tensor) -> dict[NestedKey, Tensor]:
+        """Return observations as columns ``[..., D]`` under their keys, in their own shapes.
+
+        Example:
+            >>> from torchrl.data import Unbounded
+            >>> targets = DynamicsTargets(Composite(near=Unbounded(1), far=Unbounded((1, 2))), Categorical(2))
+            >>> {key: value.tolist() for key, value in targets.split(torch.arange(3.0)).items()}
+            {'near': [0.0], 'far': [[1.0, 2.0]]}
+        """
+        parts = columns.split([shape.numel() for shape in self._shapes], -1)
+        return {
+            key: part.reshape(*columns.shape[:-1], *shape)
+            for key, part, shape in zip(self.observation_keys, parts, self._shapes, strict=True)
+        }
+
+    def _observations(self, rows: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
+        parts = []
+        for key, shape in zip(keys, self._shapes, strict=True):
+            flat = _flat(_entry(rows, key), rows.shape)
+            _check_width(flat, shape.numel(), key)
+            parts.append(flat.to(torch.get_default_dtype()).reshape(*rows.shape, shape.numel()))
+        return torch.cat(parts, -1)
+
+
+def _entry(rows: TensorDictBase, key: NestedKey) -> Tensor:
+    entry = entry_of(rows, key)
+    if not isinstance(entry, Tensor):
+        raise KeyError(f"A transition has no entry {key!r}; it has {sorted(map(str, rows.keys(True, True)))}.")
+    return entry
+
+
+def _flat(entry: Tensor, batch_size: torch.Size) -> Tensor:
+    return entry.reshape(batch_size.numel(), entry.shape[len(batch_size) :].numel())
+
+
+def _number(rows: TensorDictBase, key: NestedKey) -> Tensor:
+    flat = _flat(_entry(rows, key), rows.shape)
+    _check_width(flat, 1, key)
+    return flat.to(torch.get_default_dtype()).reshape(*rows.shape, 1)
+
+
+def _check_actions(flat: Tensor, wrong: Tensor, spec: TensorSpec) -> None:
+    if wrong.any():
+        raise ValueError(f"Action {flat[wrong.any(1)][0].tolist()} lies outside of the spec {_named(spec)}.")
+
+
+def _check_width(flat: Tensor, width: int, key: Any) -> None:
+    if flat.shape[1] != width:
+        raise ValueError(f"Entry {key!r} has {flat.shape[1]} numbers a row, the spec {width}.")
+
+
+def _columns(key: NestedKey, shape: torch.Size) -> list[str]:
+    name = ".".join(path_of(key))
+    return [f"{name}[{number}]" for number in range(shape.numel())] if shape else [name]
+
+
+def _choices(spec: TensorSpec) -> list[int]:
+    """Return the numbers of options of each choice that an action makes; none where it is no choice among some."""
+    if isinstance(spec, MultiCategorical):
+        return [int(count) for count in spec.nvec]
+    if isinstance(spec, MultiOneHot):
+        return [int(box.n) for box in spec.space]
+    if isinstance(spec, OneHot):
+        return [int(spec.space.n)] * (spec.shape.numel() // int(spec.space.n))
+    if isinstance(spec, Categorical) and not isinstance(spec, Binary):
+        return [int(spec.space.n)] * spec.shape.numel()
+    return []
+
+
+def _action_width(spec: TensorSpec) -> int:
+    return sum(_choices(spec)) or spec.shape.numel()
+
+
+def _named(spec: TensorSpec) -> str:
+    return f"{type(spec).__name__} of {' and '.join(map(str, _choices(spec) or [2]))}"

@@ -1,0 +1,327 @@
+"""PyTorchRL's model-based buffer: its verbs, its golden batches, and a test for each bug of the original."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import gymnasium
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import Categorical
+
+from dynamics.transitions import golden, golden_slice, numbered, rows
+from torchrl_lightning import MBReplayBuffer, make_vector_env
+from torchrl_lightning.rollout.verbs import DocumentedVerbs
+
+
+def steps(data) -> list[list[float]]:
+    """Observations of rows ``[T, N]``."""
+    return data["observation"].squeeze(-1).tolist()
+
+
+def filled(count: int, size: int = 10, envs: int = 1, **options) -> MBReplayBuffer:
+    buffer = MBReplayBuffer(size, **options)
+    buffer.insert_data_slice(numbered(0, count, envs))
+    return buffer
+
+
+# ---- golden batches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["learned", "given"])
+def test_golden_batches(kind):
+    arrays, reward = golden(), (None if kind == "learned" else lambda s, a, n: s[..., :1])
+    actor = SimpleNamespace(dynamics_model=SimpleNamespace(reward_function=reward))
+    buffer = MBReplayBuffer(10, "cpu", actor)
+    buffer.insert_data_slice(golden_slice())
+    for size, _, _, correct in arrays["batch_sizes"].tolist():
+        if size > 10:  # fewer rows than one batch are an error here
+            continue
+        batches = list(buffer.generate_batches(5, size, 1, shuffle=False, documented_names=True))
+        assert [batch["batch_number"] for batch in batches] == list(range(correct))
+        assert {len(batch["train_input"]) for batch in batches[:-1]} <= {size}
+        for name, expected in (("train_input", f"{kind}_inputs"), ("train_label", f"{kind}_targets")):
+            found = torch.cat([batch[name] for batch in batches])
+            torch.testing.assert_close(found, arrays[expected], rtol=1e-5, atol=1e-6)
+
+
+def test_golden_discrete_batches():
+    arrays = golden()
+    buffer = MBReplayBuffer(10, action_spec=Categorical(3))
+    buffer.insert_data_slice(golden_slice("discrete_action"))
+    (batch,) = buffer.generate_batches(mini_batch_size=10, shuffle=False)
+    torch.testing.assert_close(batch["inputs"], arrays["discrete_inputs"], rtol=1e-5, atol=1e-6)
+
+
+# ---- the bugs of the original ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "size", "sizes"), [(9, 3, [3, 3, 3]), (10, 4, [4, 4, 2]), (4, 4, [4])])
+def test_no_batch_is_empty_and_the_short_last_one_is_kept(count, size, sizes):
+    batches = list(filled(count).generate_batches(mini_batch_size=size))
+    assert [len(batch) for batch in batches] == sizes
+    assert all(batch["targets"].isfinite().all() for batch in batches)
+
+
+@pytest.mark.parametrize("source", ["spec", "envs", "actor"])
+def test_one_hot_columns_are_those_of_the_spec_before_the_largest_action_was_seen(source):
+    env = make_vector_env("CartPole-v1", 1)
+    given = {
+        "spec": {"action_spec": Categorical(2)},
+        "envs": {"envs": env},
+        "actor": {"actor": SimpleNamespace(action_space=gymnasium.spaces.Discrete(2))},
+    }[source]
+    buffer = MBReplayBuffer(4, **given)
+    buffer.insert_data_slice(numbered(0, 3, Action=torch.zeros(3, 1, 1, dtype=torch.int64)))
+    (batch,) = buffer.generate_batches(mini_batch_size=3)
+    assert batch["inputs"].shape == (3, 1 + 2)
+    assert buffer[:]["action"].dtype == torch.int64
+    env.close()
+
+
+def test_integer_actions_without_a_spec_are_refused():
+    buffer = MBReplayBuffer(4)
+    buffer.insert_data_slice(numbered(0, 3, Action=torch.zeros(3, 1, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=r"Actions are torch.int64.*give action_spec="):
+        buffer.generate_batches(mini_batch_size=1)
+
+
+def test_environments_are_folded_into_the_batch():
+    buffer = filled(4, envs=3)
+    (batch,) = buffer.generate_batches(mini_batch_size=12, shuffle=False)
+    assert batch["inputs"].shape == (12, 2)
+    wide = torch.arange(4.0)[:, None] + 100 * torch.arange(3)
+    expected = (wide.flatten() - wide.mean()) / wide.std()
+    torch.testing.assert_close(batch["inputs"][:, 0], expected)
+    discrete = MBReplayBuffer(4, action_spec=Categorical(3))
+    discrete.insert_data_slice(numbered(0, 4, 3, Action=torch.randint(3, (4, 3))))
+    assert next(discrete.generate_batches(mini_batch_size=12))["inputs"].shape == (12, 4)
+
+
+def test_a_single_row_gives_finite_numbers():
+    (batch,) = filled(1).generate_batches(mini_batch_size=1)
+    assert batch["inputs"].tolist() == [[0.0, 0.0]]
+    assert batch["targets"].tolist() == [[0.0, 0.0]]
+
+
+def test_an_empty_buffer_is_an_error():
+    for verb in (lambda b: b.generate_batches(), lambda b: b.get_all_buffer_data()):
+        with pytest.raises(RuntimeError, match="Nothing is stored"):
+            verb(MBReplayBuffer(4))
+    emptied = filled(3)
+    emptied.reset()
+    with pytest.raises(RuntimeError, match="Nothing is stored"):
+        emptied.generate_batches(mini_batch_size=1)
+
+
+def test_fewer_rows_than_one_batch_are_an_error():
+    with pytest.raises(ValueError, match="mini_batch_size=256 needs as many rows, but 6 of 6 stored ones"):
+        filled(3, envs=2).generate_batches()
+
+
+@pytest.mark.parametrize("names", ["NextDone", "Done"])
+def test_steps_whose_next_observation_is_a_reset_come_in_no_batch(names):
+    done = torch.zeros(6, 1, 1)
+    done[2] = 1
+    data = numbered(0, 6, **{names: done})
+    data["NextObservation"][2] = -1000.0
+    buffer = MBReplayBuffer(6, autoreset=True)
+    buffer.insert_data_slice(data)
+    assert buffer.size == 6
+    (batch,) = buffer.generate_batches(mini_batch_size=5, shuffle=False)
+    assert len(batch) == 5
+    assert batch["targets"][:, 0].tolist() == [0.0] * 5  # each step changes the observation alike
+    kept = MBReplayBuffer(6)
+    kept.insert_data_slice(data)
+    assert sum(map(len, kept.generate_batches(mini_batch_size=6))) == 6
+
+
+def test_data_without_next_observations_is_refused():
+    data = numbered(0, 3)
+    del data["NextObservation"]
+    buffer = MBReplayBuffer(4)
+    with pytest.raises(KeyError, match=r"A transition has no next observation.*Write NextObservation"):
+        buffer.insert_data_slice(data)
+    with pytest.raises(KeyError, match="autoreset=True needs the entry"):
+        MBReplayBuffer(4, autoreset=True).extend(rows(3).exclude(("next", "done")))
+    assert len(buffer) == 0
+
+
+def test_more_than_the_capacity_keeps_the_newest():
+    buffer = filled(3, size=4, envs=2)
+    buffer.insert_data_slice(numbered(3, 14, 2))
+    assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(10, 14)]
+    buffer.insert_data_slice(numbered(14, 16, 2))
+    assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(12, 16)]
+
+
+def test_a_single_tensor_goes_where_a_slice_of_it_would():
+    for first, second in ((3, 2), (3, 4), (2, 11), (9, 1)):
+        buffer = filled(first, size=4)
+        columns = {"Observation": buffer.storage.data["observation"].clone()}
+        data = numbered(first, first + second)
+        assert buffer.insert_single_tensor_slice(columns, "Observation", data["Observation"][:, 0]) == second
+        step = buffer.step
+        assert step == first % 4
+        buffer.insert_data_slice(data)
+        assert torch.equal(columns["Observation"], buffer.storage.data["observation"])
+    with pytest.raises(ValueError, match=r"Entry 'Observation' is \[4, 1\] torch.float32, rows of \[2\]"):
+        buffer.insert_single_tensor_slice(columns, "Observation", torch.zeros(1, 2))
+
+
+def test_a_slice_is_a_copy_in_order_of_age_across_the_wrap():
+    buffer = filled(7, size=4)
+    part = buffer.get_data_slice(1, 4)
+    assert steps(part) == [[4.0], [5.0], [6.0]]
+    assert part.names == ["time", None]
+    part["observation"].zero_()
+    assert steps(buffer.get_data_slice(0, 4)) == [[3.0], [4.0], [5.0], [6.0]]
+    named = buffer.get_data_slice(3, 4, documented_names=True)
+    assert named["NextObservation"].item() == 7.0
+    assert set(MBReplayBuffer.storage_tensors) >= set(named) - {"Truncated"}
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (-1, 2), (2, 1), (3, 3)])
+def test_rows_that_are_not_stored_are_not_read(start, end):
+    with pytest.raises(IndexError, match=r"Rows .* are not stored; there are \[0, 3\)"):
+        filled(3).get_data_slice(start, end)
+
+
+def test_all_data_after_a_wrap_is_all_and_a_copy():
+    buffer = filled(6, size=4)
+    data = buffer.get_all_buffer_data(data_to_cpu=True)
+    assert steps(data) == [[2.0], [3.0], [4.0], [5.0]]
+    data["observation"].zero_()
+    assert steps(buffer.get_all_buffer_data())[0] == [2.0]
+
+
+def test_reset_discards_everything_and_what_was_read_can_be_inserted_again():
+    buffer = filled(6, size=4, envs=2)
+    data = buffer.get_all_buffer_data(documented_names=True)
+    buffer.reset()
+    assert (buffer.size, buffer.step, len(buffer)) == (0, 0, 0)
+    buffer.insert_data_slice(data)
+    assert steps(buffer.get_all_buffer_data()) == [[float(t), 100.0 + t] for t in range(2, 6)]
+
+
+def test_capacity_and_fill_level_are_two_things():
+    buffer = filled(3, size=4, envs=2)
+    assert (buffer.size, buffer.max_size, buffer.step, buffer.num_envs, len(buffer)) == (3, 4, 3, 2, 6)
+
+
+@pytest.mark.parametrize(("envs", "size"), [(1, 3), (2, 3), (2, 9), (1, 4)])
+def test_max_size_resizes_and_keeps_the_newest(envs, size):
+    buffer = filled(6, size=4, envs=envs)
+    buffer.update_storage_parameter("max_size", size)
+    kept = range(max(2, 6 - size), 6)
+    assert buffer.max_size == size
+    assert [row[0] for row in steps(buffer.get_all_buffer_data())] == list(map(float, kept))
+    buffer.insert_data_slice(numbered(6, 7, envs))
+    assert steps(buffer.get_all_buffer_data())[-1][-1] == 6.0 + 100 * (envs - 1)
+    assert buffer.size == min(len(kept) + 1, size)
+    assert len(list(buffer.generate_batches(mini_batch_size=1))) == envs * buffer.size
+
+
+def test_a_resize_that_fails_changes_nothing():
+    buffer = filled(6, size=4)
+    for wrong in (0, 1 << 50):
+        with pytest.raises(ValueError, match="max_size"):
+            buffer.update_storage_parameter("max_size", wrong)
+    assert buffer.max_size == 4
+    assert steps(buffer.get_all_buffer_data())[0] == [2.0]
+    with pytest.raises(ValueError, match="No parameter 'sise'"):
+        buffer.update_storage_parameter("sise", 3)
+    buffer.update_storage_parameter("algorithm", "mb")
+    assert buffer.algorithm == "mb"
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_verbs_that_are_those_of_all_pytorchrl_buffers():
+    own = {"insert_transition", "init_tensors", "reset", "get_all_buffer_data", "before_gradients", "after_gradients"}
+    own |= {"create_factory", "update_storage_parameter"}
+    assert not own & set(vars(MBReplayBuffer))
+    assert own <= set(vars(DocumentedVerbs))
+    buffer = MBReplayBuffer.create_factory(5)("cpu", None, "algorithm", SimpleNamespace(num_envs=3))
+    assert (buffer.max_size, buffer.num_envs, buffer.algorithm) == (5, 3, "algorithm")
+    assert buffer.before_gradients() is None
+    assert buffer.after_gradients(None, {"loss": 1}) == {"loss": 1}
+
+
+def test_transitions_one_by_one_equal_a_slice():
+    one, other = MBReplayBuffer(4), filled(6, size=4, envs=2)
+    data = numbered(0, 6, 2)
+    for t in range(6):
+        one.insert_transition({name: value[t] for name, value in data.items()})
+    assert (one.get_all_buffer_data() == other.get_all_buffer_data()).all()
+
+
+def test_init_tensors_reserves_and_stores_nothing():
+    buffer = MBReplayBuffer(4)
+    sample = {name: value[0] for name, value in numbered(0, 1, 2).items()}
+    buffer.init_tensors(sample)
+    assert (len(buffer), buffer.num_envs) == (0, 2)
+    assert buffer.storage.data.shape == (8,)
+    buffer.insert_transition(sample)
+    with pytest.raises(ValueError, match=r"1 steps are stored; call reset\(\)"):
+        buffer.init_tensors(sample)
+
+
+def test_a_tensordict_of_each_layout():
+    data = rows(12)
+    for given, time_dim in ((data, None), (data.reshape(12, 1), 0), (data.reshape(1, 12), 1)):
+        buffer = MBReplayBuffer(12)
+        buffer.insert_data_slice(given, time_dim)
+        assert torch.equal(buffer.get_all_buffer_data()["action"][:, 0], data["action"])
+    named = data.reshape(3, 4)
+    named.names = [None, "time"]
+    buffer = MBReplayBuffer(4)
+    buffer.insert_data_slice(named)
+    assert buffer.num_envs == 3
+    assert torch.equal(buffer.get_all_buffer_data()["action"], named["action"].transpose(0, 1))
+
+
+def test_dict_observations_are_columns_and_recurrent_states_none():
+    observation = {"far": torch.rand(2, 1, 3), "near": torch.rand(2, 1, 1)}
+    state = torch.zeros(2, 1, 4)
+    data = numbered(0, 2, Observation=observation, NextObservation=observation)
+    buffer = MBReplayBuffer(4)
+    buffer.insert_data_slice({**data, "RecurrentHiddenStates": state, "NextRecurrentHiddenStates": state})
+    assert set(buffer.targets.observation_columns) == {"far[0]", "far[1]", "far[2]", "near[0]"}
+
+
+def test_shuffled_passes_hold_each_row_once_in_another_order():
+    buffer = filled(10, generator=torch.Generator().manual_seed(3))
+    batches = [batch["inputs"][:, 0] for batch in buffer.generate_batches(mini_batch_size=10, num_epochs=2)]
+    assert len(batches) == 2
+    assert torch.equal(batches[0].sort().values, batches[1].sort().values)
+    assert not torch.equal(*batches)
+
+
+def test_a_state_restores_rows_and_order():
+    buffer, other = filled(6, size=4, envs=2), MBReplayBuffer(4)
+    state = buffer.state_dict()
+    expected = [batch["inputs"] for batch in buffer.generate_batches(mini_batch_size=3)]
+    other.load_state_dict(state)
+    assert other.num_envs == 2
+    found = [batch["inputs"] for batch in other.generate_batches(mini_batch_size=3)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    with pytest.raises(ValueError, match="max_size"):
+        MBReplayBuffer(5, num_envs=2).load_state_dict(state)
+
+
+def test_a_number_that_is_not_finite_names_its_column():
+    data = numbered(0, 3)
+    data["Reward"][1] = torch.nan
+    buffer = MBReplayBuffer(4)
+    buffer.insert_data_slice(data)
+    with pytest.raises(ValueError, match="Column reward holds nan in 1 of 3 rows"):
+        buffer.generate_batches(mini_batch_size=1)
+
+
+def test_torchrls_verbs_draw_plain_transitions():
+    buffer = filled(6, size=8, batch_size=4)
+    assert isinstance(buffer.sample(), TensorDict)
+    assert buffer.sample()["next", "observation"].shape == (4, 1)

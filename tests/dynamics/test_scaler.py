@@ -1,0 +1,61 @@
+"""Columns scaled to zero mean and unit deviation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrl_lightning import StandardScaler
+
+
+def test_mean_and_unbiased_deviation_in_float64():
+    rows = torch.rand(1000, 3) + torch.tensor([1e4, 0.0, -3.0])
+    scaler = StandardScaler("abc").fit(rows)
+    wide = rows.double()
+    torch.testing.assert_close(scaler.mean, wide.mean(0), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(scaler.std, wide.std(0), rtol=1e-12, atol=0.0)
+    assert scaler(rows).dtype == torch.float32
+    torch.testing.assert_close(scaler.inverse(scaler(wide)), wide, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.1, 3e9, -7.0])
+def test_a_constant_column_is_only_shifted(value):
+    scaler = StandardScaler("a").fit(torch.full((100, 1), value))
+    assert scaler.std.tolist() == [1.0]
+    assert scaler(torch.full((2, 1), value)).abs().max() == 0.0
+
+
+def test_a_single_row_has_no_deviation():
+    scaler = StandardScaler("ab").fit(torch.tensor([[3.0, 4.0]]))
+    assert scaler(torch.tensor([[4.0, 4.0]])).tolist() == [[1.0, 0.0]]
+
+
+def test_nothing_is_changed_before_the_first_fit():
+    scaler = StandardScaler("ab")
+    assert scaler(torch.tensor([5.0, 6.0])).tolist() == [5.0, 6.0]
+    assert int(scaler.count) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_names_its_column_and_changes_nothing(bad):
+    rows = torch.zeros(4, 2)
+    rows[2, 1] = bad
+    scaler = StandardScaler(["height", "width"]).fit(torch.rand(3, 2))
+    before = scaler.mean.clone()
+    with pytest.raises(ValueError, match=r"Column width holds (nan|inf) in 1 of 4 rows"):
+        scaler.fit(rows)
+    assert torch.equal(scaler.mean, before)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (4, 3), (2,)])
+def test_rows_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"Expected rows \[N, 2\] of height, width"):
+        StandardScaler(["height", "width"]).fit(torch.zeros(shape))
+
+
+def test_a_state_restores_the_scaler():
+    scaler, other = StandardScaler("ab").fit(torch.rand(9, 2)), StandardScaler("ab")
+    other.load_state_dict(scaler.state_dict())
+    values = torch.rand(5, 2)
+    assert torch.equal(other(values), scaler(values))
+    assert int(other.count) == 9

@@ -1,0 +1,190 @@
+"""Inputs and targets of transitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Unbounded,
+)
+
+from dynamics.transitions import golden, golden_slice, rows
+from torchrl_lightning import DynamicsTargets, ExperienceBuffer, RingStorage
+from torchrl_lightning.rollout.names import from_documented
+
+PLAIN = Composite(observation=Unbounded(3))
+
+
+def plain(**options):
+    return DynamicsTargets(PLAIN, Unbounded(2), **options)
+
+
+@pytest.mark.parametrize(("kind", "reward"), [("learned", None), ("given", lambda s, a, n: s[..., :1])])
+def test_golden_inputs_and_targets(kind, reward):
+    arrays, data = golden(), from_documented(golden_slice(), 2).squeeze(1)
+    targets = DynamicsTargets(Composite(observation=Unbounded(4)), Unbounded(2), reward=reward).fit(data)
+    batch = targets(data)
+    torch.testing.assert_close(batch["inputs"], arrays[f"{kind}_inputs"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(batch["targets"], arrays[f"{kind}_targets"], rtol=1e-5, atol=1e-6)
+    for scaler, name in ((targets.input_scaler, "input"), (targets.target_scaler, "target")):
+        torch.testing.assert_close(scaler.mean.float(), arrays[f"{kind}_{name}_mu"][0])
+        torch.testing.assert_close(scaler.std.float(), arrays[f"{kind}_{name}_std"][0])
+
+
+def test_golden_discrete_actions():
+    arrays, data = golden(), from_documented(golden_slice("discrete_action"), 2).squeeze(1)
+    targets = DynamicsTargets(Composite(observation=Unbounded(4)), Categorical(3)).fit(data)
+    torch.testing.assert_close(targets(data)["inputs"], arrays["discrete_inputs"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "action", "columns"),
+    [
+        (Categorical(3), [2, 0], [[0, 0, 1], [1, 0, 0]]),
+        (Categorical(3), [[2.0], [0.0]], [[0, 0, 1], [1, 0, 0]]),
+        (Categorical(2, shape=(2,)), [[1, 0]], [[0, 1, 1, 0]]),
+        (MultiCategorical([2, 3]), [[1, 2]], [[0, 1, 0, 0, 1]]),
+        (OneHot(3), [[False, True, False]], [[0, 1, 0]]),
+        (MultiOneHot([2, 3]), [[0, 1, 0, 0, 1]], [[0, 1, 0, 0, 1]]),
+        (Binary(3), [[1, 1, 0]], [[1, 1, 0]]),
+        (Bounded(-1, 1, (2,)), [[0.5, -0.5]], [[0.5, -0.5]]),
+        (Bounded(-1, 1, ()), [0.5], [[0.5]]),
+    ],
+)
+def test_actions_become_columns_by_their_spec(spec, action, columns):
+    targets = DynamicsTargets(PLAIN, spec)
+    action = torch.tensor(action)
+    assert targets.action(action, action.shape[:1]).tolist() == columns
+    assert len(targets.input_columns) == 3 + len(columns[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "action", "message"),
+    [
+        (Categorical(3), [1, 3], r"Action \[3\] lies outside of the spec Categorical of 3"),
+        (Categorical(3), [-1], r"Action \[-1\] lies outside"),
+        (Categorical(3), [0.5], r"Action \[0.5\] lies outside"),
+        (MultiCategorical([2, 3]), [[1, 2], [2, 2]], r"Action \[2, 2\] .* of 2 and 3"),
+        (OneHot(3), [[1, 1, 0]], r"Action \[1, 1, 0\] .* OneHot of 3"),
+        (Binary(2), [[1, 2]], r"Action \[1, 2\] lies outside"),
+        (Categorical(3), [[0, 1]], r"Entry 'action' has 2 numbers a row, the spec 1"),
+    ],
+)
+def test_an_action_outside_of_the_spec_is_refused(spec, action, message):
+    action = torch.tensor(action)
+    with pytest.raises(ValueError, match=message):
+        DynamicsTargets(PLAIN, spec).action(action, action.shape[:1])
+
+
+def test_several_observations_in_order_flattened_and_back():
+    spec = Composite(b=Unbounded((2, 2)), a=Unbounded(()), nested=Composite(c=Unbounded(1)))
+    targets = DynamicsTargets(spec, Categorical(2), observation_keys=["b", ("nested", "c"), "a"])
+    names = ("b[0]", "b[1]", "b[2]", "b[3]", "nested.c[0]", "a")
+    assert targets.observation_columns == names
+    assert targets.input_columns == (*names, "action[0]", "action[1]")
+    assert targets.target_columns == (*names, "reward")
+    data = {"b": torch.arange(8.0).view(2, 2, 2), "a": torch.tensor([8, 9]), "nested": {"c": torch.ones(2, 1)}}
+    columns = targets.observation(TensorDict(data, [2]))
+    assert columns[1].tolist() == [4, 5, 6, 7, 1, 9]
+    for key, value in targets.split(columns).items():
+        assert value.tolist() == TensorDict(data, [2])[key].tolist()
+
+
+def test_a_rollout_is_read_as_its_rows_are():
+    data = rows(6)
+    targets = plain(terminated=True).fit(data)
+    flat, wide = targets(data.clone()), targets(data.reshape(3, 2))
+    for key in ("inputs", "targets", "terminated"):
+        assert wide[key].shape[:2] == (3, 2)
+        assert torch.equal(wide[key].flatten(0, 1), flat[key])
+
+
+def test_a_prediction_is_the_next_observation():
+    data = rows(50)
+    targets = plain().fit(data)
+    observation, reward = targets.inverse(data["observation"], targets(data)["targets"])
+    torch.testing.assert_close(observation, data["next", "observation"])
+    torch.testing.assert_close(reward, data["next", "reward"])
+    analytic = plain(reward=lambda s, a, n: s).fit(data)
+    assert analytic.inverse(data["observation"], analytic(data)["targets"])[1] is None
+
+
+def test_inputs_need_nothing_of_the_next_step():
+    data = rows(5)
+    targets = plain().fit(data)
+    assert torch.equal(targets.inputs(data.select("observation", "action")), targets(data)["inputs"])
+
+
+def test_the_scalers_are_those_of_the_rows_that_were_fitted():
+    data = rows(40)
+    batch = plain().fit(data[:20])(data)
+    torch.testing.assert_close(batch["inputs"][:20].mean(0), torch.zeros(5), atol=1e-6, rtol=0.0)
+    assert batch["inputs"][20:].mean(0).abs().max() > 1e-3
+
+
+def test_rows_whose_next_observation_is_that_of_a_reset_are_not_fitted():
+    data = rows(30)
+    is_reset = torch.zeros(30, 1, dtype=torch.bool)
+    is_reset[7] = True
+    marked = data.clone()
+    marked["next", "is_init"] = is_reset
+    marked["next", "observation"][7] = torch.nan
+    targets = plain()
+    assert targets.usable(data).all()
+    assert targets.usable(marked).logical_not().nonzero().flatten().tolist() == [7]
+    targets.fit(marked)
+    expected = plain().fit(data[~is_reset.flatten()])
+    assert torch.equal(targets.target_scaler.mean, expected.target_scaler.mean)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("observation", r"observation\[1\]"),
+        (("next", "observation"), r"next observation\[1\]"),
+        ("action", r"action\[1\]"),
+        (("next", "reward"), "reward"),
+    ],
+)
+def test_a_number_that_is_not_finite_names_its_column(key, name):
+    data = rows(10)
+    data[key][3, -1 if key == ("next", "reward") else 1] = torch.nan
+    with pytest.raises(ValueError, match=f"Column {name} holds nan in 1 of 10 rows"):
+        plain().fit(data)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(KeyError, match=r"The observation spec has no \['pixels'\]; it has \['observation'\]"):
+        plain(observation_keys=["pixels"])
+    with pytest.raises(KeyError, match=r"no entry .*action"):
+        plain()(rows(3).exclude("action"))
+    with pytest.raises(KeyError, match=r"no entry .*next"):
+        plain()(rows(3).exclude(("next", "observation")))
+    with pytest.raises(ValueError, match="Entry 'observation' has 4 numbers a row, the spec 3"):
+        plain()(rows(3, width=4))
+
+
+def test_a_buffer_serves_targets_and_keeps_their_scalers():
+    data = rows(20)
+
+    def made():
+        targets = plain()
+        return ExperienceBuffer(storage=RingStorage(20), transform=targets, batch_size=8), targets
+
+    buffer, targets = made()
+    buffer.extend(data)
+    targets.fit(data)
+    state = buffer.state_dict()
+    batch = buffer.sample()
+    assert torch.equal(batch["targets"], targets(batch.clone())["targets"])
+    other, _ = made()
+    other.load_state_dict(state)
+    assert torch.equal(other.sample()["inputs"], batch["inputs"])

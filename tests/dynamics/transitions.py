@@ -1,0 +1,57 @@
+"""Transitions, plain and under PyTorchRL's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+GOLDEN = Path(__file__).parents[1] / "data" / "model_based_batches.npz"
+
+
+def golden() -> dict[str, torch.Tensor]:
+    with np.load(GOLDEN) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def golden_slice(action: str = "action") -> dict[str, torch.Tensor]:
+    """The golden transitions, time-major ``[10, 1, ...]``."""
+    arrays = golden()
+    found = {
+        "Observation": arrays["obs"],
+        "Action": arrays[action],
+        "NextObservation": arrays["next_obs"],
+        "Reward": arrays["reward"],
+        "Done": torch.zeros(10, 1),
+    }
+    return {name: value.unsqueeze(1) for name, value in found.items()}
+
+
+def numbered(first: int, last: int, envs: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+    """Steps ``[first, last)`` of some environments whose observations are ``100 * env + step``."""
+    at = torch.arange(first, last, dtype=torch.float32)[:, None] + 100.0 * torch.arange(envs)
+    steps = {
+        "Observation": at.unsqueeze(-1),
+        "Action": torch.zeros(len(at), envs, 1),
+        "NextObservation": at.unsqueeze(-1) + 1,
+        "Reward": at.unsqueeze(-1).clone(),
+        "Done": torch.zeros(len(at), envs, 1),
+    }
+    return {**steps, **changes}
+
+
+def rows(count: int, seed: int = 0, width: int = 3, actions: int = 2) -> TensorDict:
+    """Random transitions ``[count]``."""
+    rng = torch.Generator().manual_seed(seed)
+    flag = torch.zeros(count, 1, dtype=torch.bool)
+    observation = torch.randn(count, width, generator=rng)
+    following = {
+        "observation": observation + torch.randn(count, width, generator=rng),
+        "reward": torch.randn(count, 1, generator=rng),
+        **dict.fromkeys(("done", "terminated", "truncated"), flag),
+    }
+    action = torch.randn(count, actions, generator=rng)
+    return TensorDict({"observation": observation, "action": action, "next": following}, [count])
