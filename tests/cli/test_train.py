@@ -100,6 +100,8 @@ def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_wit
 def test_a_score_shows_the_digits_that_matter(returns, shown):
     episodes = TensorDict({"episode_return": torch.tensor(returns)}, [2])
     assert summary(episodes, (5, "frames"), 1.0) == f"mean evaluation return: {shown} over 2 episodes, 5 frames, 1 s"
+    episodes["success"] = torch.tensor([True, False])
+    assert "over 2 episodes, success rate 0.50, 5 frames" in summary(episodes, (5, "frames"), 1.0)
 
 
 def test_a_sweep_over_seeds_makes_a_run_of_each(run, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
@@ -34,6 +37,27 @@ def test_long_episodes_count_as_often_as_short_ones() -> None:
 
 def test_fewer_episodes_than_environments() -> None:
     assert play_episodes(vector_env(), STILL, 2)["episode_length"].tolist() == [3, 4]
+
+
+class Lucky(CountingEnv):
+    """Says in each step whether the number of steps is even, or says nothing."""
+
+    def __init__(self, key: str, number: int, length: int) -> None:
+        super().__init__(number, length)
+        self.key = key
+
+    def step(self, action):
+        *step, info = super().step(action)
+        return *step, {**info, **({self.key: np.bool_(self.t % 2 == 0)} if self.key else {})}
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+@pytest.mark.parametrize("key", ["is_success", "success"])
+def test_success_is_what_the_last_step_says(mode: str, key: str) -> None:
+    env = SyncVectorEnv([partial(Lucky, key, 0, 2), partial(Lucky, key, 1, 3)], autoreset_mode=mode)
+    assert play_episodes(env, STILL, 4)["success"].tolist() == [True, True, False, False]
+    mute = SyncVectorEnv([partial(Lucky, "", 0, 2), partial(Lucky, "", 1, 3)], autoreset_mode=mode)
+    assert "success" not in play_episodes(mute, STILL, 2)
 
 
 def test_leaves_no_trace() -> None:

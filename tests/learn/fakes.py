@@ -40,7 +40,12 @@ class FakeData(L.LightningDataModule):
 
     def val_dataloader(self) -> Loader:
         episodes = TensorDict(
-            {"episode_return": torch.tensor([1.0, 3.0]), "episode_length": torch.tensor([10, 20])}, batch_size=[2]
+            {
+                "episode_return": torch.tensor([1.0, 3.0]),
+                "episode_length": torch.tensor([10, 20]),
+                "success": torch.tensor([False, True]),
+            },
+            batch_size=[2],
         )
         return Loader(1, lambda: iter([episodes]))
 

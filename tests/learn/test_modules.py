@@ -50,6 +50,7 @@ def test_fit_updates_every_parameter_and_logs_over_frames(cls: type[ActorCriticM
     assert metrics["eval/return"] == 2.0
     assert metrics["eval/return_std"] == 1.0
     assert metrics["eval/length"] == 15.0
+    assert metrics["eval/success"] == 0.5
     epoch = module.epoch_metrics
     assert {"train/entropy", "train/explained_variance", "train/grad_norm", "train/learning_rate"} <= epoch.keys()
     assert all(math.isfinite(value) for value in epoch.values())

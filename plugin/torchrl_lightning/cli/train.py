@@ -103,4 +103,6 @@ def summary(episodes: TensorDict, clock: tuple[int, str], seconds: float) -> str
     digits = 1 if returns.abs().max() >= 10 else 3  # of a goal reached or not, tenths say little
     count, unit = clock
     mean, std = (f"{value:.{digits}f}" for value in (returns.mean(), returns.std(correction=0)))
-    return f"mean evaluation return: {mean} +- {std} over {len(returns)} episodes, {count} {unit}, {seconds:.0f} s"
+    success = f", success rate {episodes['success'].double().mean():.2f}" if "success" in episodes else ""
+    end = f"over {len(returns)} episodes{success}, {count} {unit}, {seconds:.0f} s"
+    return f"mean evaluation return: {mean} +- {std} {end}"

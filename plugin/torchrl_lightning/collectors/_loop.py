@@ -50,6 +50,7 @@ class RolloutLoop:
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
         self._step = TensorDict(flags, [num_envs])
         self._starts = flags["is_init"].numpy()[:, 0]
+        self.info: dict[str, Any] = {}  # of the newest step
         self._observations: list[Array] = []
         for key, space in zip(stepper.keys, stepper.spaces, strict=True):
             spec = specs.observation[key]
@@ -215,7 +216,7 @@ class RolloutLoop:
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
         resting = None if replayed is None else replayed.mask
-        leaves, memory.rewards[t][:], terminated, truncated, info = stepper.step(action, resting)
+        leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
         done = np.logical_or(terminated, truncated, out=self._starts)
         memory.done[t][:] = done
@@ -223,7 +224,7 @@ class RolloutLoop:
         for source, target in zip(leaves, successor, strict=True):
             np.copyto(target, source)
         if done.any():
-            leaves, finals = stepper.finish(done, leaves, info, resting)
+            leaves, finals = stepper.finish(done, leaves, self.info, resting)
             for index, final in finals:
                 for target, source in zip(successor, final, strict=True):
                     target[index] = source

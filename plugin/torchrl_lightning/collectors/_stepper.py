@@ -15,6 +15,7 @@ from torchrl_lightning.collectors.specs import observation_leaves
 from torchrl_lightning.collectors.vector_env import autoreset_mode
 
 Final = tuple[int, list[Array]]  # environment, leaves of its last observation
+SUCCESS = ("is_success", "success")  # where environments say in their info whether the goal is reached
 
 
 class VectorStepper:
@@ -97,6 +98,12 @@ class VectorStepper:
         for i in ended:  # nobody has put them together, which would have shown what does not fit
             check_observation(self.env.single_observation_space, final[i], f"environment {i}")
         return leaves, [(i, self.leaves(final[i])) for i in ended]
+
+    def successes(self, info: dict[str, Any]) -> Array | None:
+        """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so."""
+        final = info.get("final_info") if self.mode is AutoresetMode.SAME_STEP else info
+        found = next((final[name] for name in SUCCESS if name in final), None) if isinstance(final, dict) else None
+        return None if found is None else np.asarray(found, dtype=bool)
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.

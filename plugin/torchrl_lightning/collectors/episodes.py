@@ -58,7 +58,8 @@ def play_episodes(
 
     Returns:
         ``episode_return`` (float32), ``episode_length`` (int64), ``terminated`` and ``truncated`` (bool), each
-        ``[E]``, ordered by environment and time.
+        ``[E]``, ordered by environment and time; of Gymnasium's environments that say at the end of an episode whether
+        its goal is reached, by ``is_success`` or ``success`` in their info, also ``success`` (bool).
 
     Raises:
         ValueError: There are no episodes to play, or the environment does not fit.
@@ -104,7 +105,8 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     device = policy_device(policy)
     while not record.is_complete:
         for _ in loop.steps(memory, device):
-            record.add(memory.rewards[0], memory.terminated[0], memory.truncated[0], memory.done[0])
+            ends = memory.terminated[0], memory.truncated[0], memory.done[0]
+            record.add(memory.rewards[0], *ends, stepper.successes(loop.info))
     return record.result()
 
 
@@ -143,7 +145,9 @@ class _Record:
     def is_complete(self) -> bool:
         return not (self._played < self._quota).any()
 
-    def add(self, rewards: Array, terminated: Array, truncated: Array, done: Array) -> None:
+    def add(
+        self, rewards: Array, terminated: Array, truncated: Array, done: Array, success: Array | None = None
+    ) -> None:
         """Add one step of every environment, ``[N]`` each."""
         self._returns += rewards
         self._lengths += 1
@@ -157,8 +161,11 @@ class _Record:
             return
         counted = np.flatnonzero(done & (self._played < self._quota))
         rows = self._first_row[counted] + self._played[counted]
-        figures = (self._returns, self._lengths, terminated, truncated)
-        for value, now in zip(self._result.values(), figures, strict=True):
+        figures = [self._returns, self._lengths, terminated, truncated]
+        if success is not None:
+            self._result.setdefault("success", np.zeros_like(self._result["terminated"]))
+            figures.append(success)
+        for value, now in zip(self._result.values(), figures, strict=False):  # success may have been told of before
             value[rows] = now[counted]
         self._played[counted] += 1
         self._returns[done], self._lengths[done] = 0, 0

@@ -116,13 +116,15 @@ class ReportingModule(L.LightningModule):
             logger.log_metrics(metrics, step=step)
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Log the returns and lengths ``[E]`` of finished evaluation episodes."""
+        """Log the returns and lengths ``[E]`` of finished evaluation episodes, and how many succeeded, if they say."""
         returns, lengths = batch.get("episode_return").float(), batch.get("episode_length").float()
         metrics: dict[str, Any] = {
             "eval/return": returns.mean(),
             "eval/return_std": returns.std(correction=0),
             "eval/length": lengths.mean(),
         }
+        if "success" in batch:
+            metrics["eval/success"] = batch.get("success").float().mean()
         clock = clock_of(self._data)
         if clock is not None:
             # Lightning's loggers take an entry called "step" for their x axis.
