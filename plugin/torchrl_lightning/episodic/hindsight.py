@@ -95,24 +95,23 @@ class HindsightRelabel(EpisodeTransform):
         episodes = self.episodes
         if "steps_to_next_obs" in tensordict:
             raise ValueError("HindsightRelabel cannot relabel the rewards of folded steps; sample with n_steps=1.")
-        places = self.cells_of(tensordict).reshape(len(tensordict), -1).numpy()
+        places = self.cells_of(tensordict).numpy().reshape(len(tensordict), -1)
         (first_env, first), (env, last) = episodes.steps_of(places[:, 0]), episodes.steps_of(places[:, -1])
         begin, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(last), clip=False)
         is_whole = (first_env == env) & (begin.numpy() <= first) & (first <= last)
-        chosen = self.draw(len(places)) < self.her_proportion
-        rows = (chosen & torch.from_numpy(is_whole)).nonzero().squeeze(1)
+        rows = np.flatnonzero((self.draw(len(places)).numpy() < self.her_proportion) & is_whole)
         if len(rows):
             env, last, left = env[rows], last[rows], (end.numpy() - last)[rows]
             future = last + np.minimum(self.draw(len(rows)).numpy() * (left + 1), left).astype(np.int64)
-            self._relabel(tensordict, rows, torch.from_numpy(episodes.cells_of(env, future)))
+            self._relabel(tensordict, torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, future)))
         return tensordict
 
     def _relabel(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
         after = next_key(self.achieved_goal_key)
         achieved_key = after if entry_of(batch, after) is not None else self.achieved_goal_key
         (_, stored), *_ = self.storage.leaves(achieved_key)
-        goals = self._goals(stored.index_select(0, cells.to(stored.device)))
-        achieved = self._goals(_require(batch, achieved_key)[rows])
+        goals = self._goals(_rows(stored, cells))
+        achieved = self._goals(_rows(_require(batch, achieved_key), rows))
         steps = achieved.shape[: batch.ndim]  # [n] or [n, T]
         goals = goals.view(len(rows), *[1] * (batch.ndim - 1), *goals.shape[1:]).expand(*steps, *goals.shape[1:])
         _replace(batch, self.desired_goal_key, rows, goals)
@@ -120,18 +119,22 @@ class HindsightRelabel(EpisodeTransform):
             _replace(batch, next_key(self.desired_goal_key), rows, goals)
         _replace(batch, self.reward_key, rows, self.compute_reward(achieved, goals, {}))
         if self.compute_terminated is not None:
-            stored_terminated, stored_done = _require(batch, TERMINATED)[rows], _require(batch, DONE)[rows]
+            terminated, done = (_rows(_require(batch, key), rows) for key in (TERMINATED, DONE))
             truncated = entry_of(batch, TRUNCATED)
-            other = stored_done & ~stored_terminated if truncated is None else truncated[rows]
+            other = done & ~terminated if truncated is None else _rows(truncated, rows)
             _replace(batch, TERMINATED, rows, self.compute_terminated(achieved, goals, {}))
-            _replace(batch, DONE, rows, _require(batch, TERMINATED)[rows] | other)
+            _replace(batch, DONE, rows, _rows(_require(batch, TERMINATED), rows) | other)
 
     def _goals(self, achieved: Tensor) -> Tensor:
         return achieved if self.goal is None else self.goal(achieved)
 
 
 def _is_near(achieved: Tensor, desired: Tensor, info: dict[str, Any]) -> Tensor:
-    return -((achieved - desired).norm(dim=-1) >= NEAR).float()
+    return (torch.linalg.vector_norm(achieved - desired, dim=-1) < NEAR).float() - 1
+
+
+def _rows(entry: Tensor, rows: Tensor) -> Tensor:
+    return entry.index_select(0, rows.to(entry.device))
 
 
 def _require(batch: TensorDictBase, key: NestedKey) -> Tensor:
@@ -142,10 +145,9 @@ def _require(batch: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def _replace(batch: TensorDictBase, key: NestedKey, rows: Tensor, values: Any) -> None:
-    entry = _require(batch, key)
-    found, shape = torch.as_tensor(values), entry[rows].shape
+    entry, found = _require(batch, key), torch.as_tensor(values)
+    shape = torch.Size([len(rows), *entry.shape[1:]])
     if found.numel() != shape.numel():
         raise ValueError(f"Entry {key!r} of the relabelled steps is {list(shape)}, got {list(found.shape)}.")
-    entry = entry.clone()  # a batch made by hand may be what is stored
-    entry[rows] = found.reshape(shape).to(entry)
-    batch.set(key, entry)
+    # Another tensor, because a batch made by hand may be what is stored.
+    batch.set(key, entry.index_copy(0, rows.to(entry.device), found.reshape(shape).to(entry)))

@@ -29,7 +29,7 @@ from torchrl_lightning.replay.checks import (
     pack_batch,
     unpack_batch,
 )
-from torchrl_lightning.replay.episode_transform import bind
+from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
@@ -285,11 +285,18 @@ class ExperienceBuffer(BufferBase):
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
-        if return_info or include_info is not None or not self.is_plain(batch_size):
+        others = any(not isinstance(each, EpisodeTransform) for each in self.transforms)
+        if others or return_info or include_info is not None or not self.is_plain(batch_size):
             return super().sample(batch_size, return_info, include_info)
-        if self._n_step is None:
+        if self._n_step is None and not self.has_transform:
             return self.read(batch_size, self._fetch)
-        return self._derived(self.read, batch_size, self._fetch)
+        return self._derived(self._transformed, batch_size)
+
+    def _transformed(self, batch_size: int | None) -> TensorDictBase:
+        batch = self.read(batch_size, self._fetch)
+        for transform in self.transforms:
+            batch = transform(batch)
+        return batch
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
         """Sample a batch as a TensorDict, even where the documented ``sample`` of a buffer returns something else.
