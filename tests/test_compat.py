@@ -183,13 +183,17 @@ def test_plain_buffers_are_recognised() -> None:
         {"pin_memory": True},
         {"sample_unit": Sequence(length=2)},
         {"collate_fn": lambda batch: batch},
-        {"transform": UnsqueezeTransform(-1, in_keys=["a"])},
     ):
         assert not replay(**kwargs).is_plain(2), kwargs
+
+
+def test_transforms_are_seen() -> None:
     ours = replay()
     assert not ours.has_transform
-    ours.append_transform(UnsqueezeTransform(-1, in_keys=["a"]))
+    transform = UnsqueezeTransform(-1, in_keys=["a"])
+    ours.append_transform(transform)
     assert ours.has_transform
+    assert list(ours.transforms) == [transform]
     ours = replay()
     ours.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
