@@ -193,6 +193,17 @@ def test_late_priorities_do_not_bring_ignored_steps_back(steps: int | None) -> N
     assert set(first[batch["env"].reshape(100, -1)[:, 0] == 1].tolist()) == set(range(4, last + 2))
 
 
+def test_windows_that_are_refused_leave_shorter_ones() -> None:
+    buffer = make(2, 6, batch_length=1)
+    write(buffer, steps=3)
+    for _ in range(2):
+        assert sorted(set(starts_of(buffer.sample(12)))) == [(env, p) for env in range(2) for p in range(3)]
+        buffer.sampler.batch_length = 5
+        with pytest.raises(ValueError, match="no room for a window"):
+            buffer.sample(12)
+        buffer.sampler.batch_length = 1
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, int, int, int, list[tuple[str, Any]]]:
     num_envs, length = draw(st.integers(1, 3)), draw(st.integers(2, 6))

@@ -60,7 +60,7 @@ class Starts:
                 return None
         else:
             old = until = np.zeros_like(begin)
-        self.begin, self.end, self.length = begin, end, length
+        self.begin, self.end, self.length, self.source = begin, end, length, ()
         return (
             self._cells(old, np.minimum(until, begin), np.maximum(old, end), until),
             self._cells(begin, np.minimum(end, old), np.maximum(begin, until), end),
