@@ -1,4 +1,4 @@
-"""The documented verbs of the episodic buffer: ALF's recorded results, a brute-force twin, and TorchRL's verbs."""
+"""The documented verbs of the episodic buffer: ALF's recorded results, and TorchRL's verbs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import Bounded, Composite, Unbounded
 
@@ -75,94 +73,6 @@ def test_golden_gather_all() -> None:
                 assert info.positions.tolist() == file[f"{name}positions"].tolist() == [first] * 4
                 assert info.env_ids.tolist() == [0, 1, 2, 3]
                 assert info.replay_buffer is buffer
-
-
-class Twin:
-    """All steps of each environment as a list; what was taken out or overwritten lies below ``oldest``."""
-
-    def __init__(self, num_envs: int, length: int) -> None:
-        self.length, self.steps, self.oldest = length, [[] for _ in range(num_envs)], [0] * num_envs
-        self.begins: list[set[int]] = [{0} for _ in range(num_envs)]  # of episodes
-
-    def add(self, env: int, kind: int, reward: float, discount: float) -> None:
-        steps = self.steps[env]
-        if kind == FIRST or (steps and steps[-1][0] == LAST):
-            self.begins[env].add(len(steps))
-        steps.append((kind, reward, discount))
-        self.oldest[env] = max(self.oldest[env], len(steps) - self.length)
-
-    def clear(self, env: int) -> None:
-        self.oldest[env] = len(self.steps[env])
-        self.begins[env].add(len(self.steps[env]))
-
-    def stored(self) -> list[tuple[int, int]]:
-        return [(e, p) for e, steps in enumerate(self.steps) for p in range(self.oldest[e], len(steps))]
-
-    def begin(self, env: int, position: int) -> int:
-        return max(begin for begin in self.begins[env] if begin <= position)
-
-    def steps_to_end(self, env: int, position: int) -> int:
-        after = [begin for begin in self.begins[env] if begin > position]
-        return min([*after, len(self.steps[env])]) - 1 - position
-
-    def life(self, env: int, position: int) -> int:
-        first = max(self.begin(env, position), self.oldest[env])
-        ended = [p for p in range(first, position + 1) if self.steps[env][p][2] == 0]
-        return max([self.begin(env, position), *ended])
-
-
-kinds, rewards = st.sampled_from([FIRST, 1, 1, 1, LAST]), st.integers(-9, 9).map(float)
-step = st.tuples(kinds, rewards, st.sampled_from([1.0, 1.0, 0.0]))
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, list[int], Any]]]:
-    num_envs, length = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    plan = []
-    for verb in draw(st.lists(st.sampled_from(["add"] * 8 + ["dequeue", "clear", "restore"]), min_size=1, max_size=24)):
-        ids = draw(st.lists(st.integers(0, num_envs - 1), min_size=1, max_size=num_envs, unique=True))
-        rows = draw(st.lists(step, min_size=len(ids), max_size=len(ids))) if verb == "add" else None
-        plan.append((verb, ids, rows or draw(st.integers(1, 2))))
-    return num_envs, length, plan
-
-
-@settings(max_examples=40, deadline=None)
-@given(plan=calls())
-def test_twin(plan: tuple) -> None:
-    num_envs, length, verbs = plan
-    buffer, twin = build(num_envs, length, keep_episodic_info=True), Twin(num_envs, length)
-    for verb, ids, what in verbs:
-        env_ids = torch.tensor(ids)
-        if verb == "add":
-            buffer.add_batch(steps(*map(list, zip(*what, strict=True))), env_ids)
-            for env, row in zip(ids, what, strict=True):
-                twin.add(env, *row)
-        elif verb == "clear":
-            buffer.clear(env_ids)
-            for env in ids:
-                twin.clear(env)
-        elif verb == "restore":
-            state = buffer.state_dict()
-            buffer = build(num_envs, length, keep_episodic_info=True)
-            buffer.load_state_dict(state)
-        elif all(len(twin.steps[env]) - twin.oldest[env] >= what for env in ids):
-            taken = buffer.dequeue(env_ids, n=what)
-            for row, env in enumerate(ids):
-                first = twin.oldest[env]
-                assert taken["reward"][row].tolist() == [each[1] for each in twin.steps[env][first : first + what]]
-                twin.oldest[env] += what
-        else:
-            with pytest.raises(ValueError, match=f"take out {what} steps"):
-                buffer.dequeue(env_ids, n=what)
-        stored = twin.stored()
-        assert buffer.total_size == len(stored)
-        if not stored or buffer.writer.index is None:
-            continue
-        env, position = torch.tensor(stored).unbind(1)
-        assert buffer.get_field("reward", env, position).tolist() == [twin.steps[e][p][1] for e, p in stored]
-        assert buffer.get_episode_begin_position(position, env).tolist() == [twin.begin(e, p) for e, p in stored]
-        assert buffer.steps_to_episode_end(position, env).tolist() == [twin.steps_to_end(e, p) for e, p in stored]
-        assert buffer.get_disc_0_begin_position(position, env).tolist() == [twin.life(e, p) for e, p in stored]
 
 
 def test_lives_of_transitions() -> None:
