@@ -140,6 +140,31 @@ def test_torchrl_verbs() -> None:
     assert buffer.total_size == 0
 
 
+@pytest.mark.parametrize("recent_data_ratio", [0.0, 0.5])
+@pytest.mark.parametrize("length", [None, 1, 3])
+def test_priorities_by_torchrls_verb(length: int | None, recent_data_ratio: float) -> None:
+    options = {"prioritized_sampling": True, "recent_data_ratio": recent_data_ratio, "priority_key": "loss"}
+    buffer = build(2, 6, keep_episodic_info=False, generator=torch.Generator().manual_seed(0), **options)
+    for t in range(6):
+        buffer.add_batch(steps([1, 1], [t, t + 10.0]))
+    batch = buffer.sample(32) if length is None else buffer.get_batch(32, length)[0]
+    batch["loss"] = batch["reward"] + 1  # of a window the highest, which is that of its last step
+    assert batch.batch_size == torch.Size([32] if length is None else [32, length])
+    buffer.add_batch(steps([1], [0.0]), torch.tensor([0]))  # the first step of environment 0 goes
+    buffer.update_tensordict_priority(batch)
+    expected = {(env, position): 1.0 for env in range(2) for position in range(6)}
+    first, reach = batch["reward"].view(32, -1)[:, 0].int().tolist(), (length or 1) - 1
+    expected |= {divmod(reward, 10): reward + reach + 1.0 for reward in first}
+    expected = {step: value for step, value in expected.items() if step != (0, 0)} | {(0, 6): 1.0}
+    assert buffer.initial_priority == max(expected.values())
+    _, info = buffer.get_batch(64, 1)
+    mean = sum(expected.values()) / len(expected)
+    drawn = zip(info.env_ids.tolist(), info.positions.tolist(), info.importance_weights.tolist(), strict=True)
+    for env, position, weight in drawn:
+        recent = recent_data_ratio and position == buffer.writer.positions[env] - 1
+        assert weight == pytest.approx(expected[env, position] / mean) or (recent and weight == 1)
+
+
 @pytest.mark.parametrize("prioritized_sampling", [False, True])
 @pytest.mark.parametrize("recent_data_ratio", [0.0, 0.9])
 def test_state_travels_to_files(tmp_path: Path, prioritized_sampling: bool, recent_data_ratio: float) -> None:

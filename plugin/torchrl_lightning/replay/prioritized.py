@@ -46,7 +46,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
     :meth:`update_priority`, the latter lets it ignore updates of cells that were overwritten in between.
 
     With ``batch_length`` cells are where windows begin, and batches ``[B, T]``: so many successive steps of one
-    environment, all of them stored, which may go on in the next episode. The priorities are those of windows by their
+    environment, all of them stored, which may go on in the next episode. Every step counts, so there is no ``mask``, as
+    there is in batches of a :class:`SequenceSampler`. The priorities are those of windows by their
     first step; what keeps a window from being drawn (its end is not stored yet, say) does not change them. ``N`` counts
     the windows that can be drawn. Beside the other entries, which are expanded to ``[B, T]``, stands
     ``importance_weights``: the powers of priorities over the mean of those that are not zero, so that
