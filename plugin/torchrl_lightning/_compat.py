@@ -7,10 +7,10 @@ tests instead of silently changing behaviour somewhere else.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.sharedctypes import Value
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +69,21 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
         data.set(name, value)
 
 
+class _NoLock:
+    """Stands for the lock of a number in shared memory, which a process that dies would leave locked.
+
+    Whoever changes the number holds the buffer's lock.
+    """
+
+    def acquire(self) -> None:
+        """Do nothing."""
+
+    release = __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+
 class StorageBase(OwnFiles, LazyTensorStorage):
     """``LazyTensorStorage`` with its private hooks under public names."""
 
@@ -111,11 +126,12 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     def share_counters(self) -> None:
         """Move length, revision and cursor into memory that both forked and spawned processes share."""
-        make = multiprocessing.get_context("spawn").Value
         length, revision, cursor = len(self), self._mutation_revision, self.cursor
         self._shared = True
-        self._len_value = make("i", length)
-        self._mutation_revision_value, self._last_cursor_index_value = make("q", revision), make("q", cursor)
+        unlocked: Any = _NoLock()
+        self._len_value = Value("i", length, lock=unlocked)
+        self._mutation_revision_value = Value("q", revision, lock=unlocked)
+        self._last_cursor_index_value = Value("q", cursor, lock=unlocked)
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning():

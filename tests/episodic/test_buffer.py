@@ -264,7 +264,6 @@ def test_bad_input_changes_nothing(call: Any, error: type[Exception], says: str)
     ("options", "error", "says"),
     [
         ({"record_episodic_return": True, "keep_episodic_info": False}, ValueError, "return=True needs the index"),
-        ({"allow_multiprocess": True}, ValueError, "allow_multiprocess=True is not supported"),
         ({"num_environments": 0}, ValueError, "num_environments must be a positive integer"),
         ({"max_length": 0}, ValueError, "max_length must be a positive integer"),
         ({"recent_data_ratio": 2.0}, ValueError, "recent_data_ratio"),

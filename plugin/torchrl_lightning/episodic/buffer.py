@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +31,12 @@ from torchrl_lightning.replay.rings import check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers
 
+T = TypeVar("T")
 NO_PROCESSES = (
     "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False). "
     "Drop blocking=True."
 )
+PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
 
 
 class EpisodicReplayBuffer(ExperienceBuffer):
@@ -54,7 +58,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         recent_data_ratio: which share of a batch is drawn among the newest steps.
         with_replacement: draw independently instead of evenly spread.
         device: where the steps lie and batches come out.
-        allow_multiprocess: must be False: the buffer serves one process.
+        allow_multiprocess: let other processes, forked or spawned later, write and read (see
+            :meth:`ExperienceBuffer.share`), and wait for each other. Needs a ``data_spec``. Priorities are each
+            process's own: what one of them updates the others do not see, and new steps have the priority of new data
+            in all. So update and draw in the same one.
         keep_episodic_info: keep the index of episodes. ``None`` does so where the data say how episodes end, which they
             must if returns are recorded.
         record_episodic_return: keep the return of every step; see :class:`EpisodicReturn`, here and below.
@@ -66,6 +73,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         name: shown by ``repr``.
         critic: as in :class:`EpisodicReturn`.
         layout: under which keys rows hold what; by default, our keys or ALF's.
+        overwrite: let new steps take the place of the oldest ones where a ring is full; otherwise, a write that does
+            not wait is refused.
         scratch_dir: as in :class:`RingStorage`.
         sampler: takes the place of the sampler that the arguments above describe.
         generator: as in :class:`ExperienceBuffer`, here and below.
@@ -83,7 +92,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         >>> buffer = EpisodicReplayBuffer(row, num_environments=2, max_length=8)
         >>> for kind in (0, 1, 1, 2):
         ...     step = {"step_type": torch.tensor([kind, kind]), "reward": torch.tensor([1.0, 2.0])}
-        ...     buffer.add_batch(TensorDict(step, [2]))
+        ...     _ = buffer.add_batch(TensorDict(step, [2]))
         >>> batch, info = buffer.get_batch(batch_size=4, batch_length=2)
         >>> batch.shape, info.env_ids.tolist()
         (torch.Size([4, 2]), [0, 1, 0, 1])
@@ -114,6 +123,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         *,
         critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
         layout: StepLayout | None = None,
+        overwrite: bool = True,
         scratch_dir: str | Path | None = None,
         sampler: Sampler | None = None,
         generator: torch.Generator | None = None,
@@ -121,10 +131,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         priority_key: NestedKey = "td_error",
         transform: Transform | Callable[[Any], Any] | None = None,
     ) -> None:
-        if allow_multiprocess:
+        if allow_multiprocess and data_spec is None:
             raise ValueError(
-                "allow_multiprocess=True is not supported: no process can wait for another one at this buffer. "
-                "To write and read it from several processes without waiting, call share() before they start."
+                "allow_multiprocess=True needs a data_spec, so that the memory is there before another process starts; "
+                "give a row without batch size, or write some steps first and call share()."
             )
         ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         if record_episodic_return and keep_episodic_info is False:
@@ -154,7 +164,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 )  # fmt: skip
         super().__init__(
             storage=RingStorage(envs * length, device=device, scratch_dir=scratch_dir),
-            writer=layout.writer(envs, track),
+            writer=layout.writer(envs, track, overwrite),
             sampler=sampler,
             generator=generator,
             batch_size=batch_size,
@@ -173,26 +183,39 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if row is not None:
             first = row.unsqueeze(0).to(device)
             self.storage.allocate(first if self.returns is None else self.returns.with_default(first))
+            if allow_multiprocess:
+                if track is not False and entry_of(row, path_of(layout.done)) is not None:
+                    self.writer.make_index()
+                self.share()
 
     # ------------------------------------------------------------------ writing
 
-    def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> None:
+    def add_batch(self, batch: TensorDictBase, env_ids: Tensor | None = None, blocking: bool = False) -> bool:
         """Add one step of some environments, or several with a dimension named ``"time"``; the oldest ones go.
 
         Args:
             batch: ``[B]``, one step for each id; of all environments in order where there are no ids.
             env_ids: different environments, ``[B]``.
-            blocking: must be False: there is nobody to wait for.
+            blocking: overwrite nothing: wait until another process has taken out enough (:meth:`dequeue`).
+
+        Returns:
+            Whether it was added, which it is not if waiting was stopped (:meth:`stop`).
 
         Raises:
             KeyError: an entry is missing that the index or the returns need.
             TypeError: it is not a TensorDict.
-            ValueError: ids are out of range or come twice, the batch has another size or schema than expected;
-                nothing is written.
+            ValueError: ids are out of range or come twice, the batch has another size or schema than expected, or more
+                steps than a ring; there is no room, and ``overwrite=False``; or it shall wait for other processes, and
+                there are none. Nothing is written.
         """
-        if blocking:
-            raise ValueError(NO_PROCESSES)
-        self.extend(batch, env_ids)
+        if not blocking:
+            self.extend(batch, env_ids)
+            return True
+        check_tensordict(batch)
+        writer = self.writer
+        env = writer.check_ids(env_ids)
+        steps = self._awaited(-(-batch.numel() // len(env)))
+        return self._wait(lambda: self.extend(batch, env_ids) if writer.has_room(env, steps) else None) is not None
 
     def extend(
         self,
@@ -208,24 +231,58 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             data = self.returns.with_default(data)
         return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
-    def dequeue(self, env_ids: Tensor | None = None, n: int = 1, blocking: bool = False) -> TensorDictBase:
+    def dequeue(self, env_ids: Tensor | None = None, n: int = 1, blocking: bool = False) -> TensorDictBase | None:
         """Take out the oldest steps of environments and return them, ``[B, n]``.
 
         Args:
             env_ids: different environments; None for all.
             n: how many steps of each.
-            blocking: must be False: there is nobody to wait for.
+            blocking: wait until all of them hold so many.
+
+        Returns:
+            The steps; None if waiting was stopped (:meth:`stop`). No other process gets them, even if this one dies.
 
         Raises:
-            ValueError: an environment holds fewer steps, or ids are out of range or come twice; nothing is taken out.
+            ValueError: an environment holds fewer steps, or can never hold so many; ids are out of range or come twice;
+                or it shall wait for other processes, and there are none. Nothing is taken out.
         """
-        if blocking:
-            raise ValueError(NO_PROCESSES)
         integer(n, "n")
-        with self.locked():
-            # Reading after the removal is safe: nobody writes meanwhile.
-            cells = self._drop(n, env_ids)
-            return self._read(cells.view(-1, n))
+        if not blocking:
+            with self.locked():
+                return self._take(n, env_ids)
+        env = self.writer.check_ids(env_ids)
+        self._awaited(n)
+        return self._wait(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
+
+    def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
+        # Reading after the removal is safe: nobody writes meanwhile.
+        return self._read(self._drop(count, env_ids).view(-1, count))
+
+    def _awaited(self, steps: int) -> int:
+        if steps > self.max_length:
+            raise ValueError(f"An environment holds at most {self.max_length} steps, never {steps}; wait for fewer.")
+        return steps
+
+    def _wait(self, attempt: Callable[[], T | None]) -> T | None:
+        # By looking again and again: conditions of multiprocessing hang when a process dies that waits for them.
+        if not self.shared:
+            raise ValueError(NO_PROCESSES)
+        pause = PAUSE
+        while not self.writer.is_stopped:
+            with self.locked():
+                found = attempt()
+            if found is not None:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return None
+
+    def stop(self) -> None:
+        """Let no process wait any more: calls with ``blocking=True``, waiting or later ones, do nothing and return.
+
+        This lasts, also after :meth:`clear`; what is stored stays, and all other calls work on.
+        """
+        self.writer.stop()
 
     def clear(self, env_ids: Tensor | None = None) -> None:
         """Forget everything, or everything of some environments: steps, episodes, priorities and returns.
@@ -337,12 +394,13 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             KeyError: there is no such entry.
         """
         key = tuple(field_name.split(".")) if isinstance(field_name, str) else path_of(field_name)
-        cells = self._cells_of(env_ids, positions)
-        if key == ("",):
-            return self._read(cells)
-        self.storage.leaves(key)
-        skip = [path for path in self.storage.cells.places if not under(path, key)]
-        found: Any = self.storage.gather(cells.to(self.storage.device), None, skip)
+        with self._undisturbed():
+            cells = self._cells_of(env_ids, positions)
+            if key == ("",):
+                return self._read(cells)
+            self.storage.leaves(key)
+            skip = [path for path in self.storage.cells.places if not under(path, key)]
+            found: Any = self.storage.gather(cells.to(self.storage.device), None, skip)
         for part in key:
             found = found[part]
         return found
@@ -362,6 +420,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         cells = cells.to(storage.device)
         return new_tensordict(storage.gather(cells, names), cells.shape, names, cells.device)
 
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        # One thread does not disturb itself, and the locks cost as much as a short answer.
+        return self.locked() if self.shared else nullcontext()
+
     # ------------------------------------------------------------------ episodes
 
     def _index(self) -> EpisodeIndex:
@@ -380,7 +442,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or there is no such environment.
             RuntimeError: there is no index of episodes.
         """
-        return self._index().steps_to_end(env_ids, pos)
+        with self._undisturbed():
+            return self._index().steps_to_end(env_ids, pos)
 
     def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
         """Return the first positions of the episodes of stored steps, which may not be stored any more.
@@ -389,7 +452,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or there is no such environment.
             RuntimeError: there is no index of episodes.
         """
-        return self._index().begin(env_ids, pos, clip=False)
+        with self._undisturbed():
+            return self._index().begin(env_ids, pos, clip=False)
 
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
         """Return where the rewards begin that count in the returns of stored steps: after the end of a life, if any.
@@ -405,12 +469,13 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """
         env, position = torch.broadcast_tensors(env_ids, pos)
         shape, env, position = env.shape, env.flatten(), position.flatten()
-        begin = self.get_episode_begin_position(position, env)
-        oldest = self.writer.oldest[env]
         skipped = int(not self.layout.time_steps)  # a transition that terminates is the last of its life
-        run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)
-        owner = torch.from_numpy(run)
-        ended = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
+        with self._undisturbed():
+            begin = self.get_episode_begin_position(position, env)
+            oldest = self.writer.oldest[env]
+            run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)
+            owner = torch.from_numpy(run)
+            ended = self._terminated(self.writer.cell(env[owner], torch.from_numpy(steps)))
         after = torch.from_numpy(steps)[ended] + skipped
         return begin.scatter_reduce(0, owner[ended], after, "amax").view(shape)
 

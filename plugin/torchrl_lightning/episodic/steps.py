@@ -51,10 +51,11 @@ class StepLayout:
         """Return from the entry ``terminated`` of rows which of them are, ``[n]``."""
         return flag_of(value == 0 if self.time_steps else value, 1)[0]
 
-    def writer(self, num_envs: int, track_episodes: bool | None) -> RingWriter:
+    def writer(self, num_envs: int, track_episodes: bool | None, overwrite: bool = True) -> RingWriter:
         """Build the writer whose index follows such rows."""
         kind = TimeStepWriter if self.time_steps else RingWriter
-        return kind(num_envs, track_episodes=track_episodes, done_key=self.done, init_key=self.init)
+        keys = {"done_key": self.done, "init_key": self.init}
+        return kind(num_envs, track_episodes=track_episodes, overwrite=overwrite, **keys)
 
 
 TRANSITIONS = StepLayout()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from multiprocessing import current_process
 from pathlib import Path
+from random import Random
 from typing import Any, Self
 
 import torch
@@ -33,7 +35,7 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock
+from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, this_process
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
@@ -166,9 +168,14 @@ class ExperienceBuffer(BufferBase):
     def share(self, shared: bool = True) -> Self:
         """Move what is stored into memory that other processes share, forked or spawned; call before they start.
 
-        Whoever writes or samples holds a lock between the processes and sees what the others wrote. Samplers,
-        priorities among them, transforms and generators stay each process's own: sample in one process, or seed every
-        generator differently. Write some data first, or let this process be the first to write.
+        Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
+        (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
+        the rings of these environments, log a warning that names them, and begin new episodes there.
+
+        Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
+        new data. Another process draws from a generator of its own, seeded by what this process's one would give at
+        the start of the other and by the other's name: those of multiprocessing are numbered in order of their start,
+        so that a run can be repeated. Write some data first, or let this process be the first to write.
 
         Args:
             shared: False does nothing to a buffer that is not shared.
@@ -177,6 +184,7 @@ class ExperienceBuffer(BufferBase):
             The buffer itself.
 
         Raises:
+            RuntimeError: the system has no locks that outlive a process that dies (Windows).
             ValueError: the cells are memory-mapped files, batches are prefetched, or the buffer is shared and shall not
                 be any more.
 
@@ -197,18 +205,32 @@ class ExperienceBuffer(BufferBase):
             return super().share(False)
         if self.prefetches:
             raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
+        if storage.is_shared:
+            return self  # others may use the lock
+        lock = SharedLock(self.follow, writer.leave)
         storage.share()
         writer.share()
         super().share(True)
-        self.set_write_lock(SharedLock(self.follow))
+        self.set_write_lock(lock)
+        self._drawing = this_process()
         return self
 
     def follow(self) -> None:
-        """Take note of what other processes wrote; done on entering the lock between them."""
-        writer = self.parts[2]
-        if writer.was_emptied:
+        """Take note of what other processes did; done on entering the lock between them."""
+        if self._drawing != this_process():
+            self._drawing = this_process()
+            start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+            self.generator.manual_seed(Random(f"{start} {current_process().name}").getrandbits(63))
+        _, sampler, writer = self.parts
+        if (done := writer.follow()) is None:
+            return
+        emptied, gone, written = done
+        if emptied:
             self.clear_sampler()
-        writer.follow()
+        elif len(gone) and (prioritized := prioritized_in(sampler)) is not None:
+            prioritized.forget(gone)
+        if len(written):
+            self.mark_update(written)
 
     def __getstate__(self) -> dict[str, Any]:
         if is_spawning() and not self.shared:
@@ -398,6 +420,7 @@ class ExperienceBuffer(BufferBase):
                 keep &= mask.to(keep.device).reshape(-1)
             rows = keep.nonzero().squeeze(1)
             rows = rows[last_of_each(cells[rows])]
+            writer.expose((cells[rows] % writer.num_envs).numpy())
             for path, leaf in values:
                 storage.write_entry(path, cells[rows], leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)])
         return cells[rows] if values else cells[:0]

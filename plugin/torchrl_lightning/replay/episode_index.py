@@ -88,6 +88,10 @@ class EpisodeIndex(SharedArrays):
         self._headless_end[env[~kept]] = newest[~kept]
         self._open[env] = False
 
+    def forget(self, env: Ints) -> None:
+        """Forget the episodes of environments of which nothing is stored any more."""
+        self._open[env], self._headless_end[env] = False, -1
+
     def clear(self) -> None:
         """Forget everything."""
         self._open[:], self._begin[:], self._headless_end[:] = False, 0, -1

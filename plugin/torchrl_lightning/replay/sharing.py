@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import errno
 import os
+import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchrl_lightning.parts import is_spawning
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 SHARE_FIRST = (
     "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
@@ -19,11 +29,14 @@ SHARE_FIRST = (
 
 
 _process = os.getpid()
+_locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
 
 
 def _note_fork() -> None:
     global _process
     _process = os.getpid()
+    for lock in list(_locks):
+        lock.renew()
 
 
 if hasattr(os, "register_at_fork"):
@@ -48,23 +61,80 @@ def check_unshared(shared: bool) -> None:
 
 
 class SharedLock:
-    """A lock between processes; on entering, it is held, and ``follow`` takes note of what the others wrote."""
+    """A lock between processes, and between their threads, that the kernel frees when the process that holds it dies.
 
-    def __init__(self, follow: Callable[[], None]) -> None:
-        # A lock of the "spawn" context serves forked processes too, but not the other way round.
-        self._lock = multiprocessing.get_context("spawn").RLock()
-        self._follow = follow
+    A record lock of POSIX on a file without a name. A process has its record locks in common and loses them with any
+    descriptor of the file that it closes, and a forked process has none: hence another lock between threads, one
+    descriptor, and a fresh start after a fork. Who enters again what it holds already just goes on.
+
+    Args:
+        entered: called when the lock is held: time to see what others did.
+        leaving: called before it is given back.
+
+    Raises:
+        RuntimeError: the system has no such locks (Windows).
+    """
+
+    def __init__(self, entered: Callable[[], None], leaving: Callable[[], None]) -> None:
+        if fcntl is None:
+            raise RuntimeError(
+                "This system has no locks that outlive a process that dies (fcntl), so that buffers "
+                "cannot be shared; give each process a buffer of its own."
+            )
+        file, name = tempfile.mkstemp()
+        os.unlink(name)
+        self._open(file, (entered, leaving))
+
+    def _open(self, file: int, calls: tuple[Callable[[], None], Callable[[], None]]) -> None:
+        self._file, self._calls = file, calls
+        weakref.finalize(self, os.close, file).atexit = False
+        _locks.add(self)
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget what threads of this process hold, which in a forked one are those of its parent."""
+        self._threads, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self._threads.acquire()
+        self._depth += 1
+        if self._depth > 1:
+            return
         try:
-            self._follow()
+            self._seize()
+            self._calls[0]()
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        try:
+            if self._depth == 1:
+                self._calls[1]()
+        finally:
+            self._release()
+
+    def _seize(self) -> None:
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX)
+                return
+            except OSError as error:  # the kernel sees no threads, and takes two of a process for a circle
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(1e-3)
+
+    def _release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": DupFd(self._file), "calls": self._calls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._open(state["file"].detach(), state["calls"])
 
 
 class SharedArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_p
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers, jitted
 
+_logger = logging.getLogger(__name__)
+
+EVERYTHING = np.iinfo(np.int64).max
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
@@ -46,6 +50,7 @@ class RingWriter(WriterBase, Rings):
         done_key: the flag that ends an episode.
         init_key: the flag that begins one, used if the data contain it: an episode that was cut without being done
             (by a restart) is not joined to the next one.
+        overwrite: let steps take the place of the oldest ones where a ring is full; otherwise, they are refused.
 
     Raises:
         ValueError: ``num_envs`` is not positive.
@@ -62,7 +67,8 @@ class RingWriter(WriterBase, Rings):
         [1, 2]
     """
 
-    ARRAYS = (*Rings.ARRAYS, "_counters")
+    ARRAYS = (*Rings.ARRAYS, "_counters", "_pending")
+    _is_locked = False  # whether this process holds the lock between those that share the rings
 
     def __init__(
         self,
@@ -71,18 +77,23 @@ class RingWriter(WriterBase, Rings):
         track_episodes: bool | None = None,
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
+        overwrite: bool = True,
     ) -> None:
-        # Rows written, and an era, which grows when the rings start again, so that stamps never repeat.
-        self._counters: Ints = np.zeros(2, np.int64)
+        # Rows written; an era, which grows when the rings start again, so that stamps never repeat. Of processes that
+        # share the rings: how many changes they made, whether one of them is at it, and whether nobody waits any more.
+        self._counters: Ints = np.zeros(5, np.int64)
         self._process = this_process()
         WriterBase.__init__(self)
         Rings.__init__(self, integer(num_envs, "num_envs"))
-        self.track_episodes = track_episodes
+        # Which steps of a ring, all those below a position, are lost if the process dies that is at it.
+        self._pending: Ints = np.zeros(self.num_envs, np.int64)
+        self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
         self.index: EpisodeIndex | None = None
-        self._seen: tuple[int, Ints] = 0, self._positions.copy()  # era and positions that this process knows of
+        # Number of changes, era, positions and oldest steps that this process knows of.
+        self._seen: tuple[int, int, Ints, Ints] = 0, 0, self._positions, self._floor
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -123,28 +134,88 @@ class RingWriter(WriterBase, Rings):
         if self.index is not None:
             self.index.attach(self._positions, self._floor)
             self.index.share_arrays()
-        self._note_seen()
+        self._see()
+
+    def follow(self) -> tuple[bool, Tensor, Tensor] | None:
+        """Take note of what other processes did, under the lock that was just entered; mend what a dead one left.
+
+        Returns:
+            None if they did nothing; otherwise whether they emptied the rings, cells that hold nothing any more, and
+            cells that were written.
+        """
+        if self._counters.item(3):
+            self._mend()
+            self.leave()
+        self._is_locked = True
+        changes, era, positions, oldest = self._seen
+        if self._counters.item(2) == changes:
+            return None
+        emptied = era != self._era
+        if emptied:
+            positions = oldest = np.zeros_like(positions)
+        self._refresh()
+        now = self._oldest()
+        gone = self._cells_between(np.maximum(oldest, self._positions - self.length), np.minimum(now, positions))
+        written = self._cells_between(np.maximum(positions, now), self._positions)
+        self._see()
+        return emptied, gone, written
+
+    def leave(self) -> None:
+        """Declare that everything is whole, before the lock is given back."""
+        if self._counters.item(3):
+            self._pending[:] = 0
+            self._counters[3] = 0  # last, as it was the first to be set
+        self._is_locked = False
+
+    def expose(self, env: Any, below: Any = EVERYTHING) -> None:
+        """Note which steps are lost if this process dies before it leaves the lock; before anything changes.
+
+        Args:
+            env: the environments.
+            below: those before these positions; none of the ring can be told to be whole where it is ``EVERYTHING``.
+        """
+        if self._is_locked:
+            self._counters[3] = 1
+            self._pending[env] = below
+
+    def stop(self) -> None:
+        """Let nobody wait for room or for steps any more, in any process."""
+        self._counters[4] = 1
 
     @property
-    def was_emptied(self) -> bool:
-        """Whether another process emptied the rings since the last :meth:`follow`."""
-        return self.is_shared and self._seen[0] != self._era
+    def is_stopped(self) -> bool:
+        """Whether nobody shall wait any more."""
+        return bool(self._counters.item(4))
 
-    def follow(self) -> None:
-        """Take note of what other processes wrote, and notify the entities attached to the storage."""
-        emptied, seen = self.was_emptied, self._seen[1]
-        if not emptied and (seen == self._positions).all():
-            return
-        self._refresh()
-        start = np.maximum(np.zeros_like(seen) if emptied else seen, self._oldest())
-        env, position, _ = steps_between(start, self._positions - 1)
-        if len(env):
-            self.notify(self.cell(torch.from_numpy(env), torch.from_numpy(position)))
-        self._note_seen()
+    def _mend(self) -> None:
+        env = np.flatnonzero(self._pending)
+        end, held = self._pending[env], self._positions[env] - self._oldest()[env]
+        torn = end == EVERYTHING
+        if self.index is not None:
+            self.index.keep_headless_end(env[~torn], end[~torn])
+            self.index.forget(env[torn])
+        self._floor[env] = np.minimum(end, self._positions[env])
+        self._settle()
+        self._counters[2] += 1
+        if torn.any():
+            _logger.warning(
+                "a process died while it wrote steps of the environments %s: the %d steps stored of them were dropped, "
+                "because nobody knows which are whole, and what comes next begins new episodes.",
+                env[torn].tolist(), int(held[torn].clip(0).sum()),
+            )  # fmt: skip
 
-    def _note_seen(self) -> None:
-        if self.is_shared:
-            self._seen = self._era, self._positions.copy()
+    def _cells_between(self, low: Ints, high: Ints) -> Tensor:
+        env, position, _ = steps_between(low, high - 1)
+        return torch.from_numpy(position % self.length * self.num_envs + env)
+
+    def _see(self) -> None:
+        if self._memory is not None:
+            self._seen = self._counters.item(2), self._era, self._positions.copy(), self._oldest()
+
+    def _note_change(self) -> None:
+        if self._memory is not None:
+            self._counters[2] += 1
+            self._see()
 
     # ------------------------------------------------------------------ writing
 
@@ -172,11 +243,11 @@ class RingWriter(WriterBase, Rings):
             TypeError: the data is not a TensorDict or has an entry that is not a tensor, or ``env_ids`` are not
                 integers.
             ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
-                environments.
+                environments, or there is no room and nothing may be overwritten.
         """
         self.check_process()
         check_tensordict(data)
-        ids = None if env_ids is None else self._check_ids(env_ids)
+        ids = None if env_ids is None else self.check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
         shape = data.shape
         rows = shape[0] if len(shape) == 1 else -1
@@ -216,6 +287,8 @@ class RingWriter(WriterBase, Rings):
     def claim(self, ids: Ints | None, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
         env = self._ids if ids is None else ids
+        self._check_room(env, steps)
+        self.expose(env)
         positions = self._positions[env]
         oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
         if self.index is not None:
@@ -237,6 +310,8 @@ class RingWriter(WriterBase, Rings):
             The cells, ``[steps * M]``.
         """
         env, together = (self._ids, self._aligned) if ids is None else (ids, False)
+        self._check_room(env, steps)
+        self.expose(env)
         cells = np.empty(steps * len(env), np.int64)
         jitted(write_steps)(
             *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
@@ -249,12 +324,27 @@ class RingWriter(WriterBase, Rings):
         storage: Any = self.storage
         if self.num_envs == 1 and isinstance(storage, RingStorage):
             storage.record_cursor(int(cells[-1]))
-        self._note_seen()
+        self._note_change()
         index = torch.from_numpy(cells)
         self.notify(index)
         return index
 
-    def _check_ids(self, env_ids: Tensor) -> Ints:
+    def has_room(self, env: Ints, steps: int) -> bool:
+        """Return whether so many steps of each environment can be written without overwriting any."""
+        return bool((self._positions[env] + steps - self._oldest()[env] <= self.length).all())
+
+    def _check_room(self, env: Ints, steps: int) -> None:
+        if not self.overwrite and not self.has_room(env, steps):
+            full = env[self._positions[env] + steps - self._oldest()[env] > self.length].tolist()
+            raise ValueError(
+                f"The rings of the environments {full} have no room for {steps} more steps, and overwrite=False; take "
+                "out the oldest ones first (dequeue), or build it longer or with overwrite=True; nothing was written."
+            )
+
+    def check_ids(self, env_ids: Tensor | None) -> Ints:
+        """Return the environments, all if there are no ids; refuse ids that are not different environments."""
+        if env_ids is None:
+            return self._ids
         ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
             raise ValueError(
@@ -290,7 +380,7 @@ class RingWriter(WriterBase, Rings):
             return NO_FLAGS, NO_FLAGS
         done = self._entry(data, leaves, self._done_path)
         if self.index is None and done is not None:
-            self._make_index()
+            self.make_index()
         if self.index is None:
             return NO_FLAGS, NO_FLAGS
         if done is None:
@@ -307,7 +397,8 @@ class RingWriter(WriterBase, Rings):
         place = storage.cells.places.get(path)
         return None if place is None else leaves[place]
 
-    def _make_index(self) -> None:
+    def make_index(self) -> None:
+        """Start the index of episodes, which otherwise the first data do."""
         if self.length > 1 << 40:  # TorchRL's unbounded storages
             self.track_episodes = False
             return
@@ -319,7 +410,9 @@ class RingWriter(WriterBase, Rings):
     def cut(self, env_ids: Tensor | None = None) -> None:
         """End the running episodes: the next steps do not continue them, as after a restart of the environments."""
         if self.index is not None:
-            self.index.cut(None if env_ids is None else self._check_ids(env_ids))
+            env = self.check_ids(env_ids)
+            self.expose(env)
+            self.index.cut(env)
 
     def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
         """Take the oldest steps out of the rings; whoever keeps priorities of them must forget these.
@@ -335,7 +428,7 @@ class RingWriter(WriterBase, Rings):
             ValueError: an environment holds fewer, or the ids are not different numbers of environments.
         """
         self.check_process()
-        env = self._ids if env_ids is None else self._check_ids(env_ids)
+        env = self.check_ids(env_ids)
         oldest = self._oldest()[env]
         held = self._positions[env] - oldest
         if count is not None and int(held.min()) < count:
@@ -343,22 +436,25 @@ class RingWriter(WriterBase, Rings):
             raise ValueError(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
         end = oldest + (held if count is None else count)
         run, position, _ = steps_between(oldest, end - 1)
+        self.expose(env, end)
         if self.index is not None:
             self.index.keep_headless_end(env, end)
         self._floor[env] = end
         self._settle()
+        self._note_change()
         return torch.from_numpy(position % self.length * self.num_envs + env[run])
 
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
         check_owner(self._process, self.is_shared)
+        self.expose(self._ids)
         super().clear(empty_write_count)
         self._counters[1] += self._positions.max()
         self._positions[:] = self._floor[:] = 0
         self._refresh()
         if self.index is not None:
             self.index.clear()
-        self._note_seen()
+        self._note_change()
 
     # ------------------------------------------------------------------ stamps
 
@@ -402,11 +498,11 @@ class RingWriter(WriterBase, Rings):
         self.check_state(state_dict)
         self._positions[:] = state_dict["positions"].numpy()
         self._floor[:] = state_dict["oldest"].numpy()
-        self._counters[:] = state_dict["write_count"], state_dict["era"]
+        self._counters[:2] = state_dict["write_count"], state_dict["era"]
         self._refresh()
         self.index = None
         if state_dict["index"] is not None:
-            self._make_index()
+            self.make_index()
             assert self.index is not None
             self.index.load_state_dict(state_dict["index"], self.filled_cells())
 
@@ -417,7 +513,7 @@ class RingWriter(WriterBase, Rings):
         check_rings_state(state_dict, self.num_envs, self.length)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**Rings.__getstate__(self), "_rng": None}
+        return {**Rings.__getstate__(self), "_rng": None, "_is_locked": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

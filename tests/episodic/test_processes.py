@@ -1,0 +1,281 @@
+"""The episodic buffer in several processes: nothing torn, nothing lost, nobody hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning.episodic import EpisodicReplayBuffer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+SECONDS = 60  # after which a test fails instead of hanging
+WRITERS, WIDTH, EPISODE = 4, 2, 7
+ENVS = WRITERS * WIDTH
+
+
+def rows(env: torch.Tensor, number: int) -> TensorDict:
+    """Steps that say in every leaf who wrote them: environments ``env``, each its step ``number``."""
+    code = (env * 1_000_000 + number).view(-1, 1)
+    end = torch.full((len(env), 1), number % EPISODE == EPISODE - 1)
+    after = {"reward": torch.ones(len(env), 1), "done": end, "terminated": end, "code": -code.float().expand(-1, 33)}
+    return TensorDict({"code": code, "wide": code.expand(-1, 65), "next": after}, [len(env)])
+
+
+def is_whole(batch: TensorDict) -> bool:
+    code = batch["code"]
+    return bool((batch["wide"] == code).all() and (batch["next", "code"] == -code).all())
+
+
+def build(max_length: int = 64, **options: Any) -> EpisodicReplayBuffer:
+    row = rows(torch.tensor([0]), 0)[0]
+    return EpisodicReplayBuffer(row, ENVS, max_length, allow_multiprocess=True, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compile here what otherwise every forked process would."""
+    buffer = build(record_episodic_return=True)
+    for number in range(EPISODE):
+        buffer.add_batch(rows(torch.arange(ENVS), number))
+    buffer.add_batch(rows(torch.arange(WIDTH), EPISODE), torch.arange(WIDTH))
+    buffer.get_batch(4, 2)
+    buffer.dequeue(n=2)
+
+
+class Crew:
+    """Processes that work on a buffer; they are gone, and have done well, when the test is over."""
+
+    def __init__(self, method: str = "fork") -> None:
+        self.context = multiprocessing.get_context(method)
+        self.workers: list[Any] = []
+
+    def start(self, work: Callable[..., None], *args: Any) -> Any:
+        # A pipe for each: one that they share could be locked by the one that is killed.
+        here, there = self.context.Pipe()
+        worker = self.context.Process(target=work, args=(*args, there), daemon=True)
+        worker.pipe = here
+        self.workers.append(worker)
+        worker.start()
+        return worker
+
+    @staticmethod
+    def answer(worker: Any) -> Any:
+        assert worker.pipe.poll(SECONDS), f"no answer within {SECONDS} seconds"
+        return worker.pipe.recv()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        deadline = time.monotonic() + (0 if kind else SECONDS)
+        for worker in self.workers:
+            worker.join(max(0.1, deadline - time.monotonic()))
+        codes = {worker.name: worker.exitcode for worker in self.workers}
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+        assert kind or set(codes.values()) <= {0, -signal.SIGKILL}, f"processes hang (None) or failed: {codes}"
+
+
+def write(buffer: EpisodicReplayBuffer, envs: list[int], numbers: range, blocking: bool, pipe: Any) -> None:
+    env = torch.tensor(envs)
+    pipe.send(sum(buffer.add_batch(rows(env, number), env, blocking) for number in numbers))
+
+
+def write_on(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
+    env, number = torch.tensor(envs), 0
+    while not buffer.writer.is_stopped:
+        buffer.add_batch(rows(env, number), env)
+        number += 1
+        if number == 50:
+            pipe.send("writing")
+    pipe.send(number)
+
+
+def take(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
+    found: list[int] = []
+    while (batch := buffer.dequeue(torch.tensor(envs), 3, blocking=True)) is not None:
+        assert is_whole(batch)
+        found += batch["code"].flatten().tolist()
+    pipe.send(found)
+
+
+def draw(buffer: EpisodicReplayBuffer, pipe: Any) -> None:
+    batches = 0
+    while not buffer.writer.is_stopped:
+        batch, info = buffer.get_batch(32, 2)
+        assert is_whole(batch)
+        assert (batch["code"][:, 0, 0] // 1_000_000 == info.env_ids).all()
+        assert (batch["code"][:, 1] - batch["code"][:, 0] == 1).all()
+        value = info.discounted_return
+        left = EPISODE - batch["code"][:, 0, 0] % 1_000_000 % EPISODE
+        assert ((value == -1000) | torch.isclose(value, (1 - 0.5**left) / 0.5)).all()
+        batches += 1
+    pipe.send(batches)
+
+
+def test_every_step_arrives_once() -> None:
+    count = 300
+    buffer = build(max_length=16)
+    with Crew() as crew:
+        readers = [crew.start(take, buffer, list(range(first, ENVS, 2))) for first in (0, 1)]
+        firsts = range(0, ENVS, WIDTH)
+        writers = [crew.start(write, buffer, [first, first + 1], range(count), True) for first in firsts]
+        assert [crew.answer(each) for each in writers] == [count] * WRITERS
+        deadline = time.monotonic() + SECONDS
+        while len(buffer) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        buffer.stop()
+        found = sorted(code for reader in readers for code in crew.answer(reader))
+    assert found == [env * 1_000_000 + number for env in range(ENVS) for number in range(count)]
+
+
+def test_a_killed_writer_stops_nobody() -> None:
+    buffer = build(record_episodic_return=True, gamma=0.5)
+    with Crew() as crew:
+        writers = [crew.start(write_on, buffer, [first, first + 1]) for first in range(0, ENVS, WIDTH)]
+        assert [crew.answer(each) for each in writers] == ["writing"] * WRITERS
+        readers = [crew.start(draw, buffer) for _ in range(2)]
+        time.sleep(1)
+        os.kill(writers[0].pid, signal.SIGKILL)
+        writers[0].join(SECONDS)
+        left = buffer.writer.positions.tolist()
+        time.sleep(0.5)
+        buffer.clear(torch.tensor([0, 1]))
+        again = int(buffer.writer.positions[0])
+        assert crew.answer(crew.start(write, buffer, [0, 1], range(20), False)) == 20
+        buffer.stop()
+        written = [crew.answer(writer) for writer in writers[1:]]
+        assert min(crew.answer(reader) for reader in readers) > 10
+    positions = buffer.writer.positions.tolist()
+    assert left[:2] == [again] * 2
+    assert positions[:2] == [again + 20] * 2
+    assert positions[2::2] == positions[3::2] == written
+    assert all(now > 1.1 * before for now, before in zip(written, left[2::2], strict=True))
+
+
+def test_a_process_killed_again_and_again_tears_nothing() -> None:
+    buffer = build(record_episodic_return=True, gamma=0.5)
+    buffer.add_batch(rows(torch.arange(ENVS), 0))
+    with Crew() as crew:
+        for round_ in range(5):
+            buffer.clear(torch.tensor([0, 1]))
+            writer = crew.start(write_on, buffer, [0, 1])
+            assert crew.answer(writer) == "writing"
+            time.sleep(0.003 * round_)
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join(SECONDS)
+            with buffer.locked():  # what was left half done is mended on entering
+                filled = buffer.writer.filled
+            batch = buffer.dequeue(torch.arange(2), int(filled[0])) if int(filled[0]) else None
+            assert filled[0] == filled[1]
+            assert batch is None or is_whole(batch)
+            assert filled[2:].tolist() == [1] * (ENVS - 2)
+
+
+@pytest.mark.parametrize("verb", ["add_batch", "dequeue"])
+def test_stop_wakes_those_that_wait(verb: str) -> None:
+    buffer = build(max_length=3)
+    with Crew() as crew:
+        if verb == "add_batch":
+            worker = crew.start(write, buffer, [0, 1], range(5), True)
+        else:
+            buffer.add_batch(rows(torch.arange(ENVS), 0))
+            worker = crew.start(take, buffer, [0, 1])
+        assert not worker.pipe.poll(0.1)
+        buffer.stop()
+        assert crew.answer(worker) == (3 if verb == "add_batch" else [])
+    before = buffer.writer.positions.tolist()
+    assert buffer.add_batch(rows(torch.arange(ENVS), 9), blocking=True) is False
+    assert buffer.dequeue(torch.tensor([0]), blocking=True) is None
+    buffer.clear(torch.tensor([0]))
+    assert buffer.add_batch(rows(torch.tensor([0]), 9), torch.tensor([0]), blocking=True) is False
+    assert buffer.writer.positions.tolist() == before
+    assert buffer.add_batch(rows(torch.arange(ENVS), 9))
+    assert buffer.dequeue(torch.tensor([0]))["code"].tolist() == [[[9]]]
+
+
+def lead(buffer: EpisodicReplayBuffer, pipe: Any) -> None:
+    """Do in a started process what the test compares, and die inside the lock."""
+    pipe.send(buffer.get_batch(64, 1)[0]["code"].tolist())
+    pipe.send(buffer.add_batch(rows(torch.arange(ENVS), 2), blocking=True))
+    batch = buffer.dequeue(n=2, blocking=True)
+    assert batch is not None
+    pipe.send(batch["code"].tolist())
+    assert pipe.poll(SECONDS)
+    with buffer.locked():
+        pipe.send("locked")
+        signal.pause()
+
+
+def test_started_processes_wait_and_die_as_forked_ones() -> None:
+    buffer = build(max_length=2, record_episodic_return=True, with_replacement=True)
+    everybody = torch.arange(ENVS)
+    for number in range(2):
+        buffer.add_batch(rows(everybody, number))
+    with Crew("spawn") as crew:
+        leader = crew.start(lead, buffer)
+        assert crew.answer(leader) != buffer.get_batch(64, 1)[0]["code"].tolist()
+        first = buffer.dequeue(n=1)
+        assert first is not None
+        assert first["code"].flatten().tolist() == (everybody * 1_000_000).tolist()
+        assert crew.answer(leader) is True
+        assert crew.answer(leader) == [[[env * 1_000_000 + 1], [env * 1_000_000 + 2]] for env in range(ENVS)]
+        leader.pipe.send("go on")
+        assert crew.answer(leader) == "locked"
+        os.kill(leader.pid, signal.SIGKILL)
+        assert buffer.add_batch(rows(everybody, 3), blocking=True)
+        assert len(buffer) == ENVS
+
+
+def test_nothing_may_be_overwritten() -> None:
+    buffer = build(max_length=2, overwrite=False)
+    for number in range(2):
+        buffer.add_batch(rows(torch.arange(ENVS), number))
+    with pytest.raises(ValueError, match=r"environments \[1, 5\] have no room .* overwrite=False.* nothing"):
+        buffer.add_batch(rows(torch.tensor([1, 5]), 2), torch.tensor([1, 5]))
+    assert buffer.writer.positions.tolist() == [2] * ENVS
+    buffer.dequeue(torch.tensor([5]))
+    assert buffer.add_batch(rows(torch.tensor([5]), 2), torch.tensor([5]))
+    assert buffer.get_field("code", torch.tensor([5, 5]), torch.tensor([1, 2])).flatten().tolist() == [5000001, 5000002]
+
+
+MISTAKES: list[tuple[str, Callable[[EpisodicReplayBuffer], Any], type[Exception], str]] = [
+    ("duplicate ids", lambda b: b.add_batch(rows(torch.tensor([1, 1]), 0), torch.tensor([1, 1]), True), ValueError,
+     "different numbers"),
+    ("no such id", lambda b: b.dequeue(torch.tensor([ENVS]), blocking=True), ValueError, "different numbers"),
+    ("steps that never fit", lambda b: b.add_batch(torch.cat([rows(torch.arange(ENVS), 0)] * 3), None, True),
+     ValueError, "at most 2 steps, never 3"),
+    ("more than can be", lambda b: b.dequeue(n=3, blocking=True), ValueError, "at most 2 steps, never 3"),
+    ("no steps", lambda b: b.dequeue(n=0, blocking=True), ValueError, "n"),
+    ("no rows", lambda b: b.add_batch({"code": 1}, None, True), TypeError, "TensorDict"),
+    ("a wrong size", lambda b: b.add_batch(rows(torch.arange(3), 0), None, True), ValueError, "3"),
+    ("other rows", lambda b: b.add_batch(rows(torch.arange(ENVS), 0).exclude("wide"), None, True), ValueError, "wide"),
+    ("a state", lambda b: b.load_state_dict(b.state_dict()), RuntimeError, "load the state before"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "kind", "says"), [each[1:] for each in MISTAKES], ids=[each[0] for each in MISTAKES])
+def test_mistakes(act: Callable[[EpisodicReplayBuffer], Any], kind: type[Exception], says: str) -> None:
+    buffer = build(max_length=2)
+    buffer.add_batch(rows(torch.tensor([3]), 0), torch.tensor([3]))
+    with pytest.raises(kind, match=says):
+        act(buffer)
+    assert buffer.writer.positions.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert len(buffer) == 1
+
+
+def test_what_cannot_be_shared(tmp_path: Any) -> None:
+    row = rows(torch.tensor([0]), 0)[0]
+    with pytest.raises(ValueError, match="needs a data_spec"):
+        EpisodicReplayBuffer(None, 2, allow_multiprocess=True)
+    with pytest.raises(ValueError, match="scratch_dir"):
+        EpisodicReplayBuffer(row, 2, allow_multiprocess=True, scratch_dir=tmp_path)

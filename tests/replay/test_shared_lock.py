@@ -1,0 +1,303 @@
+"""The lock between processes, and what is mended behind one that dies inside of it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import PrioritizedSampler
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter, sharing
+from torchrl_lightning.replay.sharing import SharedLock
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+SECONDS = 60  # after which a test fails instead of hanging
+ENVS, LENGTH = 3, 4
+
+
+def nothing() -> None:
+    """Do nothing on entering and leaving."""
+
+
+def hold(lock: Any, held: Any) -> None:
+    with lock:
+        held.set()
+        signal.pause()
+
+
+def enter(lock: Any, held: Any) -> None:
+    with lock, lock:
+        held.set()
+
+
+def test_one_process_at_a_time_until_it_dies() -> None:
+    context = multiprocessing.get_context("fork")
+    lock, held, other = SharedLock(nothing, nothing), context.Event(), context.Event()
+    holder = context.Process(target=hold, args=(lock, held), daemon=True)
+    waiter = context.Process(target=enter, args=(lock, other), daemon=True)
+    holder.start()
+    assert held.wait(SECONDS)
+    waiter.start()
+    assert not other.wait(0.2)
+    os.kill(holder.pid, signal.SIGKILL)
+    assert other.wait(SECONDS)
+    waiter.join(SECONDS)
+    assert waiter.exitcode == 0
+    holder.join(SECONDS)
+    with lock:
+        pass
+
+
+def test_one_thread_at_a_time_and_what_it_holds_it_may_enter_again() -> None:
+    calls: list[str] = []
+    lock = SharedLock(lambda: calls.append("in"), lambda: calls.append("out"))
+    inside = threading.Event()
+    thread = threading.Thread(target=enter, args=(lock, inside))
+    with lock:
+        thread.start()
+        with lock:
+            pass
+        assert not inside.wait(0.05)
+        assert calls == ["in"]
+    thread.join(SECONDS)
+    assert calls == ["in", "out"] * 2
+
+
+def test_a_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> None:
+    context = multiprocessing.get_context("fork")
+    lock, held, inside, done = SharedLock(nothing, nothing), context.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with lock:
+            inside.set()
+            done.wait(SECONDS)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(SECONDS)
+    child = context.Process(target=enter, args=(lock, held), daemon=True)
+    child.start()
+    assert not held.wait(0.2)
+    done.set()
+    thread.join(SECONDS)
+    assert held.wait(SECONDS)
+    child.join(SECONDS)
+    assert child.exitcode == 0
+
+
+def test_an_error_on_entering_gives_the_lock_back() -> None:
+    def fail() -> None:
+        raise KeyError("no")
+
+    lock = SharedLock(fail, nothing)
+    for _ in range(2):
+        with pytest.raises(KeyError), lock:
+            pass
+    thread = threading.Thread(target=lambda: lock.renew())
+    thread.start()
+    thread.join(SECONDS)
+
+
+def test_a_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "fcntl", None)
+    buffer = ExperienceBuffer(storage=RingStorage(4))
+    with pytest.raises(RuntimeError, match="fcntl"):
+        buffer.share()
+    assert not buffer.storage.is_shared
+    assert not buffer.shared
+
+
+def step(value: float, done: bool = False) -> TensorDict:
+    column = torch.arange(ENVS) + value
+    return TensorDict({"a": column, "next": {"done": torch.full((ENVS, 1), done)}}, [ENVS])
+
+
+def shared(sampler: Any = None) -> ExperienceBuffer:
+    buffer = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, sampler=sampler, batch_size=256)
+    buffer.extend(step(0, done=True))
+    buffer.extend(step(10))
+    return buffer.share()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def died(act: Any) -> None:
+    """Let a forked process do something that kills it."""
+    child = multiprocessing.get_context("fork").Process(target=act, daemon=True)
+    child.start()
+    child.join(SECONDS)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def stored(buffer: ExperienceBuffer) -> list[list[float]]:
+    rings = buffer.writer
+    steps = [range(int(low), int(high)) for low, high in zip(rings.oldest, rings.positions, strict=True)]
+    cells = [rings.cell(torch.full((len(each),), env), torch.tensor(each)) for env, each in enumerate(steps)]
+    return [buffer.storage.get(each)["a"].tolist() if len(each) else [] for each in cells]
+
+
+@pytest.mark.parametrize("where", ["copies", "length", "priorities"])
+def test_rings_that_a_process_died_writing_to_are_dropped(where: str, caplog: Any) -> None:
+    buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0))
+    ids = torch.tensor([0, 2])
+
+    def act() -> None:
+        writer, storage = buffer.writer, buffer.storage
+        if where == "length":  # all is written, but not said to be
+            writer._settle = die  # type: ignore[method-assign]
+        if where == "priorities":
+            writer.notify = lambda _: die()  # type: ignore[method-assign]
+        if where == "copies":  # row by row, because bytes of another device or layout are not copied
+            storage.cells.match = lambda data, _: (  # type: ignore[method-assign, union-attr]
+                [data.get(path) for path in storage.cells.places], None,
+            )  # fmt: skip
+            storage.cells.scatter = lambda *_: die()  # type: ignore[method-assign, union-attr]
+        buffer.extend(step(20)[:2], env_ids=ids)
+
+    died(act)
+    with caplog.at_level(logging.WARNING):
+        batch = buffer.sample()
+    (record,) = caplog.records
+    assert "environments [0, 2]" in record.getMessage()
+    assert "died" in record.getMessage()
+    assert set(batch["a"].tolist()) == {1.0, 11.0}
+    assert stored(buffer) == [[], [1.0, 11.0], []]
+    assert len(buffer) == 2
+    index = buffer.writer.index
+    assert index.steps_to_end(torch.tensor([1, 1]), torch.tensor([0, 1])).tolist() == [0, 0]
+    caplog.clear()
+    buffer.extend(step(30))
+    buffer.extend(step(40, done=True)[:2], env_ids=ids)
+    assert stored(buffer) == [[30.0, 40.0], [1.0, 11.0, 31.0], [32.0, 41.0]]
+    assert set(buffer.sample()["a"].tolist()) == {30.0, 40.0, 1.0, 11.0, 31.0, 32.0, 41.0}
+    begin = buffer.writer.positions[ids] - 2
+    assert index.begin(ids, begin + 1).tolist() == begin.tolist()
+    assert index.end(ids, begin).tolist() == (begin + 1).tolist()
+    assert not caplog.records
+
+
+def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
+    buffer = shared()
+    buffer.extend(step(20))
+
+    def read() -> None:
+        with buffer.locked():
+            die()
+
+    def take() -> None:
+        buffer.writer._settle = die  # type: ignore[method-assign]
+        with buffer.locked():
+            buffer.writer.drop(2, torch.tensor([1]))
+
+    died(read)
+    assert len(buffer) == 9
+    died(take)
+    buffer.sample()
+    assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
+    assert len(buffer) == 7
+    assert buffer.writer.index.begin(torch.tensor([1]), torch.tensor([2]), clip=False).tolist() == [1]
+    buffer.extend(step(30, done=True))  # the episode goes on
+    assert buffer.writer.index.end(torch.tensor([1]), torch.tensor([2])).tolist() == [3]
+    assert not caplog.records
+
+
+def test_a_ring_is_dropped_if_its_rows_were_being_written_back() -> None:
+    buffer = shared()
+    batch = buffer.sample()
+    batch = batch[batch["index"] % ENVS == 1]
+    batch["a"] += 100
+
+    def act() -> None:
+        buffer.storage.write_entry = lambda *_: die()  # type: ignore[method-assign]
+        buffer.write_back(batch, ["a"])
+
+    died(act)
+    buffer.extend(step(20))
+    assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
+
+
+def test_a_buffer_that_was_being_emptied_is_empty() -> None:
+    buffer = shared()
+    batch = buffer.sample()
+
+    def act() -> None:
+        buffer.writer.index.clear = die  # type: ignore[method-assign, union-attr]
+        buffer.empty()
+
+    died(act)
+    buffer.extend(step(20))
+    assert stored(buffer) == [[20.0], [21.0], [22.0]]
+    batch["a"] += 100
+    assert not len(buffer.write_back(batch, ["a"]))
+
+
+def test_an_error_inside_the_lock_drops_nothing() -> None:
+    buffer = shared()
+
+    def fail(_: Any) -> None:
+        raise KeyError("no")
+
+    buffer.writer.notify = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        buffer.extend(step(20))
+    del buffer.writer.notify
+    buffer.extend(step(30))
+    assert stored(buffer) == [[0.0, 10.0, 20.0, 30.0], [1.0, 11.0, 21.0, 31.0], [2.0, 12.0, 22.0, 32.0]]
+
+
+def test_what_others_take_out_is_not_drawn_by_priority_any_more() -> None:
+    buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0))
+
+    def act() -> None:
+        with buffer.locked():
+            buffer.writer.drop(1, torch.tensor([0, 1]))
+        die()
+
+    died(act)
+    assert set(buffer.sample()["a"].tolist()) == {10.0, 11.0, 2.0, 12.0}
+
+
+def draw(buffer: ExperienceBuffer, answers: Any) -> None:
+    answers.put(buffer.sample()["a"].tolist())
+
+
+def test_processes_draw_differently_and_again_the_same() -> None:
+    context = multiprocessing.get_context("fork")
+
+    def drawn(name: str) -> Any:
+        torch.manual_seed(3)
+        buffer, answers = shared(), context.SimpleQueue()
+        child = context.Process(target=draw, args=(buffer, answers), name=name, daemon=True)
+        child.start()
+        found = answers.get()
+        child.join(SECONDS)
+        return found, buffer.sample()["a"].tolist()
+
+    first, second = drawn("first"), drawn("second")
+    assert first == drawn("first")
+    assert first[1] == second[1]
+    assert len({tuple(each) for each in (*first, second[0])}) == 3
+
+
+def test_a_writer_may_refuse_to_overwrite() -> None:
+    writer = RingWriter(ENVS, overwrite=False)
+    buffer = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), writer=writer)
+    for value in range(LENGTH - 1):
+        buffer.extend(step(value))
+    buffer.extend(step(9)[:1], env_ids=torch.tensor([1]))
+    before = stored(buffer)
+    for rows, ids in ((step(8), None), (step(8)[:2], torch.tensor([1, 0])), (torch.cat([step(7)] * 2), None)):
+        with pytest.raises(ValueError, match=r"environments \[.*1.*\] have no room for"):
+            buffer.extend(rows.view(-1, ENVS), time_dim=0) if len(rows) > ENVS else buffer.extend(rows, ids)
+        assert stored(buffer) == before
+    buffer.extend(step(8)[:2], env_ids=torch.tensor([2, 0]))
+    assert len(buffer) == ENVS * LENGTH
