@@ -14,6 +14,7 @@ from torchrl_lightning.collectors import SelectObservation as SelectObservation
 from torchrl_lightning.collectors import environment_specs as environment_specs
 from torchrl_lightning.collectors import make_vector_env as make_vector_env
 from torchrl_lightning.collectors import play_episodes as play_episodes
+from torchrl_lightning.datamodules import DynamicsDataModule as DynamicsDataModule
 from torchrl_lightning.datamodules import ExperienceDataModule as ExperienceDataModule
 from torchrl_lightning.datamodules import MixedReplay as MixedReplay
 from torchrl_lightning.datamodules import OnPolicyDataModule as OnPolicyDataModule
@@ -35,6 +36,7 @@ from torchrl_lightning.demonstrations import read_demonstration as read_demonstr
 from torchrl_lightning.demonstrations import record_demonstrations as record_demonstrations
 from torchrl_lightning.demonstrations import write_demonstration as write_demonstration
 from torchrl_lightning.dynamics import DynamicsTargets as DynamicsTargets
+from torchrl_lightning.dynamics import HoldoutSplit as HoldoutSplit
 from torchrl_lightning.dynamics import MBReplayBuffer as MBReplayBuffer
 from torchrl_lightning.dynamics import StandardScaler as StandardScaler
 from torchrl_lightning.episodic import BatchInfo as BatchInfo

@@ -67,6 +67,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
         [
             Described("data", "on_policy", "OnPolicyDataModule"),
             Described("data", "replay", "ReplayDataModule"),
+            Described("data", "dynamics", "DynamicsDataModule"),
             Described("env", "recipe", "EnvironmentRecipe", recursive=False),
         ],
     ),
@@ -81,6 +82,11 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             _buffer("experience", "ExperienceBuffer", {*REPLAY, *RARE, "batch_size"}),
             _buffer("recurrent", "RecurrentReplayBuffer", {*REPLAY, "batch_size"}),
             _buffer("simple", "SimpleReplayBuffer", REPLAY),
+            _buffer(
+                "model_based",
+                "MBReplayBuffer",
+                {*ON_POLICY - {"size", "critic", "intrinsic_critic", "time_dim"}, "batch_size"},
+            ),
             Described("storage", "ring", "RingStorage"),
             Described("storage", "frame", "FrameStorage"),
             # The buffer has the generator.

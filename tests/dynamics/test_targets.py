@@ -162,6 +162,8 @@ def test_a_number_that_is_not_finite_names_its_column(key, name):
 
 
 def test_what_is_missing_is_named():
+    with pytest.raises(TypeError, match=r"observation_spec must be a Composite .* got a UnboundedContinuous"):
+        DynamicsTargets(Unbounded(3), Unbounded(2))
     with pytest.raises(KeyError, match=r"The observation spec has no \['pixels'\]; it has \['observation'\]"):
         plain(observation_keys=["pixels"])
     with pytest.raises(KeyError, match=r"no entry .*action"):

@@ -227,6 +227,21 @@ class SimpleReplayBufferSchema:
 
 
 @dataclass
+class MBReplayBufferSchema:
+    """Arguments of :class:`torchrl_lightning.MBReplayBuffer` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.MBReplayBuffer"
+    _convert_: str = "all"
+    _partial_: bool = True
+    size: int = MISSING
+    device: str = "cpu"
+    reward_function: Any = None
+    action_spec: Any = None
+    autoreset: bool = False
+    transform: Any = None
+
+
+@dataclass
 class RingStorageSchema:
     """Arguments of :class:`torchrl_lightning.RingStorage`."""
 
@@ -330,6 +345,7 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "experience"): ExperienceBufferSchema,
     ("buffer", "recurrent"): RecurrentReplayBufferSchema,
     ("buffer", "simple"): SimpleReplayBufferSchema,
+    ("buffer", "model_based"): MBReplayBufferSchema,
     ("storage", "ring"): RingStorageSchema,
     ("storage", "frame"): FrameStorageSchema,
     ("sampler", "uniform"): UniformSamplerSchema,

@@ -67,6 +67,35 @@ class ReplayDataSchema:
 
 
 @dataclass
+class DynamicsDataSchema:
+    """Arguments of :class:`torchrl_lightning.DynamicsDataModule`."""
+
+    _target_: str = "torchrl_lightning.DynamicsDataModule"
+    _convert_: str = "all"
+    env: Any = MISSING
+    buffer: Any = MISSING
+    batch_size: int = 256
+    num_members: int = 1
+    frames_per_fit: int = 250
+    warmup_frames: int = 1000
+    max_epochs_per_fit: int = 100
+    validation_fraction: float = 0.2
+    max_validation: int = 5000
+    observation_keys: Any = None
+    reward: Any = None
+    terminated: bool = False
+    frames_per_batch: int | None = None
+    num_envs: int = 1
+    total_frames: int = -1
+    collector: Any = None
+    reset_at_each_batch: bool = False
+    eval_env: Any = None
+    eval_episodes: int = 10
+    eval_num_envs: int = 10
+    seed: int | None = None
+
+
+@dataclass
 class EnvironmentRecipeSchema:
     """Arguments of :class:`torchrl_lightning.EnvironmentRecipe`."""
 
@@ -90,5 +119,6 @@ class EnvironmentRecipeSchema:
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("data", "on_policy"): OnPolicyDataSchema,
     ("data", "replay"): ReplayDataSchema,
+    ("data", "dynamics"): DynamicsDataSchema,
     ("env", "recipe"): EnvironmentRecipeSchema,
 }

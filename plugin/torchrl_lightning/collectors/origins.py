@@ -81,3 +81,25 @@ def env_ids(rollout: TensorDictBase, time_dim: int = 1) -> Tensor | None:
     """Look up whose steps a rollout holds, ``[N]``; None if it holds those of all environments in order."""
     stated: Tensor | None = rollout.get(ENV_IDS, None)
     return None if stated is None else stated.select(time_dim, 0).cpu()
+
+
+def ring_ids(rollout: TensorDictBase, num_envs: int) -> Tensor | None:
+    """Return which of ``num_envs`` rings the rows of a rollout ``[N, T]`` belong to; None for all of them in order.
+
+    Raises:
+        ValueError: nobody says whose rows they are, or there are more environments.
+    """
+    ids = env_ids(rollout)
+    if ids is None or torch.equal(ids, torch.arange(num_envs)):
+        return None
+    if int(ids.min()) < 0:
+        raise ValueError(
+            "the collector's workers do not say whose rows they deliver, so that their steps would be joined to "
+            f"each other's episodes. Let the rollouts have {ENV_IDS!r} or {TRAJ_IDS!r}."
+        )
+    if int(ids.max()) >= num_envs:
+        raise ValueError(
+            f"the collector delivers rows of environment {int(ids.max())}, but num_envs={num_envs}. Give the "
+            "DataModule the number of all environments: those of one worker times the number of workers."
+        )
+    return ids

@@ -35,12 +35,8 @@ class Batches:
         """Do nothing, as there is nothing to load."""
 
 
-class ReplayHooks(SparseCallback):
-    """Take priorities back after each update, and write the buffer with each checkpoint.
-
-    Lightning calls no hook of a DataModule at these two moments. The DataModule puts this callback before all others,
-    so that a checkpoint that another callback writes after an update holds the priorities of that update.
-    """
+class DataHooks(SparseCallback):
+    """A callback by which a DataModule hears of what Lightning tells callbacks alone."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -52,18 +48,35 @@ class ReplayHooks(SparseCallback):
         if self not in callbacks:
             callbacks.insert(0, self)
 
+    def is_of(self, trainer: Trainer) -> bool:
+        """Return whether the trainer fits with this DataModule: it may fit with another one later."""
+        return getattr(trainer, "datamodule", None) is self.data
+
+
+class ReplayHooks(DataHooks):
+    """Take priorities back after each update, and write the buffer with each checkpoint.
+
+    The DataModule puts this callback before all others, so that a checkpoint that another callback writes after an
+    update holds the priorities of that update.
+    """
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take priorities and rewritten entries back."""
-        if self._is_of(trainer):
+        if self.is_of(trainer):
             self.data.take_back()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write the buffer, where it is kept beside the checkpoint, and refer to it."""
-        if self._is_of(trainer) and self.data.save_buffer():
+        if self.is_of(trainer) and self.data.save_buffer():
             checkpoint[type(self.data).__qualname__] = self.data.state_dict()
 
-    def _is_of(self, trainer: Trainer) -> bool:
-        # A trainer may fit with another DataModule later.
-        return getattr(trainer, "datamodule", None) is self.data
+
+class FitHooks(DataHooks):
+    """End a run with the last fit of a model, which validation may have ended."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop where all frames are collected and learned from."""
+        if self.is_of(trainer):
+            self.data.end_if_spent()

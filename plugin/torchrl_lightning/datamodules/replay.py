@@ -19,7 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors import GymnasiumCollector
-from torchrl_lightning.collectors.origins import ENV_IDS, TRAJ_IDS, env_ids
+from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
@@ -297,7 +297,7 @@ class ReplayDataModule(ExperienceDataModule):
         rollout = self._collect(module.policy)
         if rollout is None:
             return False
-        ids = self._checked_ids(env_ids(rollout))
+        ids = ring_ids(rollout, self.num_envs)
         self._count(rollout)
         self._snapshot = None
         self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
@@ -343,22 +343,6 @@ class ReplayDataModule(ExperienceDataModule):
                 with suppress(ValueError):
                     self._prepared = PreparedRows(buffer, rows)
         return True
-
-    def _checked_ids(self, ids: Tensor | None) -> Tensor | None:
-        """Return whose rows a rollout holds, None for all environments in order; a ValueError if they fit no rings."""
-        if ids is None or torch.equal(ids, torch.arange(self.num_envs)):
-            return None
-        if int(ids.min()) < 0:
-            raise ValueError(
-                "the collector's workers do not say whose rows they deliver, so that their steps would be joined to "
-                f"each other's episodes. Let the rollouts have {ENV_IDS!r} or {TRAJ_IDS!r}."
-            )
-        if int(ids.max()) >= self.num_envs:
-            raise ValueError(
-                f"the collector delivers rows of environment {int(ids.max())}, but num_envs={self.num_envs}. Give the "
-                "DataModule the number of all environments: those of one worker times the number of workers."
-            )
-        return ids
 
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.

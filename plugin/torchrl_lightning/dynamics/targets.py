@@ -34,7 +34,7 @@ class DynamicsTargets(Transform):
     ``("next", "is_init")`` (see :meth:`usable`; :class:`MBReplayBuffer` writes it).
 
     Args:
-        observation_spec: spec of each observation, without batch dimensions.
+        observation_spec: a Composite of each observation's spec, without batch dimensions.
         action_spec: spec of an action, without batch dimensions.
         observation_keys: the observations, in the order of the columns; all of the spec if None.
         action_key: the action.
@@ -45,6 +45,7 @@ class DynamicsTargets(Transform):
         terminated: give ``terminated``, too.
 
     Raises:
+        TypeError: ``observation_spec`` is no Composite.
         KeyError: the spec lacks an observation; when transitions are read: they lack an entry.
         ValueError: when transitions are read: a discrete action lies outside of the spec, or an entry has another size.
 
@@ -64,7 +65,7 @@ class DynamicsTargets(Transform):
 
     def __init__(
         self,
-        observation_spec: Composite,
+        observation_spec: TensorSpec,
         action_spec: TensorSpec,
         *,
         observation_keys: Sequence[NestedKey] | None = None,
@@ -75,6 +76,11 @@ class DynamicsTargets(Transform):
         terminated: bool = False,
     ) -> None:
         super().__init__(in_keys=[], out_keys=[])
+        if not isinstance(observation_spec, Composite):
+            raise TypeError(
+                "observation_spec must be a Composite with one spec for each key, such as Composite(observation=spec), "
+                f"got a {type(observation_spec).__name__}."
+            )
         known = list(observation_spec.keys(include_nested=True, leaves_only=True))
         self.observation_keys = nested_keys(known if observation_keys is None else observation_keys)
         if lacking := [key for key in self.observation_keys if path_of(key) not in map(path_of, known)]:

@@ -1,0 +1,366 @@
+"""Model-based experience: an ensemble is fitted to all transitions for some epochs, then its planner collects more."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.collectors import spawn_seed
+from torchrl_lightning.collectors.origins import ring_ids
+from torchrl_lightning.datamodules.adapters import Batches, FitHooks
+from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory
+from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
+from torchrl_lightning.dynamics.scaler import check_finite
+from torchrl_lightning.parts import passed_on
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay import ExperienceBuffer
+
+Columns = dict[str, Tensor]
+
+
+class DynamicsModule(Protocol):
+    """What a LightningModule has for :class:`DynamicsDataModule`; only ``policy`` is needed."""
+
+    policy: Any
+    """The planner: a TensorDict module that writes the action. It collects after the warm-up."""
+
+    def begin_fit(self, targets: DynamicsTargets) -> None:
+        """Take note that a fit begins: frames were collected, the scalers of ``targets`` fitted, the split extended."""
+
+    @property
+    def fit_is_over(self) -> bool:
+        """Whether the fit ends with this epoch; decided at the end of each validation epoch, False at a fit's begin."""
+
+
+class DynamicsDataModule(ExperienceDataModule):
+    """Serve the transitions that a model of the environment learns from, in fits between which more are collected.
+
+    An epoch of Lightning is one pass over the training part. When a fit is over, because the module says so or after
+    ``max_epochs_per_fit`` epochs, the next epoch begins with ``frames_per_fit`` new frames of the module's policy, and
+    another fit: to all that is stored, standardised by its training part. Before the first fit, ``warmup_frames`` are
+    collected with random actions.
+
+    ``train_dataloader`` yields ``[M, B]``: ``inputs [M, B, D_in]``, ``targets [M, B, D_out]`` and, if asked for,
+    ``terminated [M, B, 1]``, as :class:`~torchrl_lightning.DynamicsTargets` makes them. Each of the ``M`` members has
+    rows of its own, drawn with replacement once for a fit, in another order each epoch; the last batch is short where
+    they do not divide. ``val_dataloader`` yields the held out rows ``[B]``, the same to all members, and
+    ``test_dataloader`` finished episodes of the policy.
+
+    What the module may have beside ``policy`` is :class:`DynamicsModule`. Frames are collected when Lightning asks for
+    the loader of an epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
+    ``reload_dataloaders_every_n_epochs``, and it leaves out the sanity check, before which nothing can be held out.
+
+    Args:
+        buffer: a callable that takes ``num_envs`` and gives the buffer, e.g. a partial of
+            :class:`~torchrl_lightning.MBReplayBuffer`.
+        batch_size: rows of each member in a batch.
+        num_members: members of the ensemble, ``M``.
+        frames_per_fit: new frames before each further fit, over all environments; fit ``f`` (counted from 0) begins
+            after ``warmup_frames + f * frames_per_fit`` frames, rounded up to whole batches of them.
+        warmup_frames: frames collected with random actions before the first fit (by our own collector; one that is
+            given as ``collector=`` does so by its ``init_random_frames``).
+        max_epochs_per_fit: most epochs of a fit.
+        validation_fraction: share of the rows that is held out; a row never changes sides.
+        max_validation: most rows that are held out.
+        observation_keys: the observations that are learned, in the order of their columns; all of them if None.
+        reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`); then it is not learned.
+        terminated: serve ``terminated``, too.
+        frames_per_batch: frames collected at a time; ``frames_per_fit`` if None, rounded up to whole steps.
+
+    The other arguments are those of :class:`ExperienceDataModule`.
+
+    Raises:
+        ValueError: a number is out of range; when a fit begins: a part of the split is empty, the training part is
+            smaller than a batch, or a stored number is NaN or infinite (names its column).
+
+    Example:
+        >>> from torchrl_lightning import MBReplayBuffer
+        >>> buffer = lambda num_envs: MBReplayBuffer(1000, num_envs=num_envs)
+        >>> data = DynamicsDataModule("Pendulum-v1", buffer=buffer, frames_per_fit=200, num_members=5)
+        >>> data
+        DynamicsDataModule(env=Pendulum-v1, num_envs=1, frames_per_batch=200, total_frames=-1, frames=0)
+        >>> data.targets.target_columns
+        ('observation[0]', 'observation[1]', 'observation[2]', 'reward')
+        >>> data.close()
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        buffer: ReplayBufferFactory,
+        batch_size: int = 256,
+        num_members: int = 1,
+        frames_per_fit: int = 250,
+        warmup_frames: int = 1000,
+        max_epochs_per_fit: int = 100,
+        validation_fraction: float = 0.2,
+        max_validation: int = 5000,
+        observation_keys: Sequence[NestedKey] | None = None,
+        reward: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        terminated: bool = False,
+        frames_per_batch: int | None = None,
+        num_envs: int = 1,
+        total_frames: int = -1,
+        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
+        reset_at_each_batch: bool = False,
+        eval_env: Any = None,
+        eval_episodes: int = 10,
+        eval_num_envs: int = 10,
+        seed: int | None = None,
+    ) -> None:
+        integer(frames_per_fit, "frames_per_fit")
+        if frames_per_batch is None:
+            frames_per_batch = -(-frames_per_fit // integer(num_envs, "num_envs")) * num_envs
+        super().__init__(**passed_on(ExperienceDataModule, locals()))
+        self.batch_size = integer(batch_size, "batch_size")
+        self.num_members = integer(num_members, "num_members")
+        self.frames_per_fit = frames_per_fit
+        self.warmup_frames = integer(warmup_frames, "warmup_frames")
+        self.max_epochs_per_fit = integer(max_epochs_per_fit, "max_epochs_per_fit")
+        self.split = HoldoutSplit(validation_fraction, max_validation)
+        self.fits = 0
+        self.epochs_of_fit = 0
+        self.buffer: ExperienceBuffer | None = None
+        self._make_buffer = buffer
+        self._target_options: dict[str, Any] = {
+            "observation_keys": observation_keys,
+            "reward": reward,
+            "terminated": terminated,
+        }
+        self._targets: DynamicsTargets | None = None
+        self._order_seed = 0
+        self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
+        self._training: Columns = {}  # of the present fit; empty until they are read
+        self._validation: Columns = {}
+        self._bootstrap = torch.zeros(0, dtype=torch.int64)  # rows of the training part, [N, M]
+        self._hooks = FitHooks(self)
+
+    # ------------------------------------------------------------------ what the LightningModule reads
+
+    @property
+    def targets(self) -> DynamicsTargets:
+        """What makes inputs and targets of transitions, with the scalers of the last fit."""
+        if self._targets is None:
+            specs = self.specs
+            self._targets = DynamicsTargets(specs.observation, specs.action, **self._target_options)
+        return self._targets
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of the present pass; 1 before the first."""
+        return max(1, -(-_rows(self._training) // self.batch_size))
+
+    def metrics(self) -> dict[str, float]:
+        """Add numbers of fits and of stored and held out rows; returns are those of the last collection alone."""
+        size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
+        return {**super().metrics(), **size, "holdout/size": float(_rows(self._validation)), "fits": float(self.fits)}
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Build environment and buffer, once, and prepare the trainer for epochs of different lengths."""
+        super().setup(stage)
+        if stage != "fit":
+            return
+        if self.buffer is None:
+            self.buffer = self._make_buffer(num_envs=self.num_envs)
+        if not self.frames:
+            self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
+            self.split.seed, self._order_seed = self._spawn_seed("split"), self._spawn_seed("order")
+        self._pass_of = None
+        trainer: Any = self.trainer
+        if trainer is not None:
+            if self.world_size > 1:
+                raise ValueError(
+                    f"DynamicsDataModule fits one model to one buffer, but the trainer has {self.world_size} ranks; "
+                    "take devices=1."
+                )
+            trainer.reload_dataloaders_every_n_epochs = 1
+            trainer.num_sanity_val_steps = 0
+            self._hooks.attach(trainer)
+
+    def train_dataloader(self) -> Batches:
+        """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
+        trainer: Any = self.trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
+            goes_on = self._pass_of == trainer.current_epoch  # a checkpoint was written in this pass
+            if not goes_on and self._is_spent():
+                return super().train_dataloader()  # says so, and ends the run
+            if self.fits and not self._training:
+                self._read()
+            if not goes_on:
+                self._next_pass(trainer.current_epoch)
+        return Batches(self.batches_per_epoch, self._epoch)
+
+    def val_dataloader(self) -> Batches:
+        """Return the loader of the held out rows; outside of a fit, that of :meth:`test_dataloader`."""
+        trainer: Any = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return self.test_dataloader()
+        return Batches(max(1, -(-_rows(self._validation) // self.batch_size)), self._held_out)
+
+    def test_dataloader(self) -> Batches:
+        """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
+        return super().val_dataloader()
+
+    # ------------------------------------------------------------------ fits and passes
+
+    def _next_pass(self, epoch: int) -> None:
+        """Go on with the fit for an epoch of Lightning's, or collect and begin another one."""
+        module = self._module()
+        self._metrics = {}
+        if self._fit_is_over():
+            began = time.perf_counter()
+            if not self._collect_frames(module.policy):
+                return
+            collected = time.perf_counter()
+            self.split.extend(self._require_buffer().writer)
+            self._read(fit=True)
+            self._metrics = {
+                "time/collect": collected - began,
+                "time/prepare": time.perf_counter() - collected,
+                **self._episodes.summary(),
+            }
+            if hasattr(module, "begin_fit"):
+                module.begin_fit(self.targets)
+        self.epochs_of_fit += 1
+        self._pass_of = epoch
+
+    def _fit_is_over(self) -> bool:
+        """Return whether there is no fit to go on with."""
+        if not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit:
+            return True
+        return bool(getattr(self._module(), "fit_is_over", False))
+
+    def _is_spent(self) -> bool:
+        """Return whether all frames are collected, and the fit to them is over."""
+        return super()._is_spent() and self._fit_is_over()
+
+    def end_if_spent(self) -> None:
+        """End the run where nothing is left to collect and to learn from."""
+        self._stop_if_spent()
+
+    def _collect_frames(self, policy: Any) -> bool:
+        """Collect what the next fit waits for; return False when the collector has ended."""
+        buffer = self._require_buffer()
+        due = self.warmup_frames + self.fits * self.frames_per_fit
+        due = due if self.total_frames < 0 else min(due, self.total_frames)
+        while True:
+            rollout = self._collect(policy)
+            if rollout is None:
+                return False
+            ids = ring_ids(rollout, self.num_envs)
+            self._count(rollout)
+            self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
+            buffer.extend(rollout.exclude(*LEFT_OUT), env_ids=ids)
+            if self.frames >= due:
+                return True
+
+    def _read(self, *, fit: bool = False) -> None:
+        """Read both parts of what is stored, standardised; for a new fit, by what its training part says."""
+        buffer, targets = self._require_buffer(), self.targets
+        cells = buffer.writer.filled_cells()
+        training, validation = self.split.parts(cells[targets.usable(buffer.storage.get(cells))])
+        if len(training) < self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} needs as many rows in the training part, but {len(training)} of "
+                f"{len(cells)} stored ones are in it; raise warmup_frames, or take smaller batches."
+            )
+        rows = buffer.storage.get(training)
+        if fit:
+            targets.fit(rows)
+            self.fits, self.epochs_of_fit = self.fits + 1, 0
+        self._training, self._validation = (
+            targets(part).select(*self._served).to_dict() for part in (rows, buffer.storage.get(validation))
+        )
+        for name, columns in (("inputs", targets.input_columns), ("targets", targets.target_columns)):
+            check_finite(self._validation[name], columns)
+        rng = torch.Generator().manual_seed(spawn_seed(self._order_seed, "bootstrap", self.fits))
+        self._bootstrap = torch.randint(len(training), (len(training), self.num_members), generator=rng)
+
+    @property
+    def _served(self) -> list[str]:
+        return ["inputs", "targets", *(["terminated"] if self.targets.has_terminated else [])]
+
+    def _epoch(self) -> Iterator[TensorDictBase]:
+        self._restore_rng()
+        count, size = _rows(self._training), self.batch_size
+        # From the numbers of fit and epoch, so that a resumed run has the same orders.
+        seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        drawn = self._bootstrap.index_select(0, order).t().contiguous()
+        for begin in range(self._batches_served() * size, count, size):
+            rows = drawn[:, begin : begin + size]
+            flat = rows.reshape(-1)
+            columns = {name: column.index_select(0, flat) for name, column in self._training.items()}
+            entries = {name: column.view(*rows.shape, column.shape[1]) for name, column in columns.items()}
+            yield new_tensordict(entries, rows.shape)
+
+    def _held_out(self) -> Iterator[TensorDictBase]:
+        for begin in range(0, _rows(self._validation), self.batch_size):
+            part = {name: column[begin : begin + self.batch_size] for name, column in self._validation.items()}
+            yield new_tensordict(part, torch.Size([_rows(part)]))
+
+    def _collector_options(self) -> dict[str, Any]:
+        return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
+
+    # ------------------------------------------------------------------ state
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
+        # As in the replay stream, a buffer that is built to look at a checkpoint is not kept.
+        buffer = copy.deepcopy(self._make_buffer)(num_envs=self.num_envs) if self.buffer is None else self.buffer
+        names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
+        return {
+            **super().fingerprint(),
+            "buffer": type(buffer).__name__,
+            "capacity": int(buffer.storage.max_size),
+            "input_columns": ", ".join(self.targets.input_columns),
+            "target_columns": ", ".join(self.targets.target_columns),
+            **{name: getattr(self, name) for name in names},
+            "validation_fraction": self.split.validation_fraction,
+            "max_validation": self.split.max_validation,
+        }
+
+    def load_statistics(self, state: dict[str, Any]) -> None:
+        """Restore of a state the scalers, too."""
+        super().load_statistics(state)
+        self.targets.load_state_dict(state["ranks"][0]["targets"])
+
+    def _rank_state(self) -> dict[str, Any]:
+        state = {
+            **super()._rank_state(),
+            "metrics": dict(self._metrics),
+            "targets": {name: value.clone() for name, value in self.targets.state_dict().items()},
+            "split": self.split.state_dict(),
+            "fits": self.fits,
+            "epochs_of_fit": self.epochs_of_fit,
+            "pass_of": self._pass_of,
+            "order_seed": self._order_seed,
+        }
+        return state if self.buffer is None else {**state, "buffer": self.buffer.state_dict()}
+
+    def _restore_rank(self, own: dict[str, Any]) -> None:
+        buffer = self._require_buffer()
+        buffer.load_state_dict(own["buffer"])
+        self.split.load_state_dict(own["split"])
+        super()._restore_rank(own)
+        self._metrics = dict(own["metrics"])
+        self.fits, self.epochs_of_fit = int(own["fits"]), int(own["epochs_of_fit"])
+        self._pass_of, self._order_seed = own["pass_of"], int(own["order_seed"])
+        self._training, self._validation = {}, {}
+
+
+def _rows(columns: Columns) -> int:
+    return len(columns["inputs"]) if columns else 0

@@ -1,0 +1,145 @@
+"""Which stored rows train a model and which judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay import RingWriter
+from torchrl_lightning.replay.rings import steps_between
+from torchrl_lightning.state import check_state, same, tensor, whole
+
+STATE_VERSION = 1
+_STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+class HoldoutSplit:
+    """Split the rows in rings into a training and a validation part, where no row ever changes sides.
+
+    The side of a row is decided when it is first seen, by a hash of the seed, its environment and its ever-increasing
+    position, and is kept beside its cell until another row takes the cell. So the same rows are split alike in every
+    run with the same seed, however they came in. Where as many as ``max_validation`` rows are held out, all further
+    ones train until held out rows are overwritten.
+
+    Args:
+        validation_fraction: share of the rows that is held out.
+        max_validation: most rows that are held out.
+        seed: of the hash.
+
+    Raises:
+        ValueError: the fraction is not between 0 and 1, or a number is out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+        >>> buffer, split = ExperienceBuffer(storage=RingStorage(100)), HoldoutSplit(0.25, max_validation=10)
+        >>> _ = buffer.extend(TensorDict({"a": torch.arange(20)}, [20]))
+        >>> split.extend(buffer.writer)
+        >>> training, validation = split.parts(torch.arange(20))
+        >>> validation.tolist()
+        [0, 4, 8, 18]
+    """
+
+    def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
+        if not 0.0 < validation_fraction < 1.0:
+            raise ValueError(
+                f"validation_fraction must be above 0 and below 1, so that neither part is empty, got "
+                f"{validation_fraction!r}."
+            )
+        self.validation_fraction = validation_fraction
+        self.max_validation = integer(max_validation, "max_validation")
+        self.seed = integer(seed, "seed", 0)
+        self._held = torch.zeros(0, dtype=torch.bool)  # beside the cells
+        self._seen: NDArray[np.int64] = np.zeros(0, np.int64)  # how far each ring was looked at, over all restarts
+        self._era = 0
+
+    def extend(self, writer: RingWriter) -> None:
+        """Decide the sides of all rows that were written since the last time."""
+        stamps, positions = writer.snapshot().numpy(), writer.positions.numpy()
+        era = int(stamps[0] - positions[0])
+        if len(self._held) != writer.length * writer.num_envs or len(self._seen) != writer.num_envs:
+            self._held = torch.zeros(writer.length * writer.num_envs, dtype=torch.bool)
+            self._seen = np.zeros(writer.num_envs, np.int64)
+        if era != self._era:  # the rings were emptied
+            self._held.zero_()
+        env, stamp, _ = steps_between(np.maximum(self._seen, stamps - writer.filled.numpy()), stamps - 1)
+        order = np.lexsort((env, stamp))
+        env, stamp = env[order], stamp[order]
+        cells = writer.cell(torch.from_numpy(env), torch.from_numpy(stamp - era))
+        self._held[cells] = False
+        room = self.max_validation - int(self._held.sum())
+        drawn = _shares(self.seed, env, stamp) < self.validation_fraction
+        self._held[cells] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
+        self._seen, self._era = stamps.copy(), era
+
+    def parts(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of these cells train, and which validate, in their order.
+
+        Raises:
+            ValueError: one of both is none.
+        """
+        held = self._held[cells.cpu()].to(cells.device)
+        training, validation = cells[~held], cells[held]
+        for part, name in ((training, "training"), (validation, "validation")):
+            if not len(part):
+                raise ValueError(
+                    f"validation_fraction={self.validation_fraction} and max_validation={self.max_validation} leave "
+                    f"none of {len(cells)} rows for {name}; collect more first, or choose another fraction."
+                )
+        return training, validation
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the sides and of what was seen: tensors and numbers only."""
+        return {
+            "schema_version": STATE_VERSION,
+            "seed": self.seed,
+            "validation_fraction": float(self.validation_fraction),
+            "max_validation": self.max_validation,
+            "cells": len(self._held),
+            "held": self._held.nonzero().squeeze(1),
+            "seen": torch.from_numpy(self._seen.copy()),
+            "era": self._era,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state, the seed among it.
+
+        Raises:
+            ValueError: another version, fraction or limit, or it is not a state of a split; nothing is changed.
+        """
+        schema = {
+            "seed": whole(),
+            "validation_fraction": same(float(self.validation_fraction), "split"),
+            "max_validation": same(self.max_validation, "split"),
+            "cells": whole(),
+            "seen": tensor(torch.int64, None, low=0),
+            "era": whole(),
+        }
+        check_state(state_dict, schema, "split", STATE_VERSION)
+        check_state(state_dict, {"held": tensor(torch.int64, None, low=0, high=state_dict["cells"] - 1)}, "split")
+        self.seed, self._era = state_dict["seed"], state_dict["era"]
+        self._held = torch.zeros(state_dict["cells"], dtype=torch.bool)
+        self._held[state_dict["held"]] = True
+        self._seen = state_dict["seen"].numpy().copy()
+
+
+def _shares(seed: int, env: NDArray[np.int64], stamp: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each row, which looks random (SplitMix64)."""
+    mixed = _mixed(np.full(len(env), seed, np.uint64))
+    mixed = _mixed(_mixed(mixed + env.astype(np.uint64)) + stamp.astype(np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    numbers = numbers + _STEP
+    numbers = (numbers ^ numbers >> np.uint64(30)) * _ONCE
+    numbers = (numbers ^ numbers >> np.uint64(27)) * _TWICE
+    return numbers ^ numbers >> np.uint64(31)

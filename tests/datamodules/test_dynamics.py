@@ -1,0 +1,373 @@
+"""Fits of a model to growing experience: passes, parts, protocol, limits and resume."""
+
+from __future__ import annotations
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from datamodules.replay_parts import parameters, trainer
+from torchrl_lightning import DynamicsDataModule, ExperienceBuffer, MBReplayBuffer, RingStorage
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+
+class Steer(nn.Module):
+    def forward(self, observation):
+        return observation[..., :1].clamp(-1, 1)
+
+
+class Linear(L.LightningModule):
+    """Linear models of Pendulum, with the policy alone: no part of the protocol that is optional."""
+
+    def __init__(self, members=2):
+        super().__init__()
+        self.weights = nn.Parameter(0.1 * torch.randn(members, 4, 4))
+        self.policy = TensorDictModule(Steer(), ["observation"], ["action"])
+        self.train_batches, self.val_batches = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.train_batches.append((self.current_epoch, batch.clone()))
+        return (batch["inputs"] @ self.weights - batch["targets"]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.val_batches.append((self.current_epoch, batch.clone()))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+    def served(self, epoch, validation=False):
+        return [batch for number, batch in (self.val_batches if validation else self.train_batches) if number == epoch]
+
+
+class Stopping(Linear):
+    """Ends each fit after its second validation."""
+
+    def __init__(self, members=2):
+        super().__init__(members)
+        self.fit_is_over, self.validations, self.begun = False, 0, []
+
+    def begin_fit(self, targets):
+        self.begun.append((self.trainer.current_epoch, int(targets.input_scaler.count)))
+        self.fit_is_over, self.validations = False, 0
+
+    def on_validation_epoch_end(self):
+        self.validations += 1
+        self.fit_is_over = self.validations == 2
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["stopping"] = self.fit_is_over, self.validations
+
+    def on_load_checkpoint(self, checkpoint):
+        self.fit_is_over, self.validations = checkpoint["stopping"]
+
+
+def model_data(**kwargs):
+    settings = {
+        "env": "Pendulum-v1",
+        "buffer": lambda num_envs: MBReplayBuffer(200, num_envs=num_envs),
+        "num_envs": 2,
+        "num_members": 2,
+        "batch_size": 16,
+        "warmup_frames": 60,
+        "frames_per_fit": 20,
+        "max_epochs_per_fit": 3,
+        "reset_at_each_batch": True,
+        "eval_episodes": 2,
+        "seed": 0,
+    }
+    return DynamicsDataModule(**{**settings, **kwargs})
+
+
+def made(cls=Linear, seed=0):
+    torch.manual_seed(seed)
+    return cls()
+
+
+def fit(folder, data, module=None, ckpt_path=None, **kwargs):
+    module = made() if module is None else module
+    run = trainer(folder, **{"max_epochs": 4, "limit_val_batches": 1.0, **kwargs})
+    run.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, run
+
+
+def counts(batches):
+    return [tuple(batch["inputs"].shape) for batch in batches]
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_of_a_fit_pass_over_the_same_rows_in_another_order(tmp_path):
+    data = model_data()
+    module, _ = fit(tmp_path, data)
+    assert (data.frames, data.fits, data.epochs_of_fit) == (80, 2, 1)
+    passes = [module.served(epoch) for epoch in range(4)]
+    sizes = [sum(batch["inputs"].shape[1] for batch in batches) for batches in passes]
+    assert sizes[0] == sizes[1] == sizes[2] < sizes[3]
+    for batches, size in zip(passes, sizes, strict=True):
+        full, rest = divmod(size, 16)
+        assert counts(batches) == [(2, 16, 4)] * full + ([(2, rest, 4)] if rest else [])
+        assert [batch.shape for batch in batches] == [batch["targets"].shape[:2] for batch in batches]
+    rows = [torch.cat([batch["inputs"] for batch in batches], 1) for batches in passes]
+
+    def content(member):
+        return sorted(map(tuple, member.tolist()))
+
+    for member in range(2):
+        assert content(rows[0][member]) == content(rows[1][member]) == content(rows[2][member])
+        assert not torch.equal(rows[0][member], rows[1][member])
+        assert 1 < len(set(content(rows[0][member]))) < sizes[0]  # with replacement
+    assert content(rows[0][0]) != content(rows[0][1])
+
+
+def test_parts_are_disjoint_keep_their_rows_and_are_standardised_by_the_training_part(tmp_path):
+    data = model_data(terminated=True)
+    module, _ = fit(tmp_path, data)
+    kept = set()
+    for epoch in (0, 3):
+        validation = torch.cat([batch["inputs"] for batch in module.served(epoch, validation=True)])
+        training = torch.cat([batch["inputs"].flatten(0, 1) for batch in module.served(epoch)])
+        assert not {tuple(row) for row in validation.tolist()} & {tuple(row) for row in training.tolist()}
+        kept.add(len(validation))
+    assert len(kept) == 2  # the later fit has more of them
+    held = data.split.parts(torch.arange(60))[1]
+    assert held.equal(data.split.parts(torch.arange(80))[1][: len(held)])
+    rows = data.buffer.storage.get(data.split.parts(torch.arange(80))[0])
+    scaler = data.targets.input_scaler
+    assert int(scaler.count) == len(rows)
+    torch.testing.assert_close(scaler.mean[:3], rows["observation"].double().mean(0))
+    assert data.metrics()["holdout/size"] == 80 - len(rows)
+    assert module.served(3)[0]["terminated"].shape == (2, 16, 1)
+
+
+def test_frames_come_before_each_fit_and_returns_are_logged_once(tmp_path):
+    rows = []
+
+    class Log(L.Callback):
+        def on_train_epoch_end(self, run, module):
+            rows.append(run.datamodule.metrics())
+
+    data = model_data(warmup_frames=400, frames_per_fit=400, max_epochs_per_fit=2, batch_size=64)
+    fit(tmp_path, data, callbacks=[Log()])
+    assert [row["frames"] for row in rows] == [400, 400, 800, 800]
+    assert [row["fits"] for row in rows] == [1, 1, 2, 2]
+    assert ["train/return" in row for row in rows] == [True, False, True, False]
+    assert rows[0]["train/episodes"] == 2
+    assert data.clock == (800, "frames")
+
+
+def test_warm_up_is_random_and_then_the_policy_acts(tmp_path):
+    data = model_data()
+    fit(tmp_path, data, max_epochs=4)
+    rows = data.buffer.get_all_buffer_data()
+    steered = (rows["action"] == rows["observation"][..., :1].clamp(-1, 1)).all(-1)
+    assert not steered[:30].any()
+    assert steered[30:].all()
+
+
+def test_the_module_may_end_a_fit_and_the_run_ends_with_the_last_one(tmp_path):
+    data, module = model_data(total_frames=100, max_epochs_per_fit=50), made(Stopping)
+    _, run = fit(tmp_path, data, module, max_epochs=-1)
+    assert [epoch for epoch, _ in module.begun] == [0, 2, 4]
+    assert (run.current_epoch, data.frames, data.fits) == (6, 100, 3)
+    assert [count for _, count in module.begun] == sorted(count for _, count in module.begun)
+    assert len({epoch for epoch, _ in module.train_batches}) == 6
+
+
+def test_without_validation_each_fit_has_all_its_epochs(tmp_path):
+    data = model_data(total_frames=80)
+    _, run = fit(tmp_path, data, made(Stopping), max_epochs=-1, limit_val_batches=0)
+    assert (run.current_epoch, data.fits, data.frames) == (6, 2, 80)
+
+
+def test_lightning_knows_the_length_of_each_epoch(tmp_path):
+    seen = []
+
+    class Lengths(L.Callback):
+        def on_train_epoch_end(self, run, module):
+            seen.append((run.num_training_batches, run.fit_loop.epoch_loop.batch_progress.current.completed))
+            seen.append((run.num_val_batches[0], len(module.served(run.current_epoch, validation=True))))
+
+    data = model_data(max_epochs_per_fit=1, frames_per_fit=60, batch_size=8)
+    fit(tmp_path, data, callbacks=[Lengths()], num_sanity_val_steps=2)
+    assert all(expected == found for expected, found in seen)
+    assert len({length for length, _ in seen[::2]}) == 4
+    assert len({length for length, _ in seen[1::2]}) > 1
+
+
+def test_limits_of_the_trainer_hold(tmp_path):
+    module, _ = fit(tmp_path, model_data(), limit_train_batches=2, check_val_every_n_epoch=2)
+    assert [len(module.served(epoch)) for epoch in range(4)] == [2] * 4
+    assert [bool(module.served(epoch, validation=True)) for epoch in range(4)] == [False, True, False, True]
+
+
+def test_another_fit_of_the_trainer_goes_on(tmp_path):
+    data = model_data()
+    module, _ = fit(tmp_path, data, max_epochs=1)
+    fit(tmp_path, data, module, max_epochs=1)
+    assert (data.fits, data.epochs_of_fit, data.frames) == (1, 2, 60)
+    first, second = module.served(0)[:4], module.served(0)[4:]
+    assert not torch.equal(first[0]["inputs"], second[0]["inputs"])
+
+
+def test_any_replay_buffer_serves(tmp_path):
+    data = model_data(buffer=lambda num_envs: ExperienceBuffer(storage=RingStorage(200), num_envs=num_envs))
+    module, _ = fit(tmp_path, data, max_epochs=1)
+    other, _ = fit(tmp_path, model_data(), max_epochs=1)
+    assert torch.equal(parameters(module), parameters(other))
+
+
+def test_evaluations_play_the_policy(tmp_path):
+    class Tested(Linear):
+        def test_step(self, batch, batch_idx):
+            self.returns = batch["episode_return"]
+
+    data, module = model_data(), Tested()
+    _, run = fit(tmp_path, data, module, max_epochs=1)
+    run.test(module, datamodule=data, verbose=False)
+    assert module.returns.shape[0] == 2
+    assert data.evaluate(module.policy, 3)["episode_return"].shape[0] == 3
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 60}, r"batch_size=60 needs as many rows in the training part, but \d+ of 60 stored"),
+        ({"validation_fraction": 0.001}, "validation_fraction=0.001 .* leave none of 60 rows for validation"),
+        ({"validation_fraction": 0.999}, "none of 60 rows for training"),
+    ],
+)
+def test_parts_that_cannot_be_learned_from_are_refused(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, model_data(**settings))
+
+
+@pytest.mark.parametrize("side", ["training", "validation"])
+def test_a_stored_number_that_is_not_finite_names_its_column(side, tmp_path):
+    class Spoils(MBReplayBuffer):
+        def extend(self, data, env_ids=None, **options):
+            index = super().extend(data, env_ids, **options)
+            chosen = index[:1] if side == "training" else index
+            self.storage.write_entry("observation", chosen, torch.full((len(chosen), 3), torch.nan))
+            return index
+
+    class Held(DynamicsDataModule):
+        def _read(self, *, fit=False):
+            if side == "validation":
+                training = self.split.parts(torch.arange(60))[0]
+                self.buffer.storage.write_entry("observation", training, torch.rand(len(training), 3))
+            super()._read(fit=fit)
+
+    data = Held(
+        "Pendulum-v1",
+        buffer=lambda num_envs: Spoils(200, num_envs=num_envs),
+        warmup_frames=60,
+        frames_per_fit=60,
+        batch_size=4,
+        seed=0,
+    )
+    with pytest.raises(ValueError, match=r"Column (next )?observation\[0\] holds nan in \d+ of \d+ rows"):
+        fit(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "num_members", "frames_per_fit", "warmup_frames", "max_epochs_per_fit", "max_validation"]
+)
+def test_numbers_out_of_range_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        model_data(**{name: 0})
+
+
+def test_what_a_loader_outside_of_a_fit_is():
+    data = model_data()
+    assert len(data.train_dataloader()) == data.batches_per_epoch == 1
+    assert data.frames == 0
+    data.close()
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+class Save(L.Callback):
+    """Writes a checkpoint at one of Lightning's moments in an epoch and ends the run there."""
+
+    def __init__(self, path, moment, epoch):
+        self.path, self.moment, self.epoch = path, moment, epoch
+
+    def save(self, run, moment):
+        if (moment, run.current_epoch) == (self.moment, self.epoch):
+            run.save_checkpoint(self.path)
+            run.should_stop = True
+
+    def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.save(run, "batch")
+
+    def on_validation_end(self, run, module):
+        self.save(run, "validation")
+
+    def on_train_epoch_end(self, run, module):
+        self.save(run, "epoch")
+
+
+@pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(moment, epoch, tmp_path):
+    # Each fit has two epochs: the first checkpoint lies in or behind the last epoch of one, the other in the next.
+    whole = model_data(max_epochs_per_fit=50)
+    uninterrupted, _ = fit(tmp_path, whole, made(Stopping), max_epochs=6)
+    saving = Save(tmp_path / "at.ckpt", moment, epoch)
+    fit(tmp_path, model_data(max_epochs_per_fit=50), made(Stopping), max_epochs=6, callbacks=[saving])
+
+    resumed, module = model_data(max_epochs_per_fit=50), made(Stopping, 99)
+    fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=6)
+    assert (resumed.frames, resumed.fits) == (whole.frames, whole.fits)
+    assert torch.equal(parameters(module), parameters(uninterrupted))
+    served = [batch for number, batch in uninterrupted.train_batches if number > epoch]
+    again = [batch for number, batch in module.train_batches if number > epoch]
+    assert all((one == other).all() for one, other in zip(served, again, strict=True))
+    rows = [each.buffer.get_all_buffer_data() for each in (whole, resumed)]
+    assert (rows[0] == rows[1]).all()
+    # A fit that goes on is not begun again.
+    assert [number for number, _ in module.begun] == [n for n, _ in uninterrupted.begun if n > epoch]
+
+
+def test_a_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog):
+    data = model_data(total_frames=60)
+    _, run = fit(tmp_path, data, max_epochs=-1)
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    for limits in ({"max_epochs": 3}, {"max_epochs": -1}):
+        other = model_data(total_frames=60)
+        with caplog.at_level(logging.WARNING):
+            module, _ = fit(tmp_path, other, Linear(), tmp_path / "end.ckpt", **limits)
+        assert (other.frames, other.fits, module.train_batches) == (60, 1, [])
+    assert "all 60 frames are collected" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"batch_size": 8}, {"num_members": 3}, {"validation_fraction": 0.3}])
+def test_a_checkpoint_of_other_settings_is_refused(setting, tmp_path):
+    _, run = fit(tmp_path, model_data(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"written with {name}="):
+        fit(tmp_path, model_data(**setting), Linear(), tmp_path / "at.ckpt")
+
+
+def test_an_evaluation_restores_frames_and_scalers(tmp_path):
+    data = model_data()
+    _, run = fit(tmp_path, data, max_epochs=1)
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    state = torch.load(tmp_path / "at.ckpt", weights_only=True)["DynamicsDataModule"]
+    other = model_data()
+    other.check_state(state)
+    other.load_statistics(state)
+    assert torch.equal(other.targets.target_scaler.std, data.targets.target_scaler.std)
+    other.close()

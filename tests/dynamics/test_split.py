@@ -1,0 +1,112 @@
+"""Which rows train and which validate: decided once, by seed and position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_lightning import ExperienceBuffer, HoldoutSplit, RingStorage
+
+
+def ring(size=200, envs=1):
+    return ExperienceBuffer(storage=RingStorage(size), num_envs=envs)
+
+
+def write(buffer, steps, split=None):
+    envs = buffer.writer.num_envs
+    buffer.extend(TensorDict({"a": torch.zeros(steps, envs)}, [steps, envs]), time_dim=0)
+    if split is not None:
+        split.extend(buffer.writer)
+
+
+def held(split, buffer):
+    """Environments and positions of held out rows."""
+    cells = split.parts(buffer.writer.filled_cells())[1]
+    writer = buffer.writer
+    return set(zip(writer.env_of(cells).tolist(), writer.position_of(cells).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("envs", [1, 4])
+def test_a_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
+    buffer, split = ring(envs=envs), HoldoutSplit(0.3, seed=1)
+    before: set = set()
+    for steps in (30 // envs, 10, 50, 7, 40, 300 // envs):
+        write(buffer, steps, split)
+        now = held(split, buffer)
+        oldest = int(buffer.writer.oldest[0])
+        end = int(buffer.writer.positions[0]) - steps
+        assert {row for row in before if row[1] >= oldest} == {row for row in now if row[1] < end}
+        before = now
+
+
+def test_how_the_rows_came_in_does_not_matter():
+    sides = []
+    for steps in ([90], [30, 30, 30], [1] * 90):
+        buffer, split = ring(), HoldoutSplit(seed=5)
+        for count in steps:
+            write(buffer, count, split)
+        sides.append(held(split, buffer))
+    assert sides[0] == sides[1] == sides[2]
+
+
+def test_the_share_is_that_asked_for_and_depends_on_the_seed():
+    buffer = ring(20_000, 4)
+    write(buffer, 5000)
+    found = []
+    for seed in (0, 1):
+        split = HoldoutSplit(0.2, 20_000, seed=seed)
+        split.extend(buffer.writer)
+        found.append(held(split, buffer))
+        assert abs(len(found[-1]) / 20_000 - 0.2) < 0.01
+    assert abs(len(found[0] & found[1]) / 20_000 - 0.04) < 0.01
+
+
+def test_no_more_than_the_limit_and_new_ones_when_old_ones_are_overwritten():
+    buffer, split = ring(100), HoldoutSplit(0.5, max_validation=10)
+    for _ in range(30):
+        write(buffer, 17, split)
+        assert len(held(split, buffer)) <= 10
+    newest = int(buffer.writer.positions[0])
+    assert {position for _, position in held(split, buffer)} <= set(range(newest - 100, newest))
+    assert len(held(split, buffer)) == 10
+
+
+def test_an_emptied_buffer_begins_anew():
+    buffer, split = ring(50), HoldoutSplit(0.5, max_validation=20)
+    write(buffer, 50, split)
+    buffer.empty()
+    write(buffer, 5, split)
+    write(buffer, 45, split)
+    assert 10 <= len(held(split, buffer)) <= 20
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0])
+def test_a_fraction_that_leaves_nothing_is_refused(fraction):
+    with pytest.raises(ValueError, match="validation_fraction must be above 0 and below 1"):
+        HoldoutSplit(fraction)
+
+
+@pytest.mark.parametrize(("fraction", "part"), [(0.001, "validation"), (0.999, "training")])
+def test_a_part_that_is_empty_is_an_error(fraction, part):
+    buffer, split = ring(), HoldoutSplit(fraction)
+    write(buffer, 8, split)
+    with pytest.raises(ValueError, match=f"validation_fraction={fraction} .* none of 8 rows for {part}"):
+        split.parts(torch.arange(8))
+
+
+def test_a_state_goes_on_as_the_original():
+    buffer, split = ring(60), HoldoutSplit(0.3, 15, seed=3)
+    write(buffer, 45, split)
+    other = HoldoutSplit(0.3, 15)
+    other.load_state_dict(split.state_dict())
+    assert held(other, buffer) == held(split, buffer)
+    write(buffer, 40)
+    for each in (split, other):
+        each.extend(buffer.writer)
+    assert held(other, buffer) == held(split, buffer)
+    for wrong in (HoldoutSplit(0.4, 15), HoldoutSplit(0.3, 16)):
+        with pytest.raises(ValueError, match="The state has"):
+            wrong.load_state_dict(split.state_dict())
+    with pytest.raises(ValueError, match="split state is foreign"):
+        other.load_state_dict({**split.state_dict(), "held": torch.tensor([99])})
