@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.learn.trunks import FEATURES, RecurrentTrunk
 
-_DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
+DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ExploringPolicy(TensorDictModuleBase):
 
         Collectors call it instead of the policy: the same values and random numbers, without a TensorDict's cost.
         """
-        explore = interaction_type() not in _DETERMINISTIC
+        explore = interaction_type() not in DETERMINISTIC
         if self.memory is None:
             return {"action": self.act([step.get(key) for key in self.keys], explore)}
         features, states = self.memory.step(step)

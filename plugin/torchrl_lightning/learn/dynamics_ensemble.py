@@ -1,0 +1,284 @@
+"""The LightningModule that learns an ensemble of dynamics networks and acts by planning with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_lightning._modules import clock_of
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.entries import path_of
+from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
+from torchrl_lightning.learn.ensembles import GaussianEnsemble
+from torchrl_lightning.learn.planners import CrossEntropyPlanner
+from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.learn.world_env import WorldModelEnvironment
+from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
+from torchrl_lightning.parts import passed_on
+from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, optional
+
+STATE = "dynamics_ensemble"
+Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
+
+
+class DynamicsEnsemble(AgentModule):
+    r"""An ensemble of probabilistic dynamics networks that a planner acts with: PETS (Chua et al., 2018).
+
+    Each member minimises on its own batch, over standardised inputs \(x = [s, a]\) and targets \(y = [s' - s, r]\),
+
+    .. math::
+        \overline{(\mu(x) - y)^2 e^{-\ell(x)}} + \overline{\ell(x)}
+        + 0.01 \Big(\sum \ell_{\max} - \sum \ell_{\min}\Big) + \lambda \sum W^2
+
+    with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019).
+
+    Batches are TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]`` and ``targets`` ``[M, B, O]``, as a
+    ``DynamicsDataModule`` serves them; validation batches ``[B]`` hold rows that no member has seen. A fit begins with
+    ``begin_fit``. After each epoch the members that have lowered their error on those rows by more than
+    ``min_improvement`` are kept; the fit is over when none has for ``patience`` epochs. The planner acts with what was
+    kept, of the ``num_elites`` best members, and the next fit goes on from there. All of this is in a checkpoint.
+
+    Args:
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation.
+        probabilistic: Whether members predict variances; else they minimise squared errors.
+        num_elites: How many members the world model consists of; all if None.
+        propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
+        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
+        terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
+            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None.
+        planner: A callable that takes the world model as a TorchRL environment and gives the policy, such as a partial
+            of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
+        weight_decay: Factor of the squared weights in the loss.
+        patience: Epochs without improvement after which a fit is over.
+        min_improvement: Share of a member's smallest error by which it must fall to count.
+        learning_rate: As in :class:`ActorCriticModule`, here and below.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> module = DynamicsEnsemble([16]).build(specs, num_members=3)
+        >>> module.policy(specs.observation.zero([2]))["action"].shape
+        torch.Size([2, 1])
+    """
+
+    def __init__(
+        self,
+        hidden_sizes: Sequence[int] = (200, 200, 200),
+        *,
+        activation: str = "silu",
+        probabilistic: bool = True,
+        num_elites: int | None = None,
+        propagation: str = "step",
+        sample: bool = False,
+        terminated: Terminated | None = None,
+        planner: Planner | None = None,
+        weight_decay: float = 2.5e-5,
+        patience: int = 5,
+        min_improvement: float = 0.01,
+        learning_rate: float = 1e-3,
+        optimizer: OptimizerFactory | None = None,
+        max_grad_norm: float | None = None,
+        schedule: str | Schedule = "constant",
+        compile: bool = False,
+    ) -> None:
+        critic_optimizer = None
+        super().__init__(**passed_on(AgentModule, locals()))
+        self.network_options: dict[str, Any] = {
+            "hidden_sizes": [integer(width, "hidden_sizes") for width in hidden_sizes],
+            "activation": activation,
+            "probabilistic": probabilistic,
+        }
+        self.num_elites = optional(integer)(num_elites, "num_elites")
+        self.propagation, self.sample = one_of(propagation, "propagation", PROPAGATION), sample
+        self.terminated, self.planner = terminated, planner or CrossEntropyPlanner
+        self.weight_decay = not_negative(weight_decay, "weight_decay")
+        self.patience = integer(patience, "patience")
+        self.min_improvement = fraction(min_improvement, "min_improvement")
+        self.ensemble: GaussianEnsemble | None = None
+        self.world_model: WorldModel | None = None
+        # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
+        self.register_buffer("best_errors", torch.empty(0))
+        self.epochs_waited = 0
+        self._sums: Tensor | None = None
+        self._rows = 0
+        self._is_judged = False  # whether holdout rows have judged this epoch's weights
+
+    # -- networks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the networks exist."""
+        return self.ensemble is not None
+
+    def build(self, specs: Any, *, num_members: int = 5, targets: DynamicsTargets | None = None) -> Self:
+        """Build networks and world model for an environment's specs, once; return the module.
+
+        Args:
+            specs: ``EnvironmentSpecs``.
+            num_members: M.
+            targets: What inputs and targets are; the changes of all observations and the reward if None.
+
+        Raises:
+            ValueError: There are fewer members than elites.
+        """
+        if self.ensemble is None:
+            if self.num_elites is not None and self.num_elites > num_members:
+                raise ValueError(f"num_elites={self.num_elites} is more than num_members={num_members}.")
+            targets = DynamicsTargets(specs.observation, specs.action) if targets is None else targets
+            sizes = num_members, len(targets.input_columns), len(targets.target_columns)
+            self.ensemble, kept = (GaussianEnsemble(*sizes, **self.network_options) for _ in range(2))
+            kept.requires_grad_(False).copy_members(self.ensemble)
+            self.world_model = WorldModel(
+                kept, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
+            )
+            self.world_model.elites = torch.arange(self.num_elites or num_members)
+            self.best_errors = torch.full((num_members,), torch.inf)
+        return self
+
+    def configure_model(self) -> None:
+        """Build the networks as the DataModule says; without one, as a checkpoint says that is loaded next.
+
+        Raises:
+            RuntimeError: The DataModule serves no dynamics.
+        """
+        data = self._data
+        if not self.is_built and hasattr(data, "targets"):
+            self.build(data.specs, num_members=data.num_members, targets=data.targets)
+        elif not self.is_built and isinstance(data, LightningDataModule):
+            raise RuntimeError(
+                f"{type(self).__name__} learns from a DynamicsDataModule, but the datamodule is {type(data).__name__}"
+            )
+
+    @property
+    def policy(self) -> TensorDictModuleBase:
+        """The planner over what is kept of the ensemble."""
+        model = self.require_built(self.world_model)
+        planner = self.__dict__.get("_policy")
+        if planner is None or self.__dict__["_policy_device"] != model.elites.device:
+            # Not registered: a state dict holds the networks once.
+            planner = self.planner(WorldModelEnvironment(model, model.elites.device))
+            self.__dict__["_policy"], self.__dict__["_policy_device"] = planner, model.elites.device
+        return planner
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizer of all members."""
+        return self.build_optimizers(list(self.require_built(self.ensemble).parameters()), [])
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def begin_fit(self, targets: DynamicsTargets) -> None:
+        """Begin a fit to targets that were standardised anew, from the members that are kept."""
+        ensemble = self.require_built(self.ensemble)
+        ensemble.copy_members(self.require_built(self.world_model).ensemble)
+        ensemble.standardise(targets.input_scaler, targets.target_scaler)
+        self.best_errors.fill_(torch.inf)
+        self.epochs_waited = 0
+
+    @property
+    def fit_is_over(self) -> bool:
+        """Whether no member has improved for ``patience`` epochs."""
+        return self.epochs_waited >= self.patience
+
+    def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return the parts of the loss and the mean squared error, on a batch ``[M, B]``."""
+        ensemble = self.require_built(self.ensemble)
+        return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay)
+
+    def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Update all members, each on its own rows."""
+        self.minimise(self.compute(batch))
+
+    def on_train_epoch_start(self) -> None:
+        """Set the learning rate from the frames."""
+        super().on_train_epoch_start()
+        self._is_judged = False
+
+    def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Sum up the squared errors of holdout rows ``[B]``."""
+        ensemble = self.require_built(self.ensemble)
+        errors = ensemble.errors(batch.get("inputs"), batch.get("targets"))
+        self._sums = errors if self._sums is None else self._sums + errors
+        self._rows += batch.batch_size[0]
+
+    def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:
+        """Log the returns and lengths ``[E]`` of finished evaluation episodes."""
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Keep the members that have improved, choose the elites, and count the epochs without any."""
+        sums, rows, self._sums, self._rows = self._sums, self._rows, None, 0
+        if sums is None or self.trainer.sanity_checking:
+            return
+        errors, clock = sums / rows, clock_of(self._data)
+        metrics: dict[str, Any] = {"val/error": errors.mean()}
+        if clock is not None:
+            metrics["step"] = float(clock[0])  # the x axis of Lightning's loggers
+        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=rows)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.judge(errors)
+
+    @torch.no_grad()
+    def judge(self, errors: Tensor) -> None:
+        """Keep the members whose holdout errors ``[M]`` have improved."""
+        ensemble, model = self.require_built(self.ensemble), self.require_built(self.world_model)
+        improved = errors < self.best_errors * (1.0 - self.min_improvement)
+        self._is_judged = True
+        self.epochs_waited = 0 if bool(improved.any()) else self.epochs_waited + 1
+        if self.epochs_waited:
+            return
+        self.best_errors = torch.where(improved, errors, self.best_errors)
+        model.ensemble.copy_members(ensemble, improved)
+        model.elites.copy_(self.best_errors.argsort()[: len(model.elites)])
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch; where no rows are held out, keep all members as they are."""
+        super().on_train_epoch_end()
+        if not self._is_judged:
+            self.require_built(self.world_model).ensemble.copy_members(self.require_built(self.ensemble))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save how far the fit is, and what the networks are built of."""
+        targets = self.require_built(self.world_model).targets
+        checkpoint[STATE] = {
+            "num_members": self.require_built(self.ensemble).num_members,
+            "observation_keys": [list(path_of(key)) for key in targets.observation_keys],
+            "learns_reward": targets.reward is None,
+            "epochs_waited": self.epochs_waited,
+            "is_judged": self._is_judged,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore it; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module.
+
+        Raises:
+            ValueError: The networks are not built yet, and plan with a reward function.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if STATE not in checkpoint:
+            raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by a DynamicsEnsemble")
+        state = checkpoint[STATE]
+        if not self.is_built:
+            members, specs = state["num_members"], self._data.specs
+            if not state["learns_reward"]:
+                raise ValueError(
+                    "the checkpoint's model plans with a reward function, which no checkpoint holds; pass the module: "
+                    f"load_policy(path, module=MyModule(...).build(specs, num_members={members}, targets="
+                    "DynamicsTargets(specs.observation, specs.action, reward=my_reward)))"
+                )
+            keys = [tuple(path) for path in state["observation_keys"]]
+            targets = DynamicsTargets(specs.observation, specs.action, observation_keys=keys)
+            self.build(specs, num_members=members, targets=targets)
+        self.epochs_waited, self._is_judged = int(state["epochs_waited"]), bool(state["is_judged"])

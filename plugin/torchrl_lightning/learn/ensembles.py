@@ -1,0 +1,135 @@
+"""Ensembles of perceptrons whose members are evaluated together, as batched matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchrl_lightning.dynamics import StandardScaler
+from torchrl_lightning.learn.networks import ACTIVATIONS
+from torchrl_lightning.ranges import integer, one_of
+
+FIRST_LOG_VARIANCES = (-10.0, 0.5)
+
+
+class GaussianEnsemble(nn.Module):
+    r"""M independent perceptrons from ``[M, B, I]`` to means and log-variances ``[M, B, O]`` of Gaussians.
+
+    Log-variances are bounded softly by learnt \(\ell_{\min}, \ell_{\max}\), \(\ell \leftarrow \ell_{\max} -
+    \mathrm{softplus}(\ell_{\max} - \ell)\) and \(\ell \leftarrow \ell_{\min} + \mathrm{softplus}(\ell - \ell_{\min})\),
+    of each member's own. Weights start from normals of deviation \(1 / (2 \sqrt{I})\), truncated at two deviations, and
+    biases from zero (Chua et al., 2018). Inputs and targets are standardised, by buffers that a state dict holds.
+
+    Args:
+        num_members: M.
+        inputs: I.
+        outputs: O.
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation.
+        probabilistic: Whether there are log-variances; else the members are trained by their squared errors.
+
+    Example:
+        >>> mean, log_variance = GaussianEnsemble(3, 4, 2, [8])(torch.zeros(3, 5, 4))
+        >>> mean.shape, log_variance.shape
+        (torch.Size([3, 5, 2]), torch.Size([3, 5, 2]))
+    """
+
+    input_mean: Tensor
+    input_std: Tensor
+    target_mean: Tensor
+    target_std: Tensor
+
+    def __init__(
+        self,
+        num_members: int,
+        inputs: int,
+        outputs: int,
+        hidden_sizes: Sequence[int] = (200, 200, 200),
+        activation: str = "silu",
+        probabilistic: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_members, self.inputs, self.outputs = integer(num_members, "num_members"), inputs, outputs
+        self.probabilistic = probabilistic
+        self.activation = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)]()
+        widths = [inputs, *(integer(width, "hidden_sizes") for width in hidden_sizes)]
+        last = outputs * 2 if probabilistic else outputs
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for width, following in zip(widths, [*widths[1:], last], strict=True):
+            std = 0.5 / math.sqrt(width)
+            # [M, in, out]: products and gradients of this layout need no copies.
+            weight = nn.init.trunc_normal_(torch.empty(num_members, width, following), 0.0, std, -2 * std, 2 * std)
+            self.weights.append(nn.Parameter(weight))
+            self.biases.append(nn.Parameter(torch.zeros(num_members, 1, following)))
+        if probabilistic:
+            low, high = (torch.full((num_members, 1, outputs), value) for value in FIRST_LOG_VARIANCES)
+            self.min_log_variance, self.max_log_variance = nn.Parameter(low), nn.Parameter(high)
+        for name, size in (("input", inputs), ("target", outputs)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map standardised inputs ``[M, B, I]`` to means and, if there are any, log-variances ``[M, B, O]``."""
+        x = inputs
+        layers = list(zip(self.weights, self.biases, strict=True))
+        for weight, bias in layers[:-1]:
+            x = self.activation(torch.baddbmm(bias, x, weight))
+        weight, bias = layers[-1]
+        x = torch.baddbmm(bias, x, weight)
+        if not self.probabilistic:
+            return x, None
+        mean, log_variance = x.chunk(2, -1)
+        log_variance = self.max_log_variance - F.softplus(self.max_log_variance - log_variance)
+        return mean, self.min_log_variance + F.softplus(log_variance - self.min_log_variance)
+
+    def loss(self, inputs: Tensor, targets: Tensor, weight_decay: float) -> dict[str, Tensor]:
+        """Return the parts of the loss on standardised inputs and targets ``[M, B, *]``, summed over the members.
+
+        Each member's gradient is that of its own loss, as :class:`~torchrl_lightning.DynamicsEnsemble` states it.
+        """
+        mean, log_variance = self(inputs)
+        error = (mean - targets).square()
+        if log_variance is None:
+            terms = {"loss_error": error.mean((1, 2)).sum()}
+        else:
+            terms = {
+                "loss_error": (error * (-log_variance).exp()).mean((1, 2)).sum(),
+                "loss_variance": log_variance.mean((1, 2)).sum(),
+                "loss_bounds": 0.01 * (self.max_log_variance.sum() - self.min_log_variance.sum()),
+            }
+        if weight_decay:
+            terms["loss_decay"] = weight_decay * sum(weight.square().sum() for weight in self.weights)
+        return {**terms, "error": error.detach().mean()}
+
+    @torch.no_grad()
+    def errors(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each member's summed squared errors ``[M]`` on rows ``[B, *]`` that are the same for all."""
+        mean, _ = self(inputs.expand(self.num_members, *inputs.shape))
+        return (mean - targets).square().mean(-1).sum(-1)
+
+    @torch.no_grad()
+    def copy_members(self, other: GaussianEnsemble, chosen: Tensor | None = None) -> None:
+        """Take over what another ensemble of this shape standardises by, and weights: of all members, or of the chosen.
+
+        Args:
+            other: The other ensemble.
+            chosen: Which members, ``[M]`` bool.
+        """
+        for own, its in zip(self.parameters(), other.parameters(), strict=True):
+            if chosen is None:
+                own.copy_(its)
+            else:
+                own[chosen] = its[chosen]
+        for scale, its_scale in zip(self.buffers(), other.buffers(), strict=True):
+            scale.copy_(its_scale)
+
+    @torch.no_grad()
+    def standardise(self, inputs: StandardScaler, targets: StandardScaler) -> None:
+        """Set mean and deviation of inputs and targets."""
+        for name, scaler in (("input", inputs), ("target", targets)):
+            getattr(self, f"{name}_mean").copy_(scaler.mean)
+            getattr(self, f"{name}_std").copy_(scaler.std)

@@ -1,0 +1,176 @@
+"""Planners: policies that try action sequences in a world model and take the first action of a good one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.nn.probabilistic import interaction_type
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import TensorSpec
+
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.learn.action_heads import action_name
+from torchrl_lightning.learn.exploration import DETERMINISTIC
+from torchrl_lightning.learn.squashed import action_range
+from torchrl_lightning.learn.world_env import WorldModelEnvironment
+from torchrl_lightning.learn.world_models import WorldModel
+from torchrl_lightning.ranges import boolean, integer, not_negative, positive
+
+
+class ShootingPlanner(TensorDictModuleBase):
+    """Base of planners, which write ``action`` for observations ``[]`` or ``[N]``.
+
+    Args:
+        env: The world model as an environment.
+        horizon: Steps to plan ahead, H.
+        candidates: Action sequences tried at a time, K.
+        particles: How often each is tried, of which the returns are averaged.
+    """
+
+    model: WorldModel
+    targets: DynamicsTargets
+
+    def __init__(self, env: WorldModelEnvironment, *, horizon: int, candidates: int, particles: int) -> None:
+        super().__init__()
+        self.horizon = integer(horizon, "horizon")
+        self.candidates = integer(candidates, "candidates")
+        self.particles = integer(particles, "particles")
+        # Not registered: both are their owners'.
+        self.__dict__["model"], self.__dict__["targets"] = env.world_model, env.targets
+        self.action_spec: TensorSpec = env.action_spec
+        self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
+        self.out_keys: list[NestedKey] = ["action"]
+
+    @abstractmethod
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, *A]`` of observations ``[N, O]``, of which some start an episode (``[N]`` bool)."""
+
+    @torch.no_grad()
+    def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the action of a step by key, writing nothing."""
+        observation, starts = self.targets.observation(step), step.get("is_init", None)
+        action = self.plan(observation.reshape(-1, observation.shape[-1]), None if starts is None else starts.flatten())
+        return {"action": action.reshape(*observation.shape[:-1], *action.shape[1:])}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the action."""
+        return tensordict.set("action", self.act_on(tensordict)["action"])
+
+    def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
+        """Return the mean returns ``[N, K]`` of action sequences ``[N, K, H, *A]`` from observations ``[N, O]``."""
+        shape = (*actions.shape[:2], self.particles)
+        rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
+        tried = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
+        returns = self.model.returns(rows, tried).view(shape).mean(-1)
+        # Where a model diverges, the sequence is no good one; sorting would take NaN for the largest.
+        return returns.nan_to_num(nan=-torch.inf)
+
+
+class RandomShootingPlanner(ShootingPlanner):
+    """Take the first action of the best of ``candidates`` random sequences, drawn from the action spec.
+
+    Args:
+        env: As in :class:`CrossEntropyPlanner`, here and below.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self, env: WorldModelEnvironment, *, horizon: int = 15, candidates: int = 500, particles: int = 1
+    ) -> None:
+        super().__init__(env, horizon=horizon, candidates=candidates, particles=particles)
+
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, *A]``."""
+        shape = (len(observation), self.candidates, self.horizon)
+        actions = self.action_spec.expand(*shape, *self.action_spec.shape).rand()
+        best = self.returns(observation, actions).argmax(1)
+        return actions[torch.arange(len(best), device=best.device), best, 0]
+
+
+class CrossEntropyPlanner(ShootingPlanner):
+    r"""Fit a Gaussian over action sequences to the best of its samples, several times over.
+
+    \(a^k \sim \mathcal N(\mu, \sigma^2)\), clipped to the bounds; \(\mu, \sigma\) become mean and deviation of those
+    ``elites`` sequences whose summed rewards are largest; the action is \(\mu_0\) in the end (Botev et al., 2013). For
+    actions in [-1, 1] the numbers are those of TorchRL's ``CEMPlanner`` over the same environment, which builds a
+    TensorDict for each step of each rollout and takes several times as long.
+
+    Args:
+        env: The world model as an environment.
+        horizon: Steps to plan ahead.
+        candidates: Sequences drawn in each iteration.
+        elites: How many of them the Gaussian is fitted to.
+        iterations: How often.
+        particles: Trajectories of each sequence, through other members; their returns are averaged.
+        initial_std: First deviation, in units of half the action range.
+        warm_start: Begin with the previous step's mean, shifted by a step, instead of the middle of the range.
+        noise: Deviation of what is added to the action while exploring, in units of half the action range.
+
+    Raises:
+        ValueError: A number is out of range, or there are fewer than two elites or more than candidates.
+        TypeError: The actions are not bounded floating-point vectors.
+    """
+
+    def __init__(
+        self,
+        env: WorldModelEnvironment,
+        *,
+        horizon: int = 15,
+        candidates: int = 150,
+        elites: int = 15,
+        iterations: int = 4,
+        particles: int = 1,
+        initial_std: float = 1.0,
+        warm_start: bool = False,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__(env, horizon=horizon, candidates=candidates, particles=particles)
+        if not 2 <= elites <= candidates:
+            raise ValueError(f"elites={elites} must be at least 2 and at most candidates={candidates}.")
+        self.elites, self.iterations = elites, integer(iterations, "iterations")
+        self.initial_std, self.noise = positive(initial_std, "initial_std"), not_negative(noise, "noise")
+        self.warm_start = boolean(warm_start, "warm_start")
+        try:
+            self.center, self.half_range = action_range(self.action_spec)
+        except TypeError:
+            raise TypeError(
+                "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "
+                f"{action_name(self.action_spec)}; use RandomShootingPlanner"
+            ) from None
+        # Evaluation in between must not disturb the plans of exploration.
+        self._plans: dict[bool, Tensor] = {}
+
+    def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the action ``[N, A]``."""
+        explores = interaction_type() not in DETERMINISTIC
+        low, high = self.center - self.half_range, self.center + self.half_range
+        mean = self._first_mean(len(observation), starts, explores)
+        std = (self.half_range * self.initial_std).expand_as(mean)
+        shape = (len(observation), self.candidates, *mean.shape[2:])
+        for _ in range(self.iterations):
+            noise = torch.randn(shape, device=mean.device, dtype=mean.dtype)
+            actions = torch.addcmul(mean, std, noise).clamp_(low, high)
+            best = self.returns(observation, actions).topk(self.elites, dim=1).indices
+            chosen = actions.gather(1, best[..., None, None].expand(-1, -1, *shape[2:]))
+            mean, std = chosen.mean(1, keepdim=True), chosen.std(1, keepdim=True)
+        if self.warm_start:
+            self._plans[explores] = mean
+        action = mean[:, 0, 0]
+        if explores and self.noise:
+            action = action + self.noise * self.half_range * torch.randn_like(action)
+        return action.clamp(low, high)
+
+    def _first_mean(self, rows: int, starts: Tensor | None, explores: bool) -> Tensor:
+        """Return the first means ``[N, 1, H, A]``: the middle, or where a plan goes on."""
+        middle = self.center.expand(rows, 1, self.horizon, -1)
+        plan = self._plans.get(explores)
+        if not self.warm_start or starts is None or plan is None or len(plan) != rows:
+            return middle
+        shifted = torch.cat((plan[:, :, 1:], middle[:, :, :1]), 2)
+        return torch.where(starts.view(-1, 1, 1, 1), middle, shifted)

@@ -1,0 +1,180 @@
+"""The LightningModule of model-based agents: fits, early stopping, what is kept, metrics, resuming."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from learn.dynamics_fakes import SPECS, FakeDynamics, transitions
+from learn.fakes import FakeData, trainer
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.learn import DynamicsEnsemble
+
+
+def small(**kwargs: Any) -> DynamicsEnsemble:
+    torch.manual_seed(0)
+    return DynamicsEnsemble([8], **({"learning_rate": 0.01} | kwargs))
+
+
+def built(**kwargs: Any) -> DynamicsEnsemble:
+    return small(**kwargs).build(SPECS, num_members=3)
+
+
+def weights(ensemble: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(ensemble.parameters()).detach().clone()
+
+
+def test_fit_lowers_the_error_and_logs_it_over_frames() -> None:
+    module, data = small(learning_rate=0.03), FakeDynamics()
+    fit = trainer(max_epochs=1)
+    fit.fit(module, datamodule=data)
+    first = float(fit.callback_metrics["val/error"])
+    assert module.world_model.ensemble.num_members == data.num_members
+    fit.fit_loop.max_epochs = 20
+    fit.fit(module, datamodule=data)
+    assert float(fit.callback_metrics["val/error"]) < 0.5 * first
+    assert fit.callback_metrics["step"] == data.frames
+    epoch = module.epoch_metrics
+    assert {"train/loss_error", "train/loss_variance", "train/loss_bounds", "train/error"} <= epoch.keys()
+    assert all(math.isfinite(value) for value in epoch.values())
+
+
+def test_members_are_kept_where_their_error_falls() -> None:
+    module = built(num_elites=2, min_improvement=0.1, patience=2)
+    ensemble, model = module.ensemble, module.world_model
+    kept = [weight.clone() for weight in model.ensemble.weights]
+    ensemble.weights[0].data += 1.0
+    module.judge(torch.tensor([3.0, 1.0, 2.0]))
+    assert torch.equal(model.ensemble.weights[0], ensemble.weights[0])
+    assert model.elites.tolist() == [1, 2]
+    ensemble.weights[0].data += 1.0
+    module.judge(torch.tensor([0.5, 0.95, 5.0]))  # the second by less than a tenth, the third not at all
+    torch.testing.assert_close(model.ensemble.weights[0][0], kept[0][0] + 2.0)
+    torch.testing.assert_close(model.ensemble.weights[0][1:], kept[0][1:] + 1.0)
+    assert model.elites.tolist() == [0, 1]
+    assert module.best_errors.tolist() == [0.5, 1.0, 2.0]
+    assert not module.fit_is_over
+    module.judge(torch.tensor([0.5, 0.95, 5.0]))
+    assert not module.fit_is_over
+    module.judge(torch.tensor([0.5, 0.95, 5.0]))
+    assert module.fit_is_over
+
+
+def test_a_member_that_diverges_is_no_elite() -> None:
+    module = built(num_elites=2)
+    module.judge(torch.tensor([math.nan, 1.0, 2.0]))
+    assert module.world_model.elites.tolist() == [1, 2]
+    assert module.best_errors.tolist() == [math.inf, 1.0, 2.0]
+
+
+def test_next_fit_goes_on_from_what_was_kept_with_new_scales() -> None:
+    module = built()
+    kept = weights(module.world_model.ensemble)
+    for weight in module.ensemble.weights:
+        weight.data += 1.0
+    module.judge(torch.full((3,), math.nan))  # nothing is kept of this
+    targets = DynamicsTargets(SPECS.observation, SPECS.action).fit(transitions(50))
+    module.begin_fit(targets)
+    assert torch.equal(weights(module.ensemble), kept)
+    torch.testing.assert_close(module.ensemble.input_std.double(), targets.input_scaler.std)
+    assert module.best_errors.isinf().all()
+    assert not module.fit_is_over
+    assert not torch.equal(module.world_model.ensemble.input_std, module.ensemble.input_std)  # until it is judged
+
+
+def test_without_holdout_rows_the_last_weights_act() -> None:
+    module, data = small(), FakeDynamics()
+    trainer(limit_val_batches=0).fit(module, datamodule=data)
+    assert torch.equal(weights(module.world_model.ensemble), weights(module.ensemble))
+    assert torch.equal(module.world_model.ensemble.input_std, module.ensemble.input_std)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+def test_resuming_in_the_middle_of_a_fit_is_exact(tmp_path: Path, epochs: int) -> None:
+    def make() -> tuple[DynamicsEnsemble, FakeDynamics]:
+        return small(num_elites=2, patience=1, min_improvement=0.05, learning_rate=0.05), FakeDynamics()
+
+    whole, whole_data = make()
+    trainer(max_epochs=7).fit(whole, datamodule=whole_data)
+    first, data = make()
+    fit = trainer(max_epochs=epochs)
+    fit.fit(first, datamodule=data)
+    fit.save_checkpoint(tmp_path / "part.ckpt")
+    second, data = make()
+    # As a resumed DataModule would: its scalers are in its state.
+    data.targets = fit.datamodule.targets
+    trainer(max_epochs=7).fit(second, datamodule=data, ckpt_path=tmp_path / "part.ckpt")
+    expected, actual = whole.state_dict(), second.state_dict()
+    assert expected.keys() == actual.keys()
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+    assert (second.epochs_waited, data.fits) == (whole.epochs_waited, whole_data.fits)
+    assert not all(torch.equal(expected[name], value) for name, value in first.state_dict().items())
+
+
+def test_loading_without_data_builds_what_the_checkpoint_says(tmp_path: Path) -> None:
+    module, data = small(), FakeDynamics(members=4)
+    fit = trainer(max_epochs=1)
+    fit.fit(module, datamodule=data)
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    other = small()
+    other.trainer = type("Alone", (), {"datamodule": type("Data", (), {"specs": SPECS})})  # what load_policy gives
+    other.configure_model()
+    other.on_load_checkpoint(stored)
+    other.load_state_dict(stored["state_dict"])
+    td = TensorDict({"observation": torch.randn(5, 2)}, [5])
+    torch.manual_seed(1)
+    expected = module.policy(td.clone())["action"]
+    torch.manual_seed(1)
+    assert torch.equal(other.policy(td.clone())["action"], expected)
+
+
+def test_a_reward_function_cannot_be_loaded(tmp_path: Path) -> None:
+    module = small()
+    data = FakeDynamics(reward=lambda observation, action, following: -following[:, 0].square())
+    fit = trainer(max_epochs=1)
+    fit.fit(module, datamodule=data)
+    assert module.ensemble.outputs == 2
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    other = small()
+    other.trainer = type("Alone", (), {"datamodule": type("Data", (), {"specs": SPECS})})
+    with pytest.raises(ValueError, match="reward function"):
+        other.on_load_checkpoint(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+def test_state_dict_holds_each_tensor_once() -> None:
+    module = built()
+    module.policy  # noqa: B018  # builds it
+    pointers = [value.data_ptr() for value in module.state_dict().values()]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_test_batches_log_returns() -> None:
+    module, data = small(), FakeDynamics()
+    data.test_dataloader = lambda: FakeData.val_dataloader(data)  # type: ignore[method-assign,arg-type]
+    metrics = trainer().test(module, datamodule=data, verbose=False)
+    assert metrics[0]["eval/return"] == 2.0
+
+
+def test_other_data_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="DynamicsDataModule, but the datamodule is FakeData"):
+        trainer().fit(small(), datamodule=FakeData())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"patience": 0}, {"min_improvement": -0.1}, {"weight_decay": -1.0}, {"propagation": "rows"}, {"num_elites": 0}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        small(**wrong)
+
+
+def test_more_elites_than_members_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_elites=4 is more than num_members=3"):
+        built(num_elites=4)

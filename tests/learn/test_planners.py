@@ -1,0 +1,184 @@
+"""Planners over a world model, beside TorchRL's, and the world model as a TorchRL environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs.utils import ExplorationType, check_env_specs, set_exploration_type
+from torchrl.modules import CEMPlanner
+
+from learn.dynamics_fakes import SPECS
+from learn.test_world_models import model, reward_of
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.learn import (
+    CrossEntropyPlanner,
+    OutsideBox,
+    RandomShootingPlanner,
+    WorldModel,
+    WorldModelEnvironment,
+)
+
+BOX = OutsideBox([-1.0, None], [1.0, None])
+
+
+def observed(*shape: int) -> TensorDict:
+    torch.manual_seed(1)
+    return TensorDict({"observation": 0.5 * torch.randn(*shape, 2)}, shape)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("propagation", ["step", "trajectory"])
+@pytest.mark.parametrize("terminated", [None, BOX])
+def test_torchrl_accepts_the_environment(propagation: str, terminated: Any) -> None:
+    env = WorldModelEnvironment(model(propagation=propagation, terminated=terminated))
+    check_env_specs(env, seed=0)
+    rollout = env.rollout(4, tensordict=observed(5), auto_reset=False, break_when_any_done=False)
+    assert rollout.shape == (5, 4)
+    if propagation == "trajectory":
+        assert (rollout["member"] == rollout["member"][:, :1]).all()
+
+
+def test_environment_steps_as_the_model_does() -> None:
+    specs = Composite(near=Unbounded(2), far=Unbounded((1, 2)))
+    world = model(DynamicsTargets(specs, Categorical(3)), elites=[1], terminated=OutsideBox([-0.1] * 4, [0.1] * 4))
+    env = WorldModelEnvironment(world)
+    step = env.reset(TensorDict({"near": torch.randn(2, 3, 2), "far": torch.randn(2, 3, 1, 2)}, [2, 3]))
+    step["action"] = torch.randint(3, (2, 3))
+    after = env.step(step.clone())["next"]
+    observation = torch.cat([step["near"], step["far"].flatten(-2)], -1).flatten(0, 1)
+    action = torch.nn.functional.one_hot(step["action"], 3).float().flatten(0, 1)
+    following, reward, ended = world.step(observation, action)
+    torch.testing.assert_close(after["far"], following.view(2, 3, 4)[..., None, 2:])
+    torch.testing.assert_close(after["reward"], reward.view(2, 3, 1))
+    assert torch.equal(after["done"], ended.view(2, 3, 1))
+    assert torch.equal(after["terminated"], after["done"])
+
+
+def test_reset_keeps_observations_that_are_given() -> None:
+    env, start = WorldModelEnvironment(model()), observed(3)
+    assert torch.equal(env.reset(start.clone())["observation"], start["observation"])
+    assert env.reset()["observation"].shape == (2,)
+
+
+# -- planners ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+@pytest.mark.parametrize("terminated", [None, BOX])
+@pytest.mark.parametrize("known", [False, True])
+def test_cross_entropy_takes_the_actions_of_torchrl_s_planner(
+    shape: tuple[int, ...], terminated: Any, known: bool
+) -> None:
+    targets = DynamicsTargets(SPECS.observation, SPECS.action, reward=reward_of if known else None)
+    env = WorldModelEnvironment(model(targets, elites=[2], terminated=terminated))
+    ours = CrossEntropyPlanner(env, horizon=4, candidates=20, elites=5, iterations=3)
+    theirs = CEMPlanner(env, planning_horizon=4, optim_steps=3, num_candidates=20, top_k=5)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = theirs(observed(*shape))["action"]
+        torch.manual_seed(1)  # which `observed` sets
+        torch.testing.assert_close(ours(observed(*shape))["action"], expected)
+
+
+@pytest.mark.parametrize("propagation", ["step", "trajectory"])
+@pytest.mark.parametrize("particles", [1, 3])
+@pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
+def test_planners_find_the_best_action(propagation: str, particles: int, planner: Any) -> None:
+    targets = DynamicsTargets(
+        SPECS.observation,
+        Bounded(-2.0, 2.0, (1,)),
+        reward=lambda observation, action, following: -(action[:, 0] - 0.3 * observation[:, 0]).square(),
+    )
+    env = WorldModelEnvironment(model(targets, propagation=propagation))
+    policy = planner(env, horizon=1, candidates=300, particles=particles)
+    start = observed(4)
+    action = policy(start.clone())["action"]
+    torch.testing.assert_close(action, 0.3 * start["observation"][:, :1], atol=0.05, rtol=0.0)
+    assert torch.equal(policy.act_on(start)["action"].isfinite(), torch.ones(4, 1, dtype=torch.bool))
+    assert policy(observed())["action"].shape == (1,)
+
+
+def test_choices_are_planned_by_random_shooting() -> None:
+    targets = DynamicsTargets(
+        SPECS.observation, Categorical(4), reward=lambda observation, action, following: action[:, 2]
+    )
+    env = WorldModelEnvironment(model(targets))
+    assert RandomShootingPlanner(env, horizon=2, candidates=80)(observed(5))["action"].tolist() == [2] * 5
+    with pytest.raises(TypeError, match=r"got Discrete\(4\); use RandomShootingPlanner"):
+        CrossEntropyPlanner(env)
+
+
+class Counting(WorldModel):
+    """Returns of a sequence are the first action; keeps what was tried."""
+
+    tried: Tensor
+
+    def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
+        self.tried = actions
+        return actions[0, :, 0]
+
+
+def counting(**kwargs: Any) -> CrossEntropyPlanner:
+    world = model()
+    fake = Counting(world.ensemble, world.targets)
+    settings = {"horizon": 3, "candidates": 40, "elites": 4, "iterations": 2}
+    return CrossEntropyPlanner(WorldModelEnvironment(fake), **(settings | kwargs))
+
+
+def test_warm_start_goes_on_from_the_plan_before_where_an_episode_goes_on() -> None:
+    planner = counting(warm_start=True, iterations=1, initial_std=1e-3)
+    step = observed(2).set("is_init", torch.tensor([[True], [True]]))
+    planner._plans = {True: torch.full((2, 1, 3, 1), 0.5)}
+    planner.act_on(step)
+    assert planner.model.tried.abs().max() < 0.01
+    planner._plans = {True: torch.tensor([0.1, 0.5, 0.9]).view(1, 1, 3, 1).expand(2, 1, 3, 1)}
+    planner.act_on(step.set("is_init", torch.tensor([[False], [True]])))
+    tried = planner.model.tried.view(3, 2, 40).mean(-1)
+    torch.testing.assert_close(tried, torch.tensor([[0.5, 0.0], [0.9, 0.0], [0.0, 0.0]]), atol=0.01, rtol=0.0)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):  # has plans of its own
+        planner.act_on(step)
+    assert planner.model.tried.abs().max() < 0.01
+
+
+def test_noise_is_for_exploring_alone_and_stays_within_the_bounds() -> None:
+    planner = counting(noise=5.0)
+    start = observed(50)
+    explored = planner(start.clone())["action"]
+    assert explored.abs().max() == 1.0
+    assert explored.min() < 0.0
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert planner(start.clone())["action"].min() > 0.5
+
+
+def test_sequences_that_diverge_are_not_chosen() -> None:
+    class Diverging(Counting):
+        def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
+            first = actions[0, :, 0]
+            return torch.where(first > 0.0, torch.nan, first)
+
+    world = model()
+    env = WorldModelEnvironment(Diverging(world.ensemble, world.targets))
+    assert (CrossEntropyPlanner(env, candidates=40, elites=4)(observed(3))["action"] <= 0.0).all()
+
+
+def test_planners_are_not_part_of_the_model_s_state() -> None:
+    assert not counting().state_dict()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: 0} for name in ("horizon", "candidates", "particles", "iterations", "initial_std")),
+        *({name: value} for name, value in (("elites", 41), ("elites", 1), ("noise", -1.0))),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        counting(**wrong)
