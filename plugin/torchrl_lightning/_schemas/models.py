@@ -76,6 +76,30 @@ class LossModuleAgentSchema:
 
 
 @dataclass
+class DynamicsEnsembleSchema:
+    """Arguments of :class:`torchrl_lightning.DynamicsEnsemble`."""
+
+    _target_: str = "torchrl_lightning.DynamicsEnsemble"
+    _convert_: str = "all"
+    hidden_sizes: list[int] = field(default_factory=lambda: [200, 200, 200])
+    activation: str = "silu"
+    probabilistic: bool = True
+    num_elites: int | None = None
+    propagation: str = "step"
+    sample: bool = False
+    terminated: Any = None
+    planner: Any = None
+    weight_decay: float = 2.5e-05
+    patience: int = 5
+    min_improvement: float = 0.01
+    learning_rate: float = 0.001
+    optimizer: Any = None
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
+    compile: bool = False
+
+
+@dataclass
 class PPOSchema:
     """Arguments of :class:`torchrl_lightning.PPOModule`."""
 
@@ -257,10 +281,28 @@ class RandomNetworkDistillationSchema:
     update_fraction: float = 1.0
 
 
+@dataclass
+class CrossEntropyPlannerSchema:
+    """Arguments of :class:`torchrl_lightning.CrossEntropyPlanner` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.CrossEntropyPlanner"
+    _convert_: str = "all"
+    _partial_: bool = True
+    horizon: int = 15
+    candidates: int = 150
+    elites: int = 15
+    iterations: int = 4
+    particles: int = 1
+    initial_std: float = 1.0
+    warm_start: bool = False
+    noise: float = 0.0
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("model", "a2c"): A2CSchema,
     ("model", "dqn"): DQNSchema,
     ("model", "loss_module"): LossModuleAgentSchema,
+    ("model", "pets"): DynamicsEnsembleSchema,
     ("model", "ppo"): PPOSchema,
     ("model", "reinforce"): ReinforceSchema,
     ("model", "sac"): SACSchema,
@@ -270,4 +312,5 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("network", "cnn"): CNNNetworkSchema,
     ("network", "recurrent"): RecurrentNetworkSchema,
     ("intrinsic", "rnd"): RandomNetworkDistillationSchema,
+    ("planner", "cem"): CrossEntropyPlannerSchema,
 }

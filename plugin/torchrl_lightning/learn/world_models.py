@@ -98,13 +98,19 @@ class WorldModel(nn.Module):
         self._layers = [
             (of_elites(weight), of_elites(bias)) for weight, bias in zip(ensemble.weights, ensemble.biases, strict=True)
         ]
-        if ensemble.probabilistic:
-            if self.sample:
-                self._bounds = of_elites(ensemble.min_log_variance), of_elites(ensemble.max_log_variance)
-            else:  # nobody asks for the variances
-                weight, bias = (part[..., : ensemble.outputs].contiguous() for part in self._layers[-1])
-                self._layers[-1] = weight, bias
-        self._input_scale = ensemble.input_std.reciprocal()
+        if ensemble.probabilistic and self.sample:
+            self._bounds = of_elites(ensemble.min_log_variance), of_elites(ensemble.max_log_variance)
+        elif ensemble.probabilistic:  # nobody asks for the variances
+            weight, bias = self._layers[-1]
+            self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
+        # Both scales become part of the first and the last layer.
+        weight, bias = self._layers[0]
+        weight = weight / ensemble.input_std[:, None]
+        self._layers[0] = weight, bias - (ensemble.input_mean @ weight).unsqueeze(1)
+        weight, bias = self._layers[-1]
+        mean, std = torch.zeros_like(bias[0, 0]), torch.ones_like(bias[0, 0])
+        mean[: ensemble.outputs], std[: ensemble.outputs] = ensemble.target_mean, ensemble.target_std
+        self._layers[-1] = weight * std, bias * std + mean
 
     def deal(self, rows: int) -> Tensor:
         """Return an elite's number ``[R]`` for each row, as many rows for each elite, at random."""
@@ -122,13 +128,25 @@ class WorldModel(nn.Module):
             Next observations ``[R, O]``, rewards ``[R]``, and whether the episode has terminated ``[R]``.
         """
         self.prepare()
-        if members is None or len(self.elites) == 1:
-            return self._step(observation, action)
-        counts = members.bincount(minlength=len(self.elites))
-        share, order = int(counts.max()), members.argsort()
-        ranks = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[members[order]]
-        places = torch.empty_like(order).index_copy_(0, order, members[order] * share + ranks)
-        return self._step(observation, action, places, share)
+        x, elites, rows = torch.cat((observation, action), -1), len(self.elites), len(action)
+        if elites > 1:
+            if members is None:
+                places, share = self._places(rows), -(-rows // elites)
+            else:
+                counts, order = members.bincount(minlength=elites), members.argsort()
+                share, dealt = int(counts.max()), members[order]
+                ranks = torch.arange(rows, device=order.device) - (counts.cumsum(0) - counts)[dealt]
+                places = torch.empty_like(order).index_copy_(0, order, dealt * share + ranks)
+            x = x.new_zeros(elites * share, x.shape[1]).index_copy_(0, places, x)
+        change = self.predict(x.view(elites, -1, x.shape[1])).flatten(0, 1)
+        if elites > 1:
+            change = change.index_select(0, places)
+        following = observation + change[:, : self.observations]
+        known, terminated = self.targets.reward, self.terminated
+        reward = change[:, -1] if known is None else known(observation, action, following).reshape(rows)
+        if terminated is None:
+            return following, reward, torch.zeros_like(reward, dtype=torch.bool)
+        return following, reward, terminated(observation, action, following).reshape(rows)
 
     def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
         """Return the summed rewards ``[R]``, until the episode terminates, of action sequences.
@@ -138,50 +156,57 @@ class WorldModel(nn.Module):
             actions: As the environment takes them, ``[H, R, *A]``.
         """
         self.prepare()
-        total = observation.new_zeros(len(observation))
+        columns = self.targets.action(actions, actions.shape[:2])
+        # The state, whose last column is the sum of rewards, lies in the order of the elites: to deal its rows anew is
+        # to shuffle it, which takes less than to put each row to its elite and back.
+        state, elites, rows = F.pad(observation, (0, 1)), len(self.elites), len(observation)
+        order: Tensor | None = None
         ended: Tensor | None = None
-        places = self._places(len(total)) if self.propagation == "trajectory" and len(self.elites) > 1 else None
-        for action in self.targets.action(actions, actions.shape[:2]):
-            observation, reward, terminated = self._step(observation, action, places)
-            total += reward if ended is None else reward.masked_fill(ended, 0.0)
-            if self.terminated is not None:
-                ended = terminated if ended is None else ended | terminated
-        return total
+        if rows % elites:
+            filled = torch.arange(-(-rows // elites) * elites, device=state.device) % rows
+            state, columns = state.index_select(0, filled), columns.index_select(1, filled)
+        for action in columns:
+            if elites > 1 and (order is None or self.propagation == "step"):
+                dealt = torch.randperm(len(state), device=state.device)
+                order = dealt if order is None else order.index_select(0, dealt)
+                state = state.index_select(0, dealt)
+                ended = None if ended is None else ended.index_select(0, dealt)
+            if order is not None:
+                action = action.index_select(0, order)
+            state, ended = self._advance(state, action, ended)
+        total = state[:, -1]
+        return total if order is None else torch.empty_like(total).index_copy_(0, order, total)[:rows]
+
+    def _advance(self, state: Tensor, action: Tensor, ended: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Step the state ``[R, O + 1]``, whose last column is the sum of rewards; return it, and what has ended."""
+        observation = state[:, :-1]
+        x = torch.cat((observation, action), 1)
+        change = self.predict(x.view(len(self.elites), -1, x.shape[1])).flatten(0, 1)
+        if self.targets.reward is not None:
+            reward = self.targets.reward(observation, action, observation + change)
+            change = torch.cat((change, reward.view(-1, 1)), 1)
+        if ended is not None:
+            change[:, -1].masked_fill_(ended, 0.0)
+        state = state + change
+        if self.terminated is None:
+            return state, None
+        now = self.terminated(observation, action, state[:, :-1]).view(-1)
+        return state, now if ended is None else ended | now
 
     def _places(self, rows: int) -> Tensor:
         """Return a place ``[R]`` for each row in equal shares of the elites, which lie one after the other."""
         elites = len(self.elites)
         return torch.randperm(-(-rows // elites) * elites, device=self.elites.device)[:rows]
 
-    def _step(
-        self, observation: Tensor, action: Tensor, places: Tensor | None = None, share: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.cat((observation, action), -1)
-        elites, rows = len(self.elites), len(x)
-        x = (x - self.ensemble.input_mean).mul_(self._input_scale)
-        if elites > 1:
-            places = self._places(rows) if places is None else places
-            x = x.new_zeros(elites * (share or -(-rows // elites)), x.shape[1]).index_copy_(0, places, x)
-        x = self._predict(x.view(elites, -1, x.shape[1])).flatten(0, 1)
-        if places is not None:
-            x = x.index_select(0, places)
-        change = torch.addcmul(self.ensemble.target_mean, x, self.ensemble.target_std)
-        following = observation + change[:, : self.observations]
-        given = self.targets.reward
-        reward = change[:, self.observations] if given is None else given(observation, action, following).reshape(rows)
-        if self.terminated is None:
-            return following, reward, torch.zeros_like(reward, dtype=torch.bool)
-        return following, reward, self.terminated(observation, action, following).reshape(rows)
-
-    def _predict(self, x: Tensor) -> Tensor:
-        """Map standardised inputs ``[E, R, I]`` to standardised outputs ``[E, R, O]``."""
+    def predict(self, x: Tensor) -> Tensor:
+        """Map inputs ``[E, R, I]`` of each elite to targets ``[E, R, O]``, neither of them standardised."""
         *hidden, (weight, bias) = self._layers
         for each, its_bias in hidden:
             x = self.ensemble.activation(torch.baddbmm(its_bias, x, each))
         x = torch.baddbmm(bias, x, weight)
         if not (self.sample and self.ensemble.probabilistic):
             return x
-        low, high = self._bounds
+        (low, high), std = self._bounds, self.ensemble.target_std
         mean, log_variance = x.chunk(2, -1)
         log_variance = low + F.softplus(high - F.softplus(high - log_variance) - low)
-        return mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+        return mean + (0.5 * log_variance).exp() * std * torch.randn_like(mean)
