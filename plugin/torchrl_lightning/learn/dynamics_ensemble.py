@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from lightning import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -205,28 +204,26 @@ class DynamicsEnsemble(AgentModule):
         self._is_judged = False
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Sum up the squared errors of holdout rows ``[B]``."""
+        """Sum up the squared errors of held out rows ``[B]``; log evaluation episodes, which come outside of a fit."""
+        if "inputs" not in batch:
+            super().validation_step(batch, batch_idx)
+            return
         ensemble = self.require_built(self.ensemble)
         errors = ensemble.errors(batch.get("inputs"), batch.get("targets"))
         self._sums = errors if self._sums is None else self._sums + errors
         self._rows += batch.batch_size[0]
 
-    def test_step(self, batch: TensorDictBase, batch_idx: int) -> None:
-        """Log the returns and lengths ``[E]`` of finished evaluation episodes."""
-        super().validation_step(batch, batch_idx)
-
     def on_validation_epoch_end(self) -> None:
         """Keep the members that have improved, choose the elites, and count the epochs without any."""
         sums, rows, self._sums, self._rows = self._sums, self._rows, None, 0
-        if sums is None or self.trainer.sanity_checking:
+        if sums is None:
             return
         errors, clock = sums / rows, clock_of(self._data)
         metrics: dict[str, Any] = {"val/error": errors.mean()}
         if clock is not None:
             metrics["step"] = float(clock[0])  # the x axis of Lightning's loggers
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=rows)
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            self.judge(errors)
+        self.judge(errors)
 
     @torch.no_grad()
     def judge(self, errors: Tensor) -> None:
