@@ -21,6 +21,7 @@ from torchrl.envs import EnvBase
 from cli.commands import Done, call, last_line
 from configs.processes import PROJECT
 from extras import need_extra
+from torchrl_lightning._conf import CONF_DIR
 
 README = (PROJECT / "README.md").read_text()
 SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -35,6 +36,7 @@ NAMES = {
     "data=ppod": "ppo_cartpole_ppod",
     "=ppo_pendulum": "ppo_pendulum",
     "=ppod_mountaincar": "ppod_mountaincar",
+    "=ddpg_her_fetchreach": "ddpg_her_fetchreach",
 }
 
 
@@ -99,11 +101,17 @@ def test_the_first_command_leaves_what_the_readme_says(first):
         assert (folder / run / left).is_file(), left
 
 
+def env_of_experiment(line: str) -> str:
+    named = re.search(r" experiment=(\w+)", line)
+    text = "" if named is None else (CONF_DIR / "experiment" / f"{named[1]}.yaml").read_text()
+    return (re.findall(r"override /env: (\w+)", text) or [""])[0]
+
+
 # Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
 @pytest.mark.filterwarnings("ignore:Deprecated API features detected")
 @pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
 def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
-    need_extra((re.findall(r" env=(\w+)", line) or [""])[0])
+    need_extra((re.findall(r" env=(\w+)", line) or [env_of_experiment(line)])[0])
     folder, run, _ = first
     before = runs_below(folder)
     resumed = "last.ckpt" in line
