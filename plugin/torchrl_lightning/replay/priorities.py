@@ -236,30 +236,49 @@ class Priorities:
         return torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
 
     def draw(
-        self, numbers: NDArray[Any] | Tensor, stratified: bool, beta: float = 0.0, base: float = 0.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        numbers: NDArray[Any] | Tensor,
+        stratified: bool,
+        beta: float = 0.0,
+        base: float = 0.0,
+        windows: tuple[int, int, int] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of as many equal shares one.
 
         Args:
-            numbers: uniform in [0, 1), ``[count]``, of the priorities' dtype; used up.
+            numbers: uniform in [0, 1), ``[B]``, of the priorities' dtype; used up.
             stratified: let each number fall into a share of its own.
             beta: exponent of the weights.
             base: what leaves are divided by in the weights.
+            windows: draw where windows begin: their steps, how many cells further the next one lies, and the number of
+                cells, behind which the first one comes again.
 
         Returns:
-            Cells ``[count]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero
-            stands for the smallest of the batch) and generations (int32).
+            Cells ``[B]`` int64, their weights ``((p + eps) ** alpha / base) ** -beta`` (float32; a base of zero stands
+            for the smallest of the batch) and generations (int32). Of windows, cells ``[B, T]`` and for each step
+            weight and generation of its window's first one, and the leaf of that over the mean of those that are not
+            zero (float32).
         """
         if not self._compiled:
-            return self._draw_torch(torch.as_tensor(numbers, device=self.priorities.device), stratified, beta, base)
-        shares, count = np.asarray(numbers), len(numbers)
+            given = torch.as_tensor(numbers, device=self.priorities.device)
+            return self._draw_torch(given, stratified, beta, base, windows)
+        mass, single = np.asarray(numbers), windows is None
+        steps, *rings = (1, 0, 1) if windows is None else windows
+        shape = len(mass), steps
         # numpy's empty arrays cost a quarter of torch's.
-        cells, weights, stamps = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.int32)
-        if not jitted(priority_kernels.draw)(self._arrays(), shares, stratified, beta, base, cells, weights, stamps):
+        out = np.empty(shape, np.int64), np.empty(shape, np.float32), np.empty(shape, np.int32)
+        ratios = np.empty((0, 0) if single else shape, np.float32)
+        if not jitted(priority_kernels.draw)(
+            self._arrays(), mass, stratified, beta, base, self.tree.nnz, tuple(rings), (*out, ratios)
+        ):
             raise self._all_zero()
-        return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
+        if single:
+            return tuple(torch.from_numpy(each.reshape(-1)) for each in out)
+        return *map(torch.from_numpy, out), torch.from_numpy(ratios)
 
-    def _draw_torch(self, mass: Tensor, stratified: bool, beta: float, base: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_torch(
+        self, mass: Tensor, stratified: bool, beta: float, base: float, windows: tuple[int, int, int] | None
+    ) -> tuple[Tensor, ...]:
         total, count = self.total, len(mass)
         if total <= 0:
             raise self._all_zero()
@@ -268,28 +287,12 @@ class Priorities:
         cells = self.tree.descend(mass * total)
         leaves = self.tree.leaves.index_select(0, cells)
         weights = (leaves / (base if base > 0 else leaves.amin())).pow_(-beta).to(torch.float32)
-        return cells, weights, self.generations.index_select(0, cells)
-
-    def windows(
-        self, index: Tensor, weights: Tensor, stamps: Tensor, steps: int, stride: int, size: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Lay out windows that begin in cells which were drawn, ``[B]``: every step lies ``stride`` cells on.
-
-        Returns:
-            Cells below ``size`` ``[B, T]``, and for each step weight and generation of its window's first one, and the
-            leaf of that over the mean of those that are not zero (float32).
-        """
-        shape, nonzero = (len(index), steps), self.tree.nnz
-        if not self._compiled:
-            cells = (index.unsqueeze(1) + torch.arange(steps, device=index.device) * stride) % size
-            found = weights, stamps, (self.tree.leaves[index] * (nonzero / self.total)).to(torch.float32)
-            weights, stamps, ratios = (each.unsqueeze(1).expand(shape) for each in found)
-            return cells, weights, stamps, ratios
-        out = np.empty(shape, np.int64), np.empty(shape, np.float32), np.empty(shape, np.int32), np.empty(shape, "f4")
-        drawn = index.numpy(), weights.numpy(), stamps.numpy()
-        jitted(priority_kernels.windows)(self._arrays()[0], drawn, nonzero, stride, size, out)
-        cells, weights, stamps, ratios = map(torch.from_numpy, out)
-        return cells, weights, stamps, ratios
+        found = weights, self.generations.index_select(0, cells), (leaves * (self.tree.nnz / total)).to(torch.float32)
+        if windows is None:
+            return cells, *found[:2]
+        steps, stride, size = windows
+        cells = (cells.unsqueeze(1) + torch.arange(steps, device=cells.device) * stride) % size
+        return cells, *(each.unsqueeze(1).expand(cells.shape) for each in found)
 
     def change_alpha(self, alpha: float) -> None:
         """Raise the priorities to another power: ``O(capacity)``."""

@@ -31,6 +31,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "mean": torch.mean,
     "median": lambda x, dim: x.median(dim).values,
 }
+ENTRIES = "priority_weight", "write_generation", "importance_weights"
 FLOATS = (torch.float32, torch.float64)
 
 
@@ -203,13 +204,12 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
         writer = None if table.starts is None else self._limit(storage)
-        index, weight, generation = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base())
-        info = {"priority_weight": weight, "write_generation": generation}
-        if writer is None or self._batch_length is None:
-            return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
-        stride = writer.num_envs
-        index, *found = table.windows(index, weight, generation, self._batch_length, stride, writer.length * stride)
-        return index, dict(zip(("priority_weight", "write_generation", "importance_weights"), found, strict=True))
+        windows = None
+        if writer is not None and self._batch_length is not None:
+            windows = self._batch_length, writer.num_envs, writer.length * writer.num_envs
+        index, *found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(), windows)
+        info = dict(zip(ENTRIES, found, strict=False))
+        return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def draw(self, count: int) -> NDArray[Any] | Tensor:
         """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.

@@ -65,66 +65,52 @@ def write(
 
 
 def draw(
-    table: Any, mass: Any, stratified: bool, beta: float, base: float, cells: Any, weights: Any, stamps: Any
+    table: Any, mass: Any, stratified: bool, beta: float, base: float, nonzero: int, rings: tuple[int, int], out: Any
 ) -> bool:
-    """Draw cells, and give each its importance weight and its generation (numba); uses ``mass`` up.
+    """Draw cells, or where windows begin, and give each its importance weight and its generation (numba).
 
     Args:
         table: nodes of the sum tree, priorities (only fetched, for the update that follows) and generations.
-        mass: uniform numbers in [0, 1).
+        mass: uniform numbers in [0, 1), ``[B]``; used up.
         stratified: each number falls into a share of its own.
         beta: the weights are ``(leaf / base) ** -beta``.
         base: what leaves are divided by; zero takes the smallest of the batch.
-        cells: is filled.
-        weights: is filled.
-        stamps: is filled, with generations.
+        nonzero: number of leaves that are not zero.
+        rings: how many cells further a window's next step lies, and the number of cells, behind which the first one
+            comes again.
+        out: receives cells, weights and generations, ``[B, T]``, and ratios (leaves over the mean of those that are not
+            zero), the same or ``[0, T]``; all but the cells repeat what is known of a window's first step.
 
     Returns:
         Whether there was anything to draw.
     """
-    nodes, priorities, generations = table
-    count, width, total = len(mass), len(nodes) // 2, nodes[1]
+    (nodes, priorities, generations), (cells, weights, stamps, ratios), (stride, size) = table, out, rings
+    count, width, total, steps = len(mass), len(nodes) // 2, nodes[1], cells.shape[1]
     if not total > 0.0:
         return False
     scale = total / count if stratified else total
     for i in range(count):
         mass[i] = (mass[i] + i if stratified else mass[i]) * scale
-    segment_kernels.descend(nodes, width, mass, cells)
+    drawn = np.empty(count, np.int64)
+    segment_kernels.descend(nodes, width, mass, drawn)
     for i in range(count):
-        segment_kernels.prefetch(generations.ctypes.data + cells[i] * generations.itemsize)
-        segment_kernels.prefetch(priorities.ctypes.data + cells[i] * priorities.itemsize)
+        segment_kernels.prefetch(generations.ctypes.data + drawn[i] * generations.itemsize)
+        segment_kernels.prefetch(priorities.ctypes.data + drawn[i] * priorities.itemsize)
     lowest = np.inf
     for i in range(count):
-        leaf = nodes[width + cells[i]]
+        leaf = nodes[width + drawn[i]]
         mass[i] = leaf
         lowest = min(lowest, leaf)
     if base > 0.0:
         lowest = base
+    scale = nonzero / total
     for i in range(count):
-        weights[i] = np.float32(mass[i] / lowest) ** np.float32(-beta)
-        stamps[i] = generations[cells[i]]
-    return True
-
-
-def windows(nodes: Any, drawn: Any, nonzero: int, stride: int, size: int, out: Any) -> None:
-    """Lay out windows, and repeat for each of their steps what is known of the first (numba).
-
-    Args:
-        nodes: of the sum tree.
-        drawn: cells, weights and generations, ``[B]``.
-        nonzero: number of leaves that are not zero.
-        stride: how many cells further a window's next step lies.
-        size: number of cells, behind which the first one comes again.
-        out: receives cells, weights, generations and ratios, ``[B, T]``.
-    """
-    (begins, weights, stamps), width = drawn, len(nodes) // 2
-    cells, every_weight, every_stamp, ratios = out
-    scale = nonzero / nodes[1]
-    for i in range(len(begins)):
-        cell, ratio = begins[i], nodes[width + begins[i]] * scale
-        for step in range(cells.shape[1]):
-            cells[i, step], every_weight[i, step], every_stamp[i, step] = cell, weights[i], stamps[i]
-            ratios[i, step] = ratio
+        cell, stamp, weight = drawn[i], generations[drawn[i]], np.float32(mass[i] / lowest) ** np.float32(-beta)
+        for step in range(steps):
+            cells[i, step], weights[i, step], stamps[i, step] = cell, weight, stamp
+            if len(ratios):
+                ratios[i, step] = mass[i] * scale
             cell += stride
             if cell >= size:
                 cell -= size
+    return True
