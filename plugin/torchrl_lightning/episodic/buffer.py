@@ -334,15 +334,15 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 sampler.batch_length = before
             first: Any = entry_of(batch, "index")
             env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.arrays[0])
-        found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
-        weights = entry_of(batch, "importance_weights")
-        if weights is not None:
-            found["importance_weights"] = _first(weights)
-        if self.returns is not None:
-            value: Any = entry_of(batch, self.returns.key)
-            found["discounted_return"] = _first(value)
-        info = info_of(self, found, batch.batch_size[:1])
-        return (self.transform(batch) if self.has_transform else batch), info
+            found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
+            weights = entry_of(batch, "importance_weights")
+            if weights is not None:
+                found["importance_weights"] = _first(weights)
+            if self.returns is not None:
+                value: Any = entry_of(batch, self.returns.key)
+                found["discounted_return"] = _first(value)
+            info = info_of(self, found, batch.batch_size[:1])
+            return (self.transform(batch) if self.has_transform else batch), info  # which may read more cells
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw steps, ``[B]``; otherwise as :meth:`ExperienceBuffer.sample`."""
