@@ -35,3 +35,14 @@ def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path, make_trainer):
     stored = torch.load(checkpoint.best_model_path, weights_only=True)
     assert stored["state_dict"]["weight"] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def test_validations_without_episodes_are_passed_over(tmp_path, make_trainer):
+    class Fitted(Scored):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/error", 1.0, batch_size=1)
+
+    checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", save_on_train_epoch_end=False)
+    trainer = make_trainer(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=1)
+    trainer.fit(Fitted([]), train_dataloaders=[0], val_dataloaders=[0])
+    assert checkpoint.best_model_path == ""

@@ -213,6 +213,16 @@ def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
     assert network == default
 
 
+def test_a_planner_is_the_same_from_yaml_as_from_its_class(compose_train):
+    cfg = compose_train("model=pets", "~experiment").model
+    for node in (cfg, cfg.planner):
+        parameters = inspect.signature(get_class(node._target_)).parameters
+        said = {str(key): value for key, value in node.items() if not key.startswith("_") and key != "planner"}
+        defaults = {name: parameters[name].default for name in said}
+        assert said == {name: list(each) if isinstance(each, tuple) else each for name, each in defaults.items()}
+    assert instantiate(cfg).planner.func is get_class(cfg.planner._target_)
+
+
 @pytest.mark.parametrize("option", options("model/network"))
 def test_a_network_is_built(compose_train, option):
     cfg = compose_train(f"model/network={option}").model

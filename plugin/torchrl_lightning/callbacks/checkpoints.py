@@ -99,7 +99,8 @@ def evaluate(trainer: Trainer) -> None:
 class BestCheckpoint(SparseCallback, ModelCheckpoint):
     """Keep the best checkpoint like Lightning's ``ModelCheckpoint``, but of equally good ones keep the latest.
 
-    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one.
+    Where returns are bounded, the first policy that reaches the bound in a few episodes is rarely the best one. With a
+    monitor ``eval/...``, validations that play no episodes are passed over, as those of a model of the environment.
     The arguments are those of ``ModelCheckpoint``.
 
     Example:
@@ -108,6 +109,12 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     """
 
     on_train_batch_end = ModelCheckpoint.on_train_batch_end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""
+        kind = "eval/"
+        if not str(self.monitor).startswith(kind) or any(name.startswith(kind) for name in trainer.callback_metrics):
+            super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return whether the current policy is at least as good as the worst one that is kept."""

@@ -111,7 +111,7 @@ class DynamicsEnsemble(AgentModule):
         self.epochs_waited = 0
         self._sums: Tensor | None = None
         self._rows = 0
-        self._is_judged = False  # whether holdout rows have judged this epoch's weights
+        self._is_judged = False  # whether held out rows have judged members in this fit
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class DynamicsEnsemble(AgentModule):
         ensemble.copy_members(self.require_built(self.world_model).ensemble)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
         self.best_errors.fill_(torch.inf)
-        self.epochs_waited = 0
+        self.epochs_waited, self._is_judged = 0, False
 
     @property
     def fit_is_over(self) -> bool:
@@ -197,11 +197,6 @@ class DynamicsEnsemble(AgentModule):
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Update all members, each on its own rows."""
         self.minimise(self.compute(batch))
-
-    def on_train_epoch_start(self) -> None:
-        """Set the learning rate from the frames."""
-        super().on_train_epoch_start()
-        self._is_judged = False
 
     def validation_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Sum up the squared errors of held out rows ``[B]``; log evaluation episodes, which come outside of a fit."""
