@@ -25,7 +25,7 @@ from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer
 
-Columns = dict[str, Tensor]
+ROWS_AT_ONCE = 8192  # read for several small batches together
 
 
 class DynamicsModule(Protocol):
@@ -54,7 +54,7 @@ class DynamicsDataModule(ExperienceDataModule):
     ``terminated [M, B, 1]``, as :class:`~torchrl_lightning.DynamicsTargets` makes them. Each of the ``M`` members has
     rows of its own, drawn with replacement once for a fit, in another order each epoch; the last batch is short where
     they do not divide. ``val_dataloader`` yields the held out rows ``[B]``, the same to all members, and
-    ``test_dataloader`` finished episodes of the policy.
+    ``test_dataloader`` finished episodes of the policy. The entries of a batch are views of one block.
 
     What the module may have beside ``policy`` is :class:`DynamicsModule`. Frames are collected when Lightning asks for
     the loader of an epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
@@ -141,9 +141,10 @@ class DynamicsDataModule(ExperienceDataModule):
         self._targets: DynamicsTargets | None = None
         self._order_seed = 0
         self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
-        self._training: Columns = {}  # of the present fit; empty until they are read
-        self._validation: Columns = {}
-        self._bootstrap = torch.zeros(0, dtype=torch.int64)  # rows of the training part, [N, M]
+        # Of the present fit; empty until they are read. All columns side by side: to read them apart takes half again.
+        self._training = torch.zeros(0, 0)
+        self._validation = torch.zeros(0, 0)
+        self._bootstrap = torch.zeros(0, 0, dtype=torch.int32)  # rows of the training part, [M, N]
         self._hooks = FitHooks(self)
 
     # ------------------------------------------------------------------ what the LightningModule reads
@@ -159,12 +160,12 @@ class DynamicsDataModule(ExperienceDataModule):
     @property
     def batches_per_epoch(self) -> int:
         """Batches of the present pass; 1 before the first."""
-        return max(1, -(-_rows(self._training) // self.batch_size))
+        return max(1, -(-len(self._training) // self.batch_size))
 
     def metrics(self) -> dict[str, float]:
         """Add numbers of fits and of stored and held out rows; returns are those of the last collection alone."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
-        return {**super().metrics(), **size, "holdout/size": float(_rows(self._validation)), "fits": float(self.fits)}
+        return {**super().metrics(), **size, "holdout/size": float(len(self._validation)), "fits": float(self.fits)}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -197,7 +198,7 @@ class DynamicsDataModule(ExperienceDataModule):
             goes_on = self._pass_of == trainer.current_epoch  # a checkpoint was written in this pass
             if not goes_on and self._is_spent():
                 return super().train_dataloader()  # says so, and ends the run
-            if self.fits and not self._training:
+            if self.fits and not len(self._training):
                 self._read()
             if not goes_on:
                 self._next_pass(trainer.current_epoch)
@@ -208,7 +209,7 @@ class DynamicsDataModule(ExperienceDataModule):
         trainer: Any = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return self.test_dataloader()
-        return Batches(max(1, -(-_rows(self._validation) // self.batch_size)), self._held_out)
+        return Batches(max(1, -(-len(self._validation) // self.batch_size)), self._held_out)
 
     def test_dataloader(self) -> Batches:
         """Return a loader with one batch of finished evaluation episodes, played in separate environments."""
@@ -282,35 +283,45 @@ class DynamicsDataModule(ExperienceDataModule):
             targets.fit(rows)
             self.fits, self.epochs_of_fit = self.fits + 1, 0
         self._training, self._validation = (
-            targets(part).select(*self._served).to_dict() for part in (rows, buffer.storage.get(validation))
+            torch.cat([*targets(part).select(*self._widths).values()], -1)
+            for part in (rows, buffer.storage.get(validation))
         )
-        for name, columns in (("inputs", targets.input_columns), ("targets", targets.target_columns)):
-            check_finite(self._validation[name], columns)
+        check_finite(self._validation, [*targets.input_columns, *targets.target_columns, "terminated"])
         rng = torch.Generator().manual_seed(spawn_seed(self._order_seed, "bootstrap", self.fits))
-        self._bootstrap = torch.randint(len(training), (len(training), self.num_members), generator=rng)
+        shape = (self.num_members, len(training))
+        self._bootstrap = torch.randint(len(training), shape, generator=rng, dtype=torch.int32)
 
     @property
-    def _served(self) -> list[str]:
-        return ["inputs", "targets", *(["terminated"] if self.targets.has_terminated else [])]
+    def _widths(self) -> dict[str, int]:
+        """Entries of a batch, and how many columns each has."""
+        targets = self.targets
+        widths = {"inputs": len(targets.input_columns), "targets": len(targets.target_columns)}
+        return {**widths, "terminated": 1} if targets.has_terminated else widths
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         self._restore_rng()
-        count, size = _rows(self._training), self.batch_size
+        count, size, columns = len(self._training), self.batch_size, self._training
         # From the numbers of fit and epoch, so that a resumed run has the same orders.
         seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        drawn = self._bootstrap.index_select(0, order).t().contiguous()
-        for begin in range(self._batches_served() * size, count, size):
-            rows = drawn[:, begin : begin + size]
-            flat = rows.reshape(-1)
-            columns = {name: column.index_select(0, flat) for name, column in self._training.items()}
-            entries = {name: column.view(*rows.shape, column.shape[1]) for name, column in columns.items()}
-            yield new_tensordict(entries, rows.shape)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        drawn = torch.stack([member.index_select(0, order) for member in self._bootstrap]).to(columns.device)
+        names, widths = list(self._widths), list(self._widths.values())
+        begin = self._batches_served() * size
+        while begin < count:
+            number, length = max(1, min(ROWS_AT_ONCE // (size * len(drawn)), (count - begin) // size)), size
+            if begin + size > count:
+                length = count - begin
+            end = begin + number * length
+            rows = drawn[:, begin:end].reshape(-1, number, length).transpose(0, 1)
+            read = columns.index_select(0, rows.reshape(-1)).view(*rows.shape, columns.shape[1])
+            for batch in zip(*(part.unbind() for part in read.split(widths, -1)), strict=True):
+                yield new_tensordict(dict(zip(names, batch, strict=True)), rows.shape[1:])
+            begin = end
 
     def _held_out(self) -> Iterator[TensorDictBase]:
-        for begin in range(0, _rows(self._validation), self.batch_size):
-            part = {name: column[begin : begin + self.batch_size] for name, column in self._validation.items()}
-            yield new_tensordict(part, torch.Size([_rows(part)]))
+        for batch in self._validation.split(self.batch_size):
+            parts = batch.split(list(self._widths.values()), -1)
+            yield new_tensordict(dict(zip(self._widths, parts, strict=True)), batch.shape[:1])
 
     def _collector_options(self) -> dict[str, Any]:
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
@@ -359,8 +370,4 @@ class DynamicsDataModule(ExperienceDataModule):
         self._metrics = dict(own["metrics"])
         self.fits, self.epochs_of_fit = int(own["fits"]), int(own["epochs_of_fit"])
         self._pass_of, self._order_seed = own["pass_of"], int(own["order_seed"])
-        self._training, self._validation = {}, {}
-
-
-def _rows(columns: Columns) -> int:
-    return len(columns["inputs"]) if columns else 0
+        self._training, self._validation = torch.zeros(0, 0), torch.zeros(0, 0)
