@@ -273,6 +273,22 @@ def test_mistakes(act: Callable[[EpisodicReplayBuffer], Any], kind: type[Excepti
     assert len(buffer) == 1
 
 
+def test_a_state_is_loaded_before() -> None:
+    buffer = build(max_length=2)
+    buffer.add_batch(rows(torch.arange(ENVS), 0))
+    other = EpisodicReplayBuffer(rows(torch.tensor([0]), 0)[0], ENVS, 2)
+    with pytest.raises(ValueError, match="allow_multiprocess=False"):
+        other.dequeue(blocking=True)
+    other.load_state_dict(buffer.state_dict())
+    other.share()
+    with Crew() as crew:
+        assert crew.answer(crew.start(write, other, [0, 1], range(1, 4), False)) == 3
+        assert other.steps_to_episode_end(torch.tensor([2, 0]), torch.tensor([0, 2])).tolist() == [1, 0]
+        taken = other.dequeue(torch.tensor([1]), 2, blocking=True)
+    assert taken is not None
+    assert taken["code"].tolist() == [[[1000002], [1000003]]]
+
+
 def test_what_cannot_be_shared(tmp_path: Any) -> None:
     row = rows(torch.tensor([0]), 0)[0]
     with pytest.raises(ValueError, match="needs a data_spec"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -103,6 +105,21 @@ def test_an_error_on_entering_gives_the_lock_back() -> None:
     thread = threading.Thread(target=lambda: lock.renew())
     thread.start()
     thread.join(SECONDS)
+
+
+def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [OSError(errno.EDEADLK, "circle"), OSError(errno.EDEADLK, "circle"), OSError(errno.ENOLCK, "none left")]
+
+    def lockf(_: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX and errors:
+            raise errors.pop(0)
+
+    lock = SharedLock(nothing, nothing)
+    monkeypatch.setattr(sharing.fcntl, "lockf", lockf)
+    with pytest.raises(OSError, match="none left"), lock:
+        pass
+    with lock:
+        pass
 
 
 def test_a_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ NO_PROCESSES = (
     "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False). "
     "Drop blocking=True."
 )
+ALONE = nullcontext()
 PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
 
 
@@ -61,7 +62,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         allow_multiprocess: let other processes, forked or spawned later, write and read (see
             :meth:`ExperienceBuffer.share`), and wait for each other. Needs a ``data_spec``. Priorities are each
             process's own: what one of them updates the others do not see, and new steps have the priority of new data
-            in all. So update and draw in the same one.
+            in all. So update and draw in the same one. To load a state, build the buffer without, load, and call
+            ``share()``, which is all that this argument does.
         keep_episodic_info: keep the index of episodes. ``None`` does so where the data say how episodes end, which they
             must if returns are recorded.
         record_episodic_return: keep the return of every step; see :class:`EpisodicReturn`, here and below.
@@ -184,8 +186,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             first = row.unsqueeze(0).to(device)
             self.storage.allocate(first if self.returns is None else self.returns.with_default(first))
             if allow_multiprocess:
-                if track is not False and entry_of(row, path_of(layout.done)) is not None:
-                    self.writer.make_index()
                 self.share()
 
     # ------------------------------------------------------------------ writing
@@ -422,7 +422,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _undisturbed(self) -> AbstractContextManager[None]:
         # One thread does not disturb itself, and the locks cost as much as a short answer.
-        return self.locked() if self.shared else nullcontext()
+        return self.locked() if self.shared else ALONE
 
     # ------------------------------------------------------------------ episodes
 

@@ -57,7 +57,10 @@ def check_owner(process: int, shared: bool) -> None:
 def check_unshared(shared: bool) -> None:
     """Refuse to load into what other processes are using."""
     if shared:
-        raise RuntimeError("The buffer is shared with other processes; load the state before buffer.share().")
+        raise RuntimeError(
+            "The buffer is shared with other processes; build it unshared (allow_multiprocess=False), load the state "
+            "before buffer.share()."
+        )
 
 
 class SharedLock:

@@ -130,6 +130,10 @@ class RingWriter(WriterBase, Rings):
 
     def share(self) -> None:
         """Move positions, counters and episode index into memory that processes share."""
+        cells = getattr(self.storage, "cells", None)
+        known = cells is not None and self._done_path in cells.places
+        if self.index is None and self.track_episodes is not False and known:
+            self._make_index()  # of one that another process makes, the others would not know
         self.share_arrays()
         if self.index is not None:
             self.index.attach(self._positions, self._floor)
@@ -287,7 +291,8 @@ class RingWriter(WriterBase, Rings):
     def claim(self, ids: Ints | None, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
         env = self._ids if ids is None else ids
-        self._check_room(env, steps)
+        if not self.overwrite:
+            self._check_room(env, steps)
         self.expose(env)
         positions = self._positions[env]
         oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
@@ -310,8 +315,10 @@ class RingWriter(WriterBase, Rings):
             The cells, ``[steps * M]``.
         """
         env, together = (self._ids, self._aligned) if ids is None else (ids, False)
-        self._check_room(env, steps)
-        self.expose(env)
+        if not self.overwrite:
+            self._check_room(env, steps)
+        if self._is_locked:
+            self.expose(env)
         cells = np.empty(steps * len(env), np.int64)
         jitted(write_steps)(
             *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
@@ -324,7 +331,8 @@ class RingWriter(WriterBase, Rings):
         storage: Any = self.storage
         if self.num_envs == 1 and isinstance(storage, RingStorage):
             storage.record_cursor(int(cells[-1]))
-        self._note_change()
+        if self._memory is not None:
+            self._note_change()
         index = torch.from_numpy(cells)
         self.notify(index)
         return index
@@ -334,7 +342,7 @@ class RingWriter(WriterBase, Rings):
         return bool((self._positions[env] + steps - self._oldest()[env] <= self.length).all())
 
     def _check_room(self, env: Ints, steps: int) -> None:
-        if not self.overwrite and not self.has_room(env, steps):
+        if not self.has_room(env, steps):
             full = env[self._positions[env] + steps - self._oldest()[env] > self.length].tolist()
             raise ValueError(
                 f"The rings of the environments {full} have no room for {steps} more steps, and overwrite=False; take "
@@ -380,7 +388,7 @@ class RingWriter(WriterBase, Rings):
             return NO_FLAGS, NO_FLAGS
         done = self._entry(data, leaves, self._done_path)
         if self.index is None and done is not None:
-            self.make_index()
+            self._make_index()
         if self.index is None:
             return NO_FLAGS, NO_FLAGS
         if done is None:
@@ -397,8 +405,7 @@ class RingWriter(WriterBase, Rings):
         place = storage.cells.places.get(path)
         return None if place is None else leaves[place]
 
-    def make_index(self) -> None:
-        """Start the index of episodes, which otherwise the first data do."""
+    def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
             self.track_episodes = False
             return
@@ -502,7 +509,7 @@ class RingWriter(WriterBase, Rings):
         self._refresh()
         self.index = None
         if state_dict["index"] is not None:
-            self.make_index()
+            self._make_index()
             assert self.index is not None
             self.index.load_state_dict(state_dict["index"], self.filled_cells())
 
