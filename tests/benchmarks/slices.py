@@ -1,0 +1,115 @@
+"""Windows of four steps within episodes of 500, as the world model TD-MPC2 reads them, at growing sizes, one thread.
+
+    python tests/benchmarks/slices.py [--json timings.json] [--repetitions 7] [--sizes 1e5 1e6 1e7 6e7]
+                                      [--folder FOLDER] [--check]
+
+256 windows of 4 steps, for which TorchRL's ``SliceSampler`` takes longer the more is stored (5 ms of 6 million steps,
+1.7 s of 600 million, by https://github.com/pytorch/rl/issues/2669). Rows of 9 bytes (observation and reward of 4 bytes
+each, and the end of an episode) of 8 environments, to which our index adds 9; TorchRL's rows have the number of their
+episode, too, 17 bytes. Sizes stand beside the smallest, in memory and memory-mapped: these pages were just written, so
+that most of them are in memory as well; pages that are not cost what the disk costs. ``--check`` exits with 1 where the
+largest size takes longer than 2.5 times the smallest, whose cells fit in the processor's caches, with one of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Contender, Timing, compare, one_thread, say, table, write_json
+
+if __name__ == "__main__":
+    one_thread()
+    warnings.simplefilter("ignore")
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import SliceSampler
+
+from torchrl_lightning.episodic.buffer import EpisodicReplayBuffer
+from torchrl_lightning.replay.buffer import ExperienceBuffer
+from torchrl_lightning.replay.sequences import SequenceSampler
+from torchrl_lightning.replay.storage import RingStorage
+
+ENVS, BATCH, LENGTH, EPISODE, CHUNK = 8, 256, 4, 500, 4000
+GROWTH = 2.5  # at most, of the largest size over the smallest: reads that miss the caches, not more of them
+
+
+def steps_of(time: int, steps: int) -> TensorDict:
+    """Steps ``time`` and later of all environments, ``[steps, ENVS]``, whose episodes end together."""
+    done = (torch.arange(time, time + steps) % EPISODE == EPISODE - 1).view(-1, 1, 1).expand(-1, ENVS, 1)
+    after = {"reward": torch.randn(steps, ENVS, 1), "done": done}
+    return TensorDict({"observation": torch.randn(steps, ENVS, 1), "next": after}, [steps, ENVS])
+
+
+def filled(buffer: ExperienceBuffer, steps: int) -> ExperienceBuffer:
+    for time in range(0, steps, CHUNK):
+        buffer.extend(steps_of(time, min(CHUNK, steps - time)), time_dim=0)
+    return buffer
+
+
+def sequences(size: int, folder: Path | None) -> Contender:
+    storage = RingStorage(size // ENVS * ENVS, scratch_dir=folder)
+    buffer = ExperienceBuffer(storage=storage, sampler=SequenceSampler(LENGTH), num_envs=ENVS, batch_size=BATCH)
+    return filled(buffer, size // ENVS).sample
+
+
+def batches(size: int, folder: Path | None) -> Contender:
+    buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, keep_episodic_info=True, scratch_dir=folder)
+    filled(buffer, size // ENVS)
+    return lambda: buffer.get_batch(BATCH, LENGTH)
+
+
+def slices(size: int, _: Path | None) -> Contender:
+    """TorchRL's, with the options of TD-MPC2, where every sample may come after a write."""
+    sampler = SliceSampler(slice_len=LENGTH, traj_key="episode", strict_length=True)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(size), sampler=sampler, batch_size=BATCH * LENGTH, pin_memory=False
+    )
+    for time in range(0, size, CHUNK * ENVS):
+        rows = steps_of(time, min(CHUNK * ENVS, size - time))[:, 0]
+        rows["episode"] = torch.arange(time, time + len(rows)) // EPISODE
+        buffer.extend(rows)
+    return buffer.sample
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[1e5, 1e6, 1e7, 6e7])
+    parser.add_argument("--folder", type=Path, help="where memory-mapped cells lie; a temporary one by default")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where ours grows")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    results: dict[str, list[Timing]] = {}
+    good = True
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        disk = Path(name)
+        for title, build, folder in (
+            ("SequenceSampler, within episodes, in memory", sequences, None),
+            ("SequenceSampler, within episodes, memory-mapped", sequences, disk),
+            ("get_batch, in memory", batches, None),
+            ("get_batch, memory-mapped", batches, disk),
+            ("TorchRL's SliceSampler, in memory", slices, None),
+        ):
+            sizes = {f"{size:.0e}": build(int(size), folder) for size in sorted(arguments.sizes)}
+            results[title] = timings = compare(sizes, repetitions=arguments.repetitions)
+            del sizes
+            say(table(f"slices: {BATCH} windows of {LENGTH} by {title}", timings, timings[0].name))
+            good = (build is slices or timings[-1].median <= GROWTH * timings[0].median) and good
+    if arguments.json:
+        write_json(arguments.json, results)
+    return 0 if good or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
