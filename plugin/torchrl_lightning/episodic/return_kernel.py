@@ -9,7 +9,7 @@ import numpy as np
 
 def write_returns(
     cells: Any, rings: Any, episodes: Any, reward: Any, ends: Any, at_zero: bool, shift: int, factors: Any, out: Any
-) -> None:
+) -> bool:
     """Write the returns of the episodes that end in some cells (numba).
 
     Args:
@@ -22,14 +22,18 @@ def write_returns(
         shift: how many rows before its reward the step is to which a reward belongs.
         factors: gamma, and lowest and highest reward that counts.
         out: receives the returns, ``[C, F]``.
+
+    Returns:
+        Whether an episode ends in any of them.
     """
     (length, positions, floor), (gamma, lowest, highest) = rings, factors
     column, done = episodes[0], episodes[1]
     width, features = len(positions), reward.shape[1]
-    carry = np.zeros(features, out.dtype)
+    carry, written = np.zeros(features, out.dtype), False
     for closing in cells:
         if not done[closing]:
             continue
+        written = True
         env, newest = closing % width, positions[closing % width] - 1
         end = newest - (newest - closing // width) % length
         # A first step notes its own position or a later one, any other step where its episode began.
@@ -52,6 +56,7 @@ def write_returns(
             cell = (low + k - shift) % length * width + env
             for f in range(features):
                 out[cell, f] = returns[k * features + f]
+    return written
 
 
 scan_rows: Any = None  # that of scan.py, once this kernel is compiled

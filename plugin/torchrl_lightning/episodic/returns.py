@@ -20,8 +20,10 @@ from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter, writer_of
+from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.scan import LIKE, discounted_scan, row_kernel
+
+UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
 class EpisodicReturn:
@@ -85,7 +87,7 @@ class EpisodicReturn:
         self.critic, self.key, self.layout = critic, key, layout
         self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
         self._factors = self.gamma, *(self.reward_clip or (-math.inf, math.inf))
-        self._storage = storage
+        self._storage, self._found = storage, UNKNOWN
         storage.attach(self)
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
@@ -116,30 +118,37 @@ class EpisodicReturn:
         episodes = writer.index
         assert episodes is not None
         cells = index.cpu().numpy()
-        if self.critic is None and self._write_compiled(writer, episodes, cells):
+        found = self._entries() if self.critic is None else None
+        if found is None:
+            ended = cells[episodes.arrays[1][cells]]
+            if len(ended):
+                self._fill(episodes, np.unique(ended))
             return
-        ended = cells[episodes.arrays[1][cells]]
-        if len(ended):
-            self._fill(episodes, np.unique(ended))
+        reward, ends, out = found
+        time_steps = self.layout.time_steps
+        if row_kernel(write_returns)(
+            cells, (writer.length, *writer.arrays), episodes.arrays, reward, ends, time_steps, int(time_steps),
+            self._factors, out,
+        ):  # fmt: skip
+            self._storage.touch()
 
-    def _write_compiled(self, writer: RingWriter, episodes: EpisodeIndex, cells: Ints) -> bool:
-        """Do all of it in one call, if the entries are plain numbers on the CPU; return whether they are."""
-        storage, layout = self._storage, self.layout
-        assert storage.cells is not None
-        out, reward, ends = (storage.cells.leaves[storage.cells.places[path]] for path in self._paths)
-        if not (out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype):
-            return False
-        if ends.numel() != len(ends) or not (ends.dtype == torch.bool or ends.dtype in LIKE):
-            return False
-        if episodes.arrays[1][cells].any():
-            count = len(out)
-            row_kernel(write_returns)(
-                cells, (writer.length, *writer.arrays), episodes.arrays, reward.view(count, -1).numpy(),
-                ends.view(-1).numpy(), layout.time_steps, int(layout.time_steps), self._factors,
-                out.view(count, -1).numpy(),
-            )  # fmt: skip
-            storage.touch()
-        return True
+    def _entries(self) -> tuple[Any, Any, Any] | None:
+        """Return rewards, ends and returns of all cells for the kernel; None if they are not plain on the CPU."""
+        cells = self._storage.cells
+        assert cells is not None
+        table = cells.table
+        if self._found[0] is not table:  # cells were reserved, or have moved
+            out, reward, ends = (cells.leaves[cells.places[path]] for path in self._paths)
+            plain = out.is_cpu and out.dtype in LIKE and reward.dtype == out.dtype and ends.numel() == len(ends)
+            found = None
+            if plain and (ends.dtype == torch.bool or ends.dtype in LIKE):
+                count = len(out)
+                found = reward.view(count, -1).numpy(), ends.view(-1).numpy(), out.view(count, -1).numpy()
+            self._found = table, found
+        return self._found[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": UNKNOWN}
 
     def _fill(self, index: EpisodeIndex, ended: Ints) -> None:
         layout, storage = self.layout, self._storage

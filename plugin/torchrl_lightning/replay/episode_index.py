@@ -16,6 +16,7 @@ from torchrl_lightning.replay.sharing import SharedArrays
 from torchrl_lightning.segment_kernels import jitted
 
 Flags = NDArray[np.bool_]
+NOTHING: Ints = np.empty(0, np.int64)
 
 
 class EpisodeIndex(SharedArrays):
@@ -114,11 +115,13 @@ class EpisodeIndex(SharedArrays):
 
     def _bounds(self, env: Ints, position: Ints, clip: bool = False) -> tuple[Ints, Ints]:
         begin, end = np.empty(env.shape, np.int64), np.empty(env.shape, np.int64)
-        rings = self.length, self._positions, self._floor
-        flat = env.ravel(), position.ravel()
-        if not jitted(ring_kernels.bounds)(*flat, rings, self.arrays, clip, begin.reshape(-1), end.reshape(-1)):
-            check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
+        self._look(env, position, clip, False, begin.reshape(-1), end.reshape(-1))
         return begin, end
+
+    def _look(self, env: Ints, position: Ints, clip: bool, relative: bool, begin: Ints, end: Ints) -> None:
+        flat, rings = (env.ravel(), position.ravel()), (self.length, self._positions, self._floor)
+        if not jitted(ring_kernels.bounds)(*flat, rings, self.arrays, clip, relative, begin, end):
+            check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
 
     @staticmethod
     def _arrays(env_ids: Tensor, positions: Tensor) -> tuple[Ints, Ints]:
@@ -150,9 +153,9 @@ class EpisodeIndex(SharedArrays):
     def steps_to_end(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return ``end - position``."""
         env, position = self._arrays(env_ids, positions)
-        _, end = self._bounds(env, position)
-        end -= position
-        return torch.from_numpy(end)
+        left = np.empty(env.shape, np.int64)
+        self._look(env, position, False, True, NOTHING, left.reshape(-1))
+        return torch.from_numpy(left)
 
     def finished(self, env_ids: Tensor, positions: Tensor) -> Tensor:
         """Return whether the episodes of stored steps ended with a done flag."""

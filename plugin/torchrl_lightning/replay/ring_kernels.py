@@ -22,7 +22,9 @@ def steps_of(cells: Any, length: int, positions: Any, env: Any, position: Any) -
         position[i] = newest - (newest - slot) % length
 
 
-def bounds(env: Any, position: Any, rings: Any, episodes: Any, clip: bool, first: Any, last: Any) -> bool:
+def bounds(
+    env: Any, position: Any, rings: Any, episodes: Any, clip: bool, relative: bool, first: Any, last: Any
+) -> bool:
     """Tell where the episodes of steps begin and end (numba).
 
     Args:
@@ -31,7 +33,8 @@ def bounds(env: Any, position: Any, rings: Any, episodes: Any, clip: bool, first
         rings: cells of a ring; next position of every environment, and below which one nothing is stored, ``[N]``.
         episodes: arrays of the episode index.
         clip: let episodes begin at their oldest stored step.
-        first: receives the position of the first step, ``[n]``.
+        relative: count from the steps on to their last ones.
+        first: receives the position of the first step, ``[n]``; nothing if it is empty.
         last: receives the position of the last step, ``[n]``.
 
     Returns:
@@ -49,10 +52,12 @@ def bounds(env: Any, position: Any, rings: Any, episodes: Any, clip: bool, first
         # A first step notes its own position or a later one, any other step where its episode began.
         start = min(column[step % length * width + e], step)
         if running[e] and start == begin[e]:
-            last[i] = positions[e] - 1
+            end = positions[e] - 1
         elif start >= oldest:
-            last[i] = column[start % length * width + e]
+            end = column[start % length * width + e]
         else:
-            last[i] = headless_end[e]
-        first[i] = max(start, oldest) if clip else start
+            end = headless_end[e]
+        last[i] = end - step if relative else end
+        if len(first):
+            first[i] = max(start, oldest) if clip else start
     return True
