@@ -86,11 +86,14 @@ def reading(size: int) -> dict[str, Contender]:
 
 
 def adding(size: int) -> dict[str, Contender]:
-    """Write one step of all environments; the copies are those of the buffer's leaves, cell by cell the same."""
+    """Write one step of all environments; the copies are one slice of each leaf that is stored, returns among them.
+
+    Both go round in memory that was written before; what the index of episodes keeps is not copied.
+    """
     buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, record_episodic_return=True)
     fill_steps = itertools.cycle([steps_of(time, 1) for time in range(EPISODE)])
-    buffer.add_batch(next(fill_steps))
-    cells = [(torch.zeros_like(leaf), path) for path, leaf in leaves_of(buffer.storage.tree)]
+    fill(buffer, size)
+    cells = [(leaf.clone(), path) for path, leaf in leaves_of(buffer.storage.tree)]
     default = torch.full((ENVS, 1), -1000.0)
     rows = []
     for time in range(EPISODE):
