@@ -16,6 +16,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -134,7 +135,7 @@ def main() -> int:
 
     def measure(title: str, contenders: dict[str, Contender], budgets: dict[str, float]) -> None:
         nonlocal good
-        results[title] = timings = compare(contenders, repetitions=arguments.repetitions)
+        results[title] = timings = compare(contenders, repetitions=arguments.repetitions, clock=process_time)
         say(table(title, timings, timings[0].name))
         good = verdict(timings, budgets) and good
 

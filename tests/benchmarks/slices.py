@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -102,7 +103,7 @@ def main() -> int:
             ("TorchRL's SliceSampler, in memory", slices, None),
         ):
             sizes = {f"{size:.0e}": build(int(size), folder) for size in sorted(arguments.sizes)}
-            results[title] = timings = compare(sizes, repetitions=arguments.repetitions)
+            results[title] = timings = compare(sizes, repetitions=arguments.repetitions, clock=process_time)
             del sizes
             say(table(f"slices: {BATCH} windows of {LENGTH} by {title}", timings, timings[0].name))
             good = (build is slices or timings[-1].median <= GROWTH * timings[0].median) and good

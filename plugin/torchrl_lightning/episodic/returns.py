@@ -88,10 +88,13 @@ class EpisodicReturn:
         self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
         self._factors = self.gamma, *(self.reward_clip or (-math.inf, math.inf))
         self._storage, self._found = storage, UNKNOWN
+        self._default = torch.empty(0)  # of the last rows
         storage.attach(self)
 
     def with_default(self, data: TensorDictBase) -> TensorDict:
         """Return the rows with the entry that the return goes to, holding ``default_return``; entries are shared.
+
+        That entry, too, is the same tensor for the next rows of this shape: copy it to change it.
 
         Raises:
             KeyError: the rows have no reward, or do not say where they terminate.
@@ -104,10 +107,10 @@ class EpisodicReturn:
                 "Add it, or name another one by layout=StepLayout(...)."
             )
         dtype = reward.dtype if reward.dtype.is_floating_point else torch.float32
-        if reward.is_cpu and dtype in LIKE:  # numpy fills small arrays faster than torch
-            default = torch.from_numpy(np.full_like(LIKE[dtype], self.default_return, shape=tuple(reward.shape)))
-        else:
+        default = self._default
+        if default.shape != reward.shape or default.dtype is not dtype or default.device != reward.device:
             default = torch.full_like(reward, self.default_return, dtype=dtype, requires_grad=False)
+            self._default = default
         names = data.names if data.ndim > 1 else None
         return new_tensordict({**entries_of(data), self.key: default}, data.batch_size, names, data.device)
 
