@@ -82,6 +82,7 @@ class WorldModel(nn.Module):
         self.__dict__["targets"] = targets
         self.register_buffer("elites", torch.arange(ensemble.num_members))
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._size = 0
         self._made_of: tuple[Any, ...] = ()
 
     def prepare(self) -> None:
@@ -91,6 +92,8 @@ class WorldModel(nn.Module):
         if made_of == self._made_of:
             return
         ensemble, self._made_of = self.ensemble, made_of
+        # Plain attributes: to look a part of a module up takes as long as a small operation.
+        self._size, self._activation = len(self.elites), ensemble.activation.forward
 
         def of_elites(values: Tensor) -> Tensor:
             return values.detach().index_select(0, self.elites)
@@ -128,7 +131,7 @@ class WorldModel(nn.Module):
             Next observations ``[R, O]``, rewards ``[R]``, and whether the episode has terminated ``[R]``.
         """
         self.prepare()
-        x, elites, rows = torch.cat((observation, action), -1), len(self.elites), len(action)
+        x, elites, rows = torch.cat((observation, action), -1), self._size, len(action)
         if elites > 1:
             if members is None:
                 places, share = self._places(rows), -(-rows // elites)
@@ -159,7 +162,7 @@ class WorldModel(nn.Module):
         columns = self.targets.action(actions, actions.shape[:2])
         # The state, whose last column is the sum of rewards, lies in the order of the elites: to deal its rows anew is
         # to shuffle it, which takes less than to put each row to its elite and back.
-        state, elites, rows = F.pad(observation, (0, 1)), len(self.elites), len(observation)
+        state, elites, rows = F.pad(observation, (0, 1)), self._size, len(observation)
         order: Tensor | None = None
         ended: Tensor | None = None
         if rows % elites:
@@ -181,7 +184,7 @@ class WorldModel(nn.Module):
         """Step the state ``[R, O + 1]``, whose last column is the sum of rewards; return it, and what has ended."""
         observation = state[:, :-1]
         x = torch.cat((observation, action), 1)
-        change = self.predict(x.view(len(self.elites), -1, x.shape[1])).flatten(0, 1)
+        change = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1)
         if self.targets.reward is not None:
             reward = self.targets.reward(observation, action, observation + change)
             change = torch.cat((change, reward.view(-1, 1)), 1)
@@ -202,7 +205,7 @@ class WorldModel(nn.Module):
         """Map inputs ``[E, R, I]`` of each elite to targets ``[E, R, O]``, neither of them standardised."""
         *hidden, (weight, bias) = self._layers
         for each, its_bias in hidden:
-            x = self.ensemble.activation(torch.baddbmm(its_bias, x, each))
+            x = self._activation(torch.baddbmm(its_bias, x, each))
         x = torch.baddbmm(bias, x, weight)
         if not (self.sample and self.ensemble.probabilistic):
             return x
