@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from devices import THERE, SecondDevice, move_there
 from learn.fakes import trainer
@@ -32,11 +32,14 @@ from torchrl_lightning import (
     play_episodes,
 )
 from torchrl_lightning.learn import (
+    CrossEntropyPlanner,
     DQNModule,
+    DynamicsEnsemble,
     MLPNetwork,
     Network,
     PPOModule,
     RandomNetworkDistillation,
+    RandomShootingPlanner,
     RecurrentNetwork,
     SACModule,
     TD3Module,
@@ -101,6 +104,19 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
         rollouts.append(buffer.rollout)
     for key in ("state_value", ("next", "state_value"), "advantage", "value_target"):
         torch.testing.assert_close(rollouts[1][key], rollouts[0][key])
+
+
+@pytest.mark.parametrize("propagation", ["step", "trajectory"])
+@pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
+def test_a_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
+    specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-2.0, 2.0, (1,)))
+    module = DynamicsEnsemble([8], planner=partial(planner, horizon=2, candidates=20), propagation=propagation)
+    there[1](module.build(specs, num_members=3))
+    collector = GymnasiumCollector("Pendulum-v1", module.policy, num_envs=2, frames_per_batch=4, seed=0)
+    rollout = collector.rollout()
+    collector.shutdown()
+    assert rollout["action"].device.type == "cpu"
+    assert rollout["action"].abs().max() > 0.0
 
 
 def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:

@@ -44,6 +44,8 @@ class ShootingPlanner(TensorDictModuleBase):
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
+        # Collectors ask a policy's tensors where it computes.
+        self.register_buffer("origin", torch.zeros((), device=env.device), persistent=False)
 
     @abstractmethod
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:

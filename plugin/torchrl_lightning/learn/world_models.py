@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class WorldModel(nn.Module):
     def prepare(self) -> None:
         """Take the elites' weights as they are now; the methods below do not look whether they have changed."""
         parts = [*self.ensemble.parameters(), *self.ensemble.buffers(), self.elites]
-        made_of = tuple((part.data_ptr(), part._version) for part in parts)
+        made_of = tuple((id(part), part._version) for part in parts)
         if made_of == self._made_of:
             return
         ensemble, self._made_of = self.ensemble, made_of
@@ -114,6 +114,10 @@ class WorldModel(nn.Module):
         mean, std = torch.zeros_like(bias[0, 0]), torch.ones_like(bias[0, 0])
         mean[: ensemble.outputs], std[: ensemble.outputs] = ensemble.target_mean, ensemble.target_std
         self._layers[-1] = weight * std, bias * std + mean
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._made_of = ()  # weights that move to another device stay the same objects
+        return super()._apply(fn, recurse)
 
     def deal(self, rows: int) -> Tensor:
         """Return an elite's number ``[R]`` for each row, as many rows for each elite, at random."""
