@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,15 +17,13 @@ from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_k
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.rings import Ints, Rings, lay_rings, rings_in, steps_between
+from torchrl_lightning.replay.rings import Ints, lay_rings, rings_in, steps_between
 from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
+from torchrl_lightning.replay.shared_rings import SharedRings
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.segment_kernels import integers, jitted
 
-_logger = logging.getLogger(__name__)
-
-EVERYTHING = np.iinfo(np.int64).max
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
@@ -36,7 +33,7 @@ def writer_of(storage: Storage) -> RingWriter | None:
     return rings if isinstance(rings, RingWriter) else None
 
 
-class RingWriter(WriterBase, Rings):
+class RingWriter(WriterBase, SharedRings):
     """Writer of one ring per environment into one flat storage.
 
     Every environment has its own cursor and an ever-increasing position;
@@ -67,9 +64,6 @@ class RingWriter(WriterBase, Rings):
         [1, 2]
     """
 
-    ARRAYS = (*Rings.ARRAYS, "_counters", "_pending")
-    _is_locked = False  # whether this process holds the lock between those that share the rings
-
     def __init__(
         self,
         num_envs: int = 1,
@@ -79,21 +73,13 @@ class RingWriter(WriterBase, Rings):
         init_key: NestedKey = "is_init",
         overwrite: bool = True,
     ) -> None:
-        # Rows written; an era, which grows when the rings start again, so that stamps never repeat. Of processes that
-        # share the rings: how many changes they made, whether one of them is at it, and whether nobody waits any more.
-        self._counters: Ints = np.zeros(5, np.int64)
         self._process = this_process()
+        SharedRings.__init__(self, integer(num_envs, "num_envs"))
         WriterBase.__init__(self)
-        Rings.__init__(self, integer(num_envs, "num_envs"))
-        # Which steps of a ring, all those below a position, are lost if the process dies that is at it.
-        self._pending: Ints = np.zeros(self.num_envs, np.int64)
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
         self._done_path, self._init_path = path_of(self.done_key), path_of(self.init_key)
-        self.index: EpisodeIndex | None = None
-        # Number of changes, era, positions and oldest steps that this process knows of.
-        self._seen: tuple[int, int, Ints, Ints] = 0, 0, self._positions, self._floor
 
     def register_storage(self, storage: Storage) -> None:
         """Take the storage to fill; called by TorchRL's buffers.
@@ -122,104 +108,15 @@ class RingWriter(WriterBase, Rings):
     def write_count(self, value: int) -> None:
         self._counters[0] = value
 
-    @property
-    def _era(self) -> int:
-        return int(self._counters[1])
-
     # ------------------------------------------------------------------ sharing
 
     def share(self) -> None:
-        """Move positions, counters and episode index into memory that processes share."""
+        """Move positions, counters and episode index, made now if it may be, into memory that processes share."""
         cells = getattr(self.storage, "cells", None)
         known = cells is not None and self._done_path in cells.places
         if self.index is None and self.track_episodes is not False and known:
             self._make_index()  # of one that another process makes, the others would not know
-        self.share_arrays()
-        if self.index is not None:
-            self.index.attach(self._positions, self._floor)
-            self.index.share_arrays()
-        self._see()
-
-    def follow(self) -> tuple[bool, Tensor, Tensor] | None:
-        """Take note of what other processes did, under the lock that was just entered; mend what a dead one left.
-
-        Returns:
-            None if they did nothing; otherwise whether they emptied the rings, cells that hold nothing any more, and
-            cells that were written.
-        """
-        if self._counters.item(3):
-            self._mend()
-            self.leave()
-        self._is_locked = True
-        changes, era, positions, oldest = self._seen
-        if self._counters.item(2) == changes:
-            return None
-        emptied = era != self._era
-        if emptied:
-            positions = oldest = np.zeros_like(positions)
-        self._refresh()
-        now = self._oldest()
-        gone = self._cells_between(np.maximum(oldest, self._positions - self.length), np.minimum(now, positions))
-        written = self._cells_between(np.maximum(positions, now), self._positions)
-        self._see()
-        return emptied, gone, written
-
-    def leave(self) -> None:
-        """Declare that everything is whole, before the lock is given back."""
-        if self._counters.item(3):
-            self._pending[:] = 0
-            self._counters[3] = 0  # last, as it was the first to be set
-        self._is_locked = False
-
-    def expose(self, env: Any, below: Any = EVERYTHING) -> None:
-        """Note which steps are lost if this process dies before it leaves the lock; before anything changes.
-
-        Args:
-            env: the environments.
-            below: those before these positions; none of the ring can be told to be whole where it is ``EVERYTHING``.
-        """
-        if self._is_locked:
-            self._counters[3] = 1
-            self._pending[env] = below
-
-    def stop(self) -> None:
-        """Let nobody wait for room or for steps any more, in any process."""
-        self._counters[4] = 1
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether nobody shall wait any more."""
-        return bool(self._counters.item(4))
-
-    def _mend(self) -> None:
-        env = np.flatnonzero(self._pending)
-        end, held = self._pending[env], self._positions[env] - self._oldest()[env]
-        torn = end == EVERYTHING
-        if self.index is not None:
-            self.index.keep_headless_end(env[~torn], end[~torn])
-            self.index.forget(env[torn])
-        self._floor[env] = np.minimum(end, self._positions[env])
-        self._settle()
-        self._counters[2] += 1
-        if torn.any():
-            _logger.warning(
-                "a process died while it wrote steps of the environments %s: the %d steps stored of them were dropped, "
-                "because nobody knows which are whole, and what comes next begins new episodes.",
-                env[torn].tolist(), int(held[torn].clip(0).sum()),
-            )  # fmt: skip
-
-    def _cells_between(self, low: Ints, high: Ints) -> Tensor:
-        env, position, _ = steps_between(low, high - 1)
-        return torch.from_numpy(position % self.length * self.num_envs + env)
-
-    def _see(self) -> None:
-        if self._memory is not None:
-            self._seen = self._counters.item(2), self._era, self._positions.copy(), self._oldest()
-
-    def _note_change(self) -> None:
-        if self._memory is not None:
-            self._counters[2] += 1
-            self._see()
+        super().share()
 
     # ------------------------------------------------------------------ writing
 
@@ -520,7 +417,7 @@ class RingWriter(WriterBase, Rings):
         check_rings_state(state_dict, self.num_envs, self.length)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**Rings.__getstate__(self), "_rng": None, "_is_locked": False}
+        return {**SharedRings.__getstate__(self), "_rng": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
