@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -11,7 +12,13 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from datamodules.replay_parts import parameters, trainer
-from torchrl_lightning import DynamicsDataModule, ExperienceBuffer, MBReplayBuffer, RingStorage
+from torchrl_lightning import (
+    DynamicsDataModule,
+    ExperienceBuffer,
+    GymnasiumCollector,
+    MBReplayBuffer,
+    RingStorage,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -234,6 +241,30 @@ def test_evaluations_play_the_policy(tmp_path):
     assert data.evaluate(module.policy, 3)["episode_return"].shape[0] == 3
 
 
+def test_a_collector_that_ends_ends_the_run(tmp_path, caplog):
+    def collector(policy, seed):
+        return GymnasiumCollector("Pendulum-v1", policy, num_envs=2, frames_per_batch=20, total_frames=60, seed=seed)
+
+    data = model_data(collector=collector, reset_at_each_batch=False)
+    with caplog.at_level(logging.WARNING):
+        module, _ = fit(tmp_path, data, max_epochs=9)
+    assert "the collector ended after 60 frames" in caplog.text
+    assert (data.frames, data.fits, {epoch for epoch, _ in module.train_batches}) == (60, 1, {0, 1, 2})
+
+
+def test_rows_whose_next_observation_is_that_of_a_reset_are_served_to_nobody(tmp_path):
+    class Marks(MBReplayBuffer):
+        def extend(self, data, env_ids=None, **options):
+            marked = torch.zeros(*data.shape, 1, dtype=torch.bool)
+            marked[:, 0] = True
+            return super().extend(data.copy().set(("next", "is_init"), marked), env_ids, **options)
+
+    data = model_data(buffer=lambda num_envs: Marks(200, num_envs=num_envs))
+    fit(tmp_path, data, max_epochs=1)
+    assert len(data.buffer) == 60
+    assert len(data._training) + len(data._validation) == 60 - 2 * 3  # three rollouts of two environments
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +317,14 @@ def test_numbers_out_of_range_are_refused(name):
         model_data(**{name: 0})
 
 
+def test_several_ranks_are_refused(tmp_path):
+    data = model_data()
+    data.trainer = SimpleNamespace(precision="32-true", world_size=2, global_rank=0)
+    with pytest.raises(ValueError, match="fits one model to one buffer, but the trainer has 2 ranks"):
+        data.setup("fit")
+    data.close()
+
+
 def test_what_a_loader_outside_of_a_fit_is():
     data = model_data()
     assert len(data.train_dataloader()) == data.batches_per_epoch == 1
@@ -299,11 +338,11 @@ def test_what_a_loader_outside_of_a_fit_is():
 class Save(L.Callback):
     """Writes a checkpoint at one of Lightning's moments in an epoch and ends the run there."""
 
-    def __init__(self, path, moment, epoch):
+    def __init__(self, path, moment, epoch=None):
         self.path, self.moment, self.epoch = path, moment, epoch
 
     def save(self, run, moment):
-        if (moment, run.current_epoch) == (self.moment, self.epoch):
+        if moment == self.moment and self.epoch in (None, run.current_epoch):
             run.save_checkpoint(self.path)
             run.should_stop = True
 
@@ -316,6 +355,9 @@ class Save(L.Callback):
 
     def on_train_epoch_end(self, run, module):
         self.save(run, "epoch")
+
+    def on_train_end(self, run, module):
+        self.save(run, "end")
 
 
 @pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
@@ -338,6 +380,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(moment, epoch, tm
     assert (rows[0] == rows[1]).all()
     # A fit that goes on is not begun again.
     assert [number for number, _ in module.begun] == [n for n, _ in uninterrupted.begun if n > epoch]
+
+
+@pytest.mark.parametrize("steps", [3, 4, 9])
+def test_a_run_of_so_many_steps_resumes_where_it_ended(steps, tmp_path):
+    whole = model_data(max_epochs_per_fit=2)
+    uninterrupted, _ = fit(tmp_path, whole, max_epochs=-1, max_steps=16)
+    saving = Save(tmp_path / "at.ckpt", "end")
+    fit(tmp_path, model_data(max_epochs_per_fit=2), max_epochs=-1, max_steps=steps, callbacks=[saving])
+    resumed, module = model_data(max_epochs_per_fit=2), made(seed=99)
+    fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=-1, max_steps=16)
+    assert (resumed.frames, resumed.fits) == (whole.frames, whole.fits)
+    assert torch.equal(parameters(module), parameters(uninterrupted))
 
 
 def test_a_run_that_is_over_collects_nothing_when_it_is_resumed(tmp_path, caplog):

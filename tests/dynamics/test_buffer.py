@@ -292,6 +292,23 @@ def test_dict_observations_are_columns_and_recurrent_states_none():
     assert set(buffer.targets.observation_columns) == {"far[0]", "far[1]", "far[2]", "near[0]"}
 
 
+def test_the_first_rows_of_torchrls_verb_are_of_one_environment():
+    buffer = MBReplayBuffer(20)
+    buffer.extend(rows(12))
+    assert (buffer.num_envs, buffer.size) == (1, 12)
+
+
+@pytest.mark.parametrize("verb", ["extend", "insert_transition", "insert_data_slice"])
+def test_a_first_write_that_fails_leaves_the_number_of_environments_open(verb):
+    buffer = MBReplayBuffer(4)
+    wrong = rows(3).set("name", "text")
+    with pytest.raises(TypeError, match="'name' is a"):
+        getattr(buffer, verb)(wrong)
+    assert (buffer.num_envs, len(buffer), buffer.storage.max_size) == (None, 0, 4)
+    buffer.insert_transition({name: value[0] for name, value in numbered(0, 1, 2).items()})
+    assert buffer.num_envs == 2
+
+
 def test_shuffled_passes_hold_each_row_once_in_another_order():
     buffer = filled(10, generator=torch.Generator().manual_seed(3))
     batches = [batch["inputs"][:, 0] for batch in buffer.generate_batches(mini_batch_size=10, num_epochs=2)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -141,6 +142,7 @@ class DynamicsDataModule(ExperienceDataModule):
         self._targets: DynamicsTargets | None = None
         self._order_seed = 0
         self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
+        self._resumed = False  # whether a checkpoint was restored and no loader asked for since
         # Of the present fit; empty until they are read. All columns side by side: to read them apart takes half again.
         self._training = torch.zeros(0, 0)
         self._validation = torch.zeros(0, 0)
@@ -195,13 +197,14 @@ class DynamicsDataModule(ExperienceDataModule):
         """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
         trainer: Any = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
-            goes_on = self._pass_of == trainer.current_epoch  # a checkpoint was written in this pass
+            goes_on = self._goes_on(trainer)
             if not goes_on and self._is_spent():
                 return super().train_dataloader()  # says so, and ends the run
             if self.fits and not len(self._training):
                 self._read()
             if not goes_on:
-                self._next_pass(trainer.current_epoch)
+                self._next_pass(self._module())
+            self._pass_of = trainer.current_epoch
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
@@ -217,9 +220,16 @@ class DynamicsDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ fits and passes
 
-    def _next_pass(self, epoch: int) -> None:
-        """Go on with the fit for an epoch of Lightning's, or collect and begin another one."""
-        module = self._module()
+    def _goes_on(self, trainer: Trainer) -> bool:
+        """Return whether the present epoch first serves the rest of a pass that a checkpoint was written in."""
+        resumed, self._resumed = self._resumed, False
+        if self._pass_of == trainer.current_epoch:
+            return True
+        # Of a run that max_steps ended, Lightning counts the epoch as done, and goes on behind its last batch.
+        return resumed and trainer.fit_loop.restarting and self._batches_served() > 0
+
+    def _next_pass(self, module: Any) -> None:
+        """Go on with the fit for another pass, or collect and begin another fit."""
         self._metrics = {}
         if self._fit_is_over():
             began = time.perf_counter()
@@ -236,7 +246,6 @@ class DynamicsDataModule(ExperienceDataModule):
             if hasattr(module, "begin_fit"):
                 module.begin_fit(self.targets)
         self.epochs_of_fit += 1
-        self._pass_of = epoch
 
     def _fit_is_over(self) -> bool:
         """Return whether there is no fit to go on with."""
@@ -370,4 +379,5 @@ class DynamicsDataModule(ExperienceDataModule):
         self._metrics = dict(own["metrics"])
         self.fits, self.epochs_of_fit = int(own["fits"]), int(own["epochs_of_fit"])
         self._pass_of, self._order_seed = own["pass_of"], int(own["order_seed"])
+        self._resumed = True
         self._training, self._validation = torch.zeros(0, 0), torch.zeros(0, 0)

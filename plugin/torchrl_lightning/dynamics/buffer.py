@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -160,15 +161,16 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         time_dim: int | None = None,
         update_priority: bool | None = None,
     ) -> Tensor:
-        """Write steps; see :meth:`ExperienceBuffer.extend`.
+        """Write steps; see :meth:`ExperienceBuffer.extend`. The first ones, ``[n]``, are of one environment.
 
         Raises:
             KeyError: there is no next observation, or ``autoreset`` finds no ``("next", "done")``.
         """
         check_tensordict(data)
-        if 0 not in data.shape and env_ids is None and self._num_envs is None:
-            self._lay(self.max_size, _width(data, time_dim))
-        return super().extend(self._marked(data), env_ids, time_dim=time_dim, update_priority=update_priority)
+        data = self._marked(data)
+        num_envs = _width(data, time_dim) if env_ids is None else None
+        with self._laid(None if 0 in data.shape else num_envs):
+            return super().extend(data, env_ids, time_dim=time_dim, update_priority=update_priority)
 
     def _marked(self, data: TensorDictBase) -> TensorDictBase:
         """Mark the steps whose next observation is that of a reset; refuse data without next observations."""
@@ -186,12 +188,10 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         return data.copy().set(IS_RESET, done.clone())
 
     def _write_step(self, step: TensorDictBase) -> None:
-        self.extend(step)
+        with self._laid(len(step)):
+            self.extend(step)
 
     def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
-        if data.ndim == 1 and self._num_envs in (None, 1):
-            self._num_envs = 1
-            time_dim = None
         self.extend(data, time_dim=time_dim)
 
     def insert_data_slice(
@@ -249,16 +249,28 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     def _reserve(self, step: TensorDictBase) -> None:
         if self.size:
             raise ValueError(f"{self.size} steps are stored; call reset() before init_tensors.")
-        if self._num_envs is None:
-            self._lay(self.max_size, len(step))
-        self.storage.allocate(self._marked(step))
+        with self._laid(len(step)):
+            self.storage.allocate(self._marked(step))
+
+    @contextmanager
+    def _laid(self, num_envs: int | None) -> Iterator[None]:
+        """Lay rings for so many environments, where there are none yet and what follows does not fail."""
+        first = self._num_envs is None and num_envs is not None
+        if first:
+            self._lay(self.max_size, num_envs)
+        try:
+            yield
+        except BaseException:
+            if first:
+                self._lay(self.max_size, None)
+            raise
 
     def _lay(self, size: int, num_envs: int | None) -> None:
         """Lay rings of ``size`` steps for so many environments, and move the newest rows there."""
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
         writer = RingWriter(num_envs or 1)
         writer.register_storage(storage)
-        if self.storage.data is not None:
+        if self.storage.data is not None and num_envs is not None:
             storage.allocate(self.storage.data[:1])
         for env in range(self.writer.num_envs if self.size else 0):
             cells = self._cells_of(env)
@@ -401,9 +413,8 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`."""
         held = state_dict.get("writer")
         num_envs = held.get("num_envs") if isinstance(held, Mapping) else None
-        if self._num_envs is None and type(num_envs) is int and num_envs > 0:
-            self._lay(self.max_size, num_envs)
-        super().load_state_dict(state_dict)
+        with self._laid(num_envs if type(num_envs) is int and num_envs > 0 else None):
+            super().load_state_dict(state_dict)
 
 
 def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
@@ -416,8 +427,8 @@ def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
 
 
 def _width(data: TensorDictBase, time_dim: int | None) -> int:
-    """Return of how many environments data are: ``[N]`` is one step of each."""
+    """Return of how many environments data are."""
     if data.ndim < 2:
-        return len(data) if time_dim is None else 1
+        return 1
     axis = data.names.index("time") if time_dim is None and "time" in data.names else time_dim
     return int(data.shape[0 if axis in (1, -1) else 1])
