@@ -1,11 +1,12 @@
 """The episodic replay buffer beside what it is built of, one thread, interleaved.
 
-    python tests/benchmarks/episodic.py [--json timings.json] [--repetitions 11] [--sizes 4 6] [--check]
+    python tests/benchmarks/episodic.py [--json timings.json] [--repetitions 11] [--sizes 4 5 6 7] [--check]
 
 Rows of 165 bytes of 64 environments. Windows of two steps by priority, ``get_batch``, stand beside as many single steps
 of :class:`PrioritizedSampler`, and so do questions for the end of their episodes; one step of all environments with its
-episode index and its returns beside the bare slice copies of the same leaves. The first two come again for every size,
-each beside the smallest. ``--check`` exits with 1 where a budget is missed.
+episode index and its returns beside the bare slice copies of the same leaves. Then everything at growing sizes beside
+the smallest, with rows of 38 bytes: 64 of them are added, or 256 drawn, asked about or given priorities. ``--check``
+exits with 1 where a budget is missed.
 """
 
 from __future__ import annotations
@@ -40,28 +41,36 @@ ENVS, BATCH, EPISODE = 64, 256, 250
 SINGLE, PAIRS, END = "single steps", "get_batch of 2", "steps_to_episode_end"
 COPIES, ADD = "slice copies", "add_batch"
 BUDGETS = {PAIRS: 2.0, END: 0.1, ADD: 3.0}  # at most, times what stands first
-GROWTH = 1.5  # at most, of the largest size over the smallest
+GROWTH = 1.75  # at most, over the smallest size: the logarithm of 1e7 over that of 1e4
 
 
-def steps_of(time: int, steps: int) -> TensorDict:
+def steps_of(time: int, steps: int, features: int = 17) -> TensorDict:
     """Steps ``time`` and later of all environments, time-major; their episodes end at different times."""
     rows = steps * ENVS
     end = (torch.arange(time, time + steps)[:, None] + torch.arange(ENVS) * 4) % EPISODE == EPISODE - 1
     flag = end.reshape(rows, 1)
-    after = {"observation": torch.randn(rows, 17), "reward": torch.randn(rows, 1), "done": flag, "terminated": flag}
-    return TensorDict({"observation": torch.randn(rows, 17), "action": torch.randn(rows, 6), "next": after}, [rows])
+    after = {
+        "observation": torch.randn(rows, features),
+        "reward": torch.randn(rows, 1),
+        "done": flag,
+        "terminated": flag,
+    }
+    before = {"observation": torch.randn(rows, features), "action": torch.randn(rows, 6)}
+    return TensorDict({**before, "next": after}, [rows])
 
 
-def fill(buffer: ExperienceBuffer, size: int) -> None:
+def fill(buffer: ExperienceBuffer, size: int, features: int = 17) -> None:
     steps = size // ENVS
     for time in range(0, steps, 256):
-        buffer.extend(steps_of(time, min(256, steps - time)).view(-1, ENVS), time_dim=0)
+        buffer.extend(steps_of(time, min(256, steps - time), features).view(-1, ENVS), time_dim=0)
     buffer.update_priority(torch.arange(len(buffer)), torch.empty(len(buffer)).exponential_())
 
 
-def episodic(size: int) -> EpisodicReplayBuffer:
-    buffer = EpisodicReplayBuffer(None, ENVS, size // ENVS, prioritized_sampling=True, record_episodic_return=True)
-    fill(buffer, size)
+def episodic(size: int, features: int = 17, prioritized_sampling: bool = True) -> EpisodicReplayBuffer:
+    buffer = EpisodicReplayBuffer(
+        None, ENVS, size // ENVS, prioritized_sampling=prioritized_sampling, record_episodic_return=True
+    )
+    fill(buffer, size, features)
     return buffer
 
 
@@ -112,6 +121,26 @@ def adding(size: int) -> dict[str, Contender]:
     return {COPIES: copy, ADD: lambda: buffer.add_batch(next(fill_steps))}
 
 
+def growing(buffer: EpisodicReplayBuffer, plain: EpisodicReplayBuffer) -> dict[str, Contender]:
+    """All that is asked of a buffer again and again, at its size; ``plain`` draws without priorities."""
+    rows = itertools.cycle([steps_of(time, 1, 1) for time in range(EPISODE)])
+    drawn = itertools.cycle([buffer.get_batch(BATCH, 2)[1] for _ in range(64)])
+    priority = torch.rand(BATCH)
+
+    def update() -> None:
+        info = next(drawn)
+        buffer.update_priority(info.env_ids, info.positions, priority)
+
+    return {
+        PAIRS: lambda: buffer.get_batch(BATCH, 2),
+        f"{PAIRS}, no priorities": lambda: plain.get_batch(BATCH, 2),
+        "update_priority": update,
+        END: question(buffer),
+        ADD: lambda: plain.add_batch(next(rows)),
+        f"{ADD} with priorities": lambda: buffer.add_batch(next(rows)),
+    }
+
+
 def verdict(timings: list[Timing], budgets: dict[str, float]) -> bool:
     first, good = timings[0], True
     for timing in timings[1:]:
@@ -125,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 6], help="powers of ten for the growth")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 5, 6, 7], help="powers of ten, ascending")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a budget is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -141,13 +170,12 @@ def main() -> int:
 
     measure(f"episodic: read {BATCH} of 1e6", reading(10**6), BUDGETS)
     measure(f"episodic: write a step of {ENVS} environments", adding(10**6), BUDGETS)
-    buffers = {f"1e{power}": episodic(10**power) for power in sorted(arguments.sizes)}
-    growth = dict.fromkeys(buffers, GROWTH)
-    pairs: dict[str, Contender] = {
-        name: lambda buffer=buffer: buffer.get_batch(BATCH, 2) for name, buffer in buffers.items()
-    }
-    measure(f"episodic: {PAIRS}, {BATCH} of each size", pairs, growth)
-    measure(f"episodic: {END}, {BATCH} of each size", {name: question(each) for name, each in buffers.items()}, growth)
+    sizes = {f"1e{power}": growing(episodic(10**power, 1), episodic(10**power, 1, False)) for power in arguments.sizes}
+    for name in next(iter(sizes.values())):
+        contenders = {size: found[name] for size, found in sizes.items()}
+        measure(
+            f"episodic: {name}, {BATCH} (or one step of {ENVS}) at each size", contenders, dict.fromkeys(sizes, GROWTH)
+        )
     if arguments.json:
         write_json(arguments.json, results)
     return 0 if good or not arguments.check else 1
