@@ -346,10 +346,16 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Draw steps, ``[B]``; otherwise as :meth:`ExperienceBuffer.sample`."""
-        found = super().sample(batch_size, return_info, include_info)
         if getattr(self.sampler, "batch_length", None) != 1:  # not windows of one step
-            return found
+            return super().sample(batch_size, return_info, include_info)
+        if not (return_info or include_info is not None or self.has_transform) and self.is_plain(batch_size):
+            return self.read(batch_size, self._fetch_steps)
+        found = super().sample(batch_size, return_info, include_info)
         return (_flat(found[0]), found[1]) if return_info else _flat(found)
+
+    def _fetch_steps(self, index: Tensor, info: dict[Any, Any]) -> TensorDictBase:
+        # To flatten what the sampler gives takes a third of what it takes to flatten all that is read.
+        return self._fetch(index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()})
 
     def gather_all(
         self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True
