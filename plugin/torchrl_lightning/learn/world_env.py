@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,11 +14,12 @@ from torchrl.envs.model_based import ModelBasedEnvBase
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import entry_of
 from torchrl_lightning.learn.world_models import WorldModel
+from torchrl_lightning.parts import OwnSignature
 
 MEMBER = "member"
 
 
-class WorldModelEnvironment(ModelBasedEnvBase):
+class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
     """Step a :class:`WorldModel` as an environment of any batch size.
 
     Observations are entries of the real environment's names and shapes, without its bounds. An episode ends where the
@@ -41,6 +42,10 @@ class WorldModelEnvironment(ModelBasedEnvBase):
 
     world_model: WorldModel
     targets: DynamicsTargets
+
+    def __new__(cls, world_model: WorldModel, device: torch.device | str = "cpu") -> Self:
+        """Take what the constructor takes; TorchRL's hides it from readers and configs."""
+        return super().__new__(world_model, device=device)
 
     def __init__(self, world_model: WorldModel, device: torch.device | str = "cpu") -> None:
         super().__init__(world_model, device=device)
