@@ -17,6 +17,7 @@ from torchrl_lightning.episodic import EpisodicReplayBuffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SECONDS = 60  # after which a test fails instead of hanging
+HALF_TIME = 5.0  # seconds that four write and two read, before and after one of them is killed
 WRITERS, WIDTH, EPISODE = 4, 2, 7
 ENVS = WRITERS * WIDTH
 
@@ -144,11 +145,11 @@ def test_a_killed_writer_stops_nobody() -> None:
         writers = [crew.start(write_on, buffer, [first, first + 1]) for first in range(0, ENVS, WIDTH)]
         assert [crew.answer(each) for each in writers] == ["writing"] * WRITERS
         readers = [crew.start(draw, buffer) for _ in range(2)]
-        time.sleep(1)
+        time.sleep(HALF_TIME)
         os.kill(writers[0].pid, signal.SIGKILL)
         writers[0].join(SECONDS)
         left = buffer.writer.positions.tolist()
-        time.sleep(0.5)
+        time.sleep(HALF_TIME)
         buffer.clear(torch.tensor([0, 1]))
         again = int(buffer.writer.positions[0])
         assert crew.answer(crew.start(write, buffer, [0, 1], range(20), False)) == 20
