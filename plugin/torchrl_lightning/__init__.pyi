@@ -14,6 +14,7 @@ from torchrl_lightning.collectors import SelectObservation as SelectObservation
 from torchrl_lightning.collectors import environment_specs as environment_specs
 from torchrl_lightning.collectors import make_vector_env as make_vector_env
 from torchrl_lightning.collectors import play_episodes as play_episodes
+from torchrl_lightning.datamodules import BranchedReplay as BranchedReplay
 from torchrl_lightning.datamodules import DynamicsDataModule as DynamicsDataModule
 from torchrl_lightning.datamodules import ExperienceDataModule as ExperienceDataModule
 from torchrl_lightning.datamodules import MixedReplay as MixedReplay
@@ -64,6 +65,7 @@ from torchrl_lightning.learn import DynamicsEnsemble as DynamicsEnsemble
 from torchrl_lightning.learn import GaussianEnsemble as GaussianEnsemble
 from torchrl_lightning.learn import LoadedPolicy as LoadedPolicy
 from torchrl_lightning.learn import LossModuleAgent as LossModuleAgent
+from torchrl_lightning.learn import MBPOModule as MBPOModule
 from torchrl_lightning.learn import MLPNetwork as MLPNetwork
 from torchrl_lightning.learn import OffPolicyModule as OffPolicyModule
 from torchrl_lightning.learn import OutsideBox as OutsideBox
@@ -77,6 +79,7 @@ from torchrl_lightning.learn import TD3Module as TD3Module
 from torchrl_lightning.learn import VTraceModule as VTraceModule
 from torchrl_lightning.learn import WorldModel as WorldModel
 from torchrl_lightning.learn import WorldModelEnvironment as WorldModelEnvironment
+from torchrl_lightning.learn import WorldModelFit as WorldModelFit
 from torchrl_lightning.learn import build_actor as build_actor
 from torchrl_lightning.learn import build_critic as build_critic
 from torchrl_lightning.learn import load_policy as load_policy

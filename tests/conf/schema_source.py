@@ -95,6 +95,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("sampler", "sequence", "SequenceSampler", frozenset({"generator"})),
             Described("sampler", "recent", "RecentSampler", frozenset({"generator"})),
             Described("transform", "hindsight", "HindsightRelabel"),
+            Described("source", "branched", "BranchedReplay", frozenset({"buffer"}), partial=True),
         ],
     ),
     "models": (
@@ -103,6 +104,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("model", "a2c", "A2CModule"),
             Described("model", "dqn", "DQNModule"),
             Described("model", "loss_module", "LossModuleAgent"),
+            Described("model", "mbpo", "MBPOModule"),
             Described("model", "pets", "DynamicsEnsemble"),
             Described("model", "ppo", "PPOModule"),
             Described("model", "reinforce", "ReinforceModule"),
@@ -113,6 +115,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("network", "cnn", "CNNNetwork"),
             Described("network", "recurrent", "RecurrentNetwork"),
             Described("intrinsic", "rnd", "RandomNetworkDistillation"),
+            Described("dynamics", "world_model", "WorldModelFit"),
             Described("planner", "cem", "CrossEntropyPlanner", frozenset({"env"}), partial=True),
         ],
     ),

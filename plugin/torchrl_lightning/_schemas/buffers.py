@@ -336,6 +336,24 @@ class HindsightRelabelSchema:
     compute_terminated: Any = None
 
 
+@dataclass
+class BranchedReplaySchema:
+    """Arguments of :class:`torchrl_lightning.BranchedReplay` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.BranchedReplay"
+    _convert_: str = "all"
+    _partial_: bool = True
+    real_ratio: float = 0.05
+    frames_per_fit: int = 250
+    branches_per_fit: int = 10000
+    fits_kept: int = 4
+    first_length: int = 1
+    last_length: int = 1
+    lengthened_between: list[int] = field(default_factory=lambda: [0, 0])
+    validation_fraction: float = 0.2
+    max_validation: int = 5000
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("buffer", "vanilla"): VanillaOnPolicyBufferSchema,
     ("buffer", "gae"): GAEBufferSchema,
@@ -353,4 +371,5 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("sampler", "sequence"): SequenceSamplerSchema,
     ("sampler", "recent"): RecentSamplerSchema,
     ("transform", "hindsight"): HindsightRelabelSchema,
+    ("source", "branched"): BranchedReplaySchema,
 }

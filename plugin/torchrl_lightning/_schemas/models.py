@@ -76,6 +76,31 @@ class LossModuleAgentSchema:
 
 
 @dataclass
+class MBPOSchema:
+    """Arguments of :class:`torchrl_lightning.MBPOModule`."""
+
+    _target_: str = "torchrl_lightning.MBPOModule"
+    _convert_: str = "all"
+    network: Any = None
+    dynamics: Any = None
+    num_critics: int = 2
+    alpha: float = 1.0
+    learn_alpha: bool = True
+    target_entropy: float | None = None
+    alpha_optimizer: Any = None
+    loss_function: str = "l2"
+    gamma: float = 0.99
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    critic_optimizer: Any = None
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
+    tau: float = 0.005
+    target_interval: int = 1
+    compile: bool = False
+
+
+@dataclass
 class DynamicsEnsembleSchema:
     """Arguments of :class:`torchrl_lightning.DynamicsEnsemble`."""
 
@@ -282,6 +307,28 @@ class RandomNetworkDistillationSchema:
 
 
 @dataclass
+class WorldModelFitSchema:
+    """Arguments of :class:`torchrl_lightning.WorldModelFit`."""
+
+    _target_: str = "torchrl_lightning.WorldModelFit"
+    _convert_: str = "all"
+    hidden_sizes: list[int] = field(default_factory=lambda: [200, 200, 200, 200])
+    activation: str = "silu"
+    probabilistic: bool = True
+    num_members: int = 7
+    num_elites: int = 5
+    propagation: str = "step"
+    sample: bool = True
+    terminated: Any = None
+    learning_rate: float = 0.001
+    weight_decay: float = 2.5e-05
+    batch_size: int = 256
+    max_epochs: int = 100
+    patience: int = 5
+    min_improvement: float = 0.01
+
+
+@dataclass
 class CrossEntropyPlannerSchema:
     """Arguments of :class:`torchrl_lightning.CrossEntropyPlanner` that a DataModule does not fill in itself."""
 
@@ -302,6 +349,7 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("model", "a2c"): A2CSchema,
     ("model", "dqn"): DQNSchema,
     ("model", "loss_module"): LossModuleAgentSchema,
+    ("model", "mbpo"): MBPOSchema,
     ("model", "pets"): DynamicsEnsembleSchema,
     ("model", "ppo"): PPOSchema,
     ("model", "reinforce"): ReinforceSchema,
@@ -312,5 +360,6 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("network", "cnn"): CNNNetworkSchema,
     ("network", "recurrent"): RecurrentNetworkSchema,
     ("intrinsic", "rnd"): RandomNetworkDistillationSchema,
+    ("dynamics", "world_model"): WorldModelFitSchema,
     ("planner", "cem"): CrossEntropyPlannerSchema,
 }

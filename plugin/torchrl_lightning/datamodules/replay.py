@@ -58,7 +58,8 @@ class ReplayDataModule(ExperienceDataModule):
     Args:
         buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
-            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None.
+            :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. If it has a method ``prepare``, that is
+            called with the LightningModule before each batch, e.g. to have it imagine experience.
         dataset: what fills the buffer before the first update: a directory of demonstrations, one of its files,
             ``"minari:ID"`` or a ``minari.MinariDataset``, of ``env``. Nothing is collected then (``frames`` stays 0,
             ``num_envs`` is 1, and loggers count updates), unless ``frames_per_update`` says so: what is collected is
@@ -261,7 +262,10 @@ class ReplayDataModule(ExperienceDataModule):
             if not self._collect_frames(self._module(), buffer):
                 return None
         drawing = time.perf_counter()
-        batch = self._require_source().draw(self.batch_size)
+        source = self._require_source()
+        if (prepare := getattr(source, "prepare", None)) is not None:
+            prepare(self._module())
+        batch = source.draw(self.batch_size)
         if self._normalization:
             self._normalization.advance_if_due()
             self._normalization.normalize_(batch)
@@ -375,6 +379,11 @@ class ReplayDataModule(ExperienceDataModule):
             wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
             if lacking := [name for name in wanted if not hasattr(self._source, name)]:
                 raise TypeError(f"source= gave a {type(self._source).__name__}, which has no {', '.join(lacking)}.")
+            if hasattr(self._source, "prepare") and self._normalization.observation:
+                raise ValueError(
+                    f"{type(self._source).__name__} shows the module what is stored, but normalize_observation has it "
+                    "learn from other numbers; leave it out."
+                )
         return self._source
 
     def _collector_options(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, ExploringPo
 from torchrl_lightning.learn.loading import LoadedPolicy, load_policy
 from torchrl_lightning.learn.loss_module import LossModuleAgent
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, critic_loss, policy_gradient_loss
+from torchrl_lightning.learn.mbpo import MBPOModule
 from torchrl_lightning.learn.networks import CNNNetwork, MLPNetwork, Network, RecurrentNetwork
 from torchrl_lightning.learn.off_policy import OffPolicyModule
 from torchrl_lightning.learn.planners import CrossEntropyPlanner, RandomShootingPlanner
@@ -19,6 +20,7 @@ from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import ConstantSchedule, CosineSchedule, LinearSchedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
+from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import OutsideBox, WorldModel
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "LinearSchedule",
     "LoadedPolicy",
     "LossModuleAgent",
+    "MBPOModule",
     "MLPNetwork",
     "MultiCategorical",
     "Network",
@@ -56,6 +59,7 @@ __all__ = [
     "VTraceModule",
     "WorldModel",
     "WorldModelEnvironment",
+    "WorldModelFit",
     "build_action_critic",
     "build_actor",
     "build_critic",

@@ -220,18 +220,12 @@ class DynamicsEnsemble(AgentModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=rows)
         self.judge(errors)
 
-    @torch.no_grad()
     def judge(self, errors: Tensor) -> None:
         """Keep the members whose holdout errors ``[M]`` have improved."""
         ensemble, model = self.require_built(self.ensemble), self.require_built(self.world_model)
-        improved = errors < self.best_errors * (1.0 - self.min_improvement)
         self._is_judged = True
-        self.epochs_waited = 0 if bool(improved.any()) else self.epochs_waited + 1
-        if self.epochs_waited:
-            return
-        self.best_errors = torch.where(improved, errors, self.best_errors)
-        model.ensemble.copy_members(ensemble, improved)
-        model.elites.copy_(self.best_errors.argsort()[: len(model.elites)])
+        is_better = model.keep_improved(ensemble, errors, self.best_errors, self.min_improvement)
+        self.epochs_waited = 0 if is_better else self.epochs_waited + 1
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch; where no rows are held out, keep all members as they are."""

@@ -85,6 +85,27 @@ class WorldModel(nn.Module):
         self._size = 0
         self._made_of: tuple[Any, ...] = ()
 
+    @torch.no_grad()
+    def keep_improved(self, ensemble: GaussianEnsemble, errors: Tensor, best: Tensor, min_improvement: float) -> bool:
+        """Take over the members of an ensemble that have improved, and choose the elites.
+
+        Args:
+            ensemble: What is being fitted.
+            errors: Its members' errors on held out rows, ``[M]``.
+            best: Their smallest ones so far ``[M]``, which are lowered in place.
+            min_improvement: Share of it by which a member's error must have fallen to count.
+
+        Returns:
+            Whether any has improved.
+        """
+        improved = errors < best * (1.0 - min_improvement)
+        if not improved.any():
+            return False
+        best.copy_(torch.where(improved, errors, best))
+        self.ensemble.copy_members(ensemble, improved)
+        self.elites.copy_(best.argsort()[: len(self.elites)])
+        return True
+
     def prepare(self) -> None:
         """Take the elites' weights as they are now; the methods below do not look whether they have changed."""
         parts = [*self.ensemble.parameters(), *self.ensemble.buffers(), self.elites]

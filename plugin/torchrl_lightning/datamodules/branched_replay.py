@@ -1,0 +1,211 @@
+"""Batches of real experience and of branches that a world model imagines from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from torchrl_lightning.datamodules.mixed_replay import MixedReplay
+from torchrl_lightning.dynamics import HoldoutSplit
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+from torchrl_lightning.state import check_state, mapping, whole
+
+
+class ImaginingModule(Protocol):
+    """What a LightningModule has for :class:`BranchedReplay`, such as :class:`~torchrl_lightning.MBPOModule`."""
+
+    def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
+        """Fit the world model to transitions ``[N]``, judged by others ``[V]``."""
+
+    def imagine(self, start: TensorDictBase, length: int) -> TensorDictBase:
+        """Return the transitions ``[N]`` of branches that begin at the observations of ``start`` ``[R]``."""
+
+
+class BranchedReplay:
+    r"""Draw batches of real rows and of rows that the learning agent's world model imagines, as in MBPO.
+
+    As the ``source=`` of a ``ReplayDataModule``. Before the first batch, and whenever ``frames_per_fit`` more rows have
+    been written to the buffer, the module fits its world model to all of them but those held out, and imagines
+    ``branches_per_fit`` branches from states drawn uniformly among them; the branches of the last ``fits_kept`` fits
+    are kept. Their length is \(k\) rows, or fewer where an episode terminates, with :math:`k` growing linearly from
+    ``first_length`` to ``last_length`` while the number of written rows grows from the first to the second of
+    ``lengthened_between``. A branch that is cut off has not ended, so that its last row's value is bootstrapped.
+
+    Args:
+        buffer: what the environments' steps are written to.
+        real_ratio: the share of real rows in each batch.
+        frames_per_fit: rows written between two fits.
+        branches_per_fit: branches of each fit.
+        fits_kept: of how many fits the branches are kept.
+        first_length: the first length of branches.
+        last_length: the last one.
+        lengthened_between: numbers of written rows between which it grows.
+        validation_fraction: share of the rows that is held out from the fits; a row never changes sides.
+        max_validation: most rows that are held out.
+
+    Raises:
+        ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is due: one side
+            of the split has no rows, or the buffer stores what nobody imagines.
+        TypeError: when a fit is due: the module has no world model.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_lightning import MBPOModule, ReplayDataModule
+        >>> source = partial(BranchedReplay, real_ratio=0.1, branches_per_fit=400, last_length=5)
+        >>> data = ReplayDataModule("Pendulum-v1", buffer=ExperienceBuffer, source=source)
+        >>> module = MBPOModule()  # to be fitted with it
+    """
+
+    def __init__(
+        self,
+        buffer: ExperienceBuffer,
+        *,
+        real_ratio: float = 0.05,
+        frames_per_fit: int = 250,
+        branches_per_fit: int = 10_000,
+        fits_kept: int = 4,
+        first_length: int = 1,
+        last_length: int = 1,
+        lengthened_between: Sequence[int] = (0, 0),
+        validation_fraction: float = 0.2,
+        max_validation: int = 5000,
+    ) -> None:
+        if not 0.0 < real_ratio < 1.0:
+            raise ValueError(
+                f"real_ratio must be above 0 and below 1, got {real_ratio!r}; for real rows alone, take no source."
+            )
+        if buffer.n_steps > 1:
+            raise ValueError(
+                f"branches are imagined step by step, but the buffer has n_steps={buffer.n_steps}; take 1."
+            )
+        self.buffer, self.real_ratio = buffer, real_ratio
+        self.frames_per_fit = integer(frames_per_fit, "frames_per_fit")
+        self.branches_per_fit = integer(branches_per_fit, "branches_per_fit")
+        self.fits_kept = integer(fits_kept, "fits_kept")
+        self.first_length = integer(first_length, "first_length")
+        self.last_length = integer(last_length, "last_length")
+        begin, end = (integer(rows, "lengthened_between", 0) for rows in lengthened_between)
+        if begin > end:
+            raise ValueError(f"lengthened_between={list(lengthened_between)} must be two numbers in ascending order.")
+        self.lengthened_between = begin, end
+        self.split = HoldoutSplit(validation_fraction, max_validation)
+        self.fits = 0
+        self._fitted_at = 0  # rows written
+        self._length = self.length(0)
+        self._mixed = self._mixture(self._imagined(self._length))
+
+    @property
+    def imagined(self) -> ExperienceBuffer:
+        """The branches."""
+        return self._mixed.buffers[1]
+
+    def length(self, written: int) -> int:
+        """Return how long branches are when so many rows have been written.
+
+        Example:
+            >>> source = BranchedReplay(ExperienceBuffer(), last_length=5, lengthened_between=(100, 200))
+            >>> [source.length(written) for written in (0, 100, 150, 199, 200, 1000)]
+            [1, 1, 3, 4, 5, 5]
+        """
+        begin, end = self.lengthened_between
+        if written >= end:
+            return self.last_length
+        grown = max(0, written - begin) * (self.last_length - self.first_length)
+        return self.first_length + int(grown / (end - begin))
+
+    def _imagined(self, length: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
+        """Return a buffer for branches of a length, with what another one holds."""
+        size = self.fits_kept * self.branches_per_fit * length
+        storage = RingStorage(size, device=self.buffer.storage.device)
+        # Seeded by the first fit.
+        made = ExperienceBuffer(storage=storage, generator=torch.Generator() if old is None else old.generator)
+        if old is not None and len(old):
+            writer = old.writer
+            ages = torch.arange(int(writer.oldest[0]), int(writer.positions[0]))[-size:]
+            made.extend(old.storage.get(writer.cell(torch.zeros_like(ages), ages)))
+        return made
+
+    def _mixture(self, imagined: ExperienceBuffer) -> MixedReplay:
+        return MixedReplay(self.buffer, [imagined], [self.real_ratio, 1.0 - self.real_ratio])
+
+    # ------------------------------------------------------------------ fits
+
+    def prepare(self, module: ImaginingModule) -> None:
+        """Have the module fit its world model and imagine branches, where enough rows have been written."""
+        written = self.buffer.writer.write_count
+        if self.fits and written - self._fitted_at < self.frames_per_fit:
+            return
+        if lacking := [name for name in ("fit_dynamics", "imagine") if not hasattr(module, name)]:
+            raise TypeError(
+                f"BranchedReplay needs a module with a world model, such as MBPOModule, but {type(module).__name__} "
+                f"has no {' and '.join(lacking)}."
+            )
+        if not self.fits:
+            split, branches = torch.randint(2**60, (2,), generator=self.buffer.generator).tolist()
+            self.split.seed = split
+            self.imagined.generator.manual_seed(branches)
+        self.split.extend(self.buffer.writer)
+        storage, cells = self.buffer.storage, self.buffer.writer.filled_cells()
+        training, validation = self.split.parts(cells)
+        rows = storage.get(training)
+        module.fit_dynamics(rows, storage.get(validation))
+        length = self.length(written)
+        drawn = torch.randint(len(cells), (self.branches_per_fit,), generator=self.imagined.generator)
+        branches = module.imagine(storage.get(cells[drawn]), length)
+        keys, given = (list(each.keys(True, True)) for each in (rows, branches))
+        if unknown := [key for key in keys if key not in given]:
+            raise ValueError(
+                f"the buffer stores {', '.join(map(repr, unknown))}, which no world model imagines; store what agents "
+                "learn from alone."
+            )
+        if length != self._length:
+            self._mixed.buffers[1] = self._imagined(length, self.imagined)
+        self.imagined.extend(branches.select(*keys).to(storage.device))
+        self.fits, self._fitted_at, self._length = self.fits + 1, written, length
+
+    # ------------------------------------------------------------------ a source of batches
+
+    def draw(self, batch_size: int) -> TensorDictBase:
+        """Draw a batch ``[batch_size]``; the entry ``source`` is 0 for real rows and 1 for imagined ones.
+
+        Raises:
+            RuntimeError: nothing was imagined yet.
+        """
+        return self._mixed.draw(batch_size)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Take the priorities that a loss wrote into a batch."""
+        self._mixed.update_tensordict_priority(data)
+
+    def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        """Write rewritten entries of a batch into the cells that they came from."""
+        self._mixed.write_back(batch, keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the branches and the split, and how far the fits are."""
+        return {
+            "mixed": self._mixed.state_dict(),
+            "split": self.split.state_dict(),
+            "fits": self.fits,
+            "fitted_at": self._fitted_at,
+            "length": self._length,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is not such a state, or that of other arguments.
+        """
+        schema = {"mixed": mapping, "split": mapping, "fits": whole(), "fitted_at": whole(), "length": whole(1)}
+        check_state(state_dict, schema, "branched replay")
+        mixed = self._mixture(self._imagined(state_dict["length"]))
+        mixed.load_state_dict(state_dict["mixed"])
+        self.split.load_state_dict(state_dict["split"])
+        self._mixed, self.fits = mixed, state_dict["fits"]
+        self._fitted_at, self._length = state_dict["fitted_at"], state_dict["length"]

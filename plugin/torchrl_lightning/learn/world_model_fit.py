@@ -1,0 +1,146 @@
+"""How a world model is built of an ensemble, and fitted to stored transitions in one go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.dynamics.scaler import check_finite
+from torchrl_lightning.learn.adam import LeanAdam
+from torchrl_lightning.learn.ensembles import GaussianEnsemble
+from torchrl_lightning.learn.flat_parameters import OptimizedParameters
+from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
+from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, positive
+
+
+class WorldModelFit:
+    """Build a world model, and fit it to transitions until rows that it has not seen say that it is enough.
+
+    What :class:`~torchrl_lightning.DynamicsEnsemble` learns epoch by epoch of Lightning's is learnt here between two
+    updates of an agent, by the same loss: each member on rows of its own, drawn with replacement, in another order each
+    epoch. A fit goes on from what the last one kept, with a new optimizer.
+
+    Args:
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation.
+        probabilistic: As in :class:`~torchrl_lightning.DynamicsEnsemble`.
+        num_members: Members of the ensemble.
+        num_elites: As there, here and in the next three.
+        propagation: See above.
+        sample: See above.
+        terminated: See above.
+        learning_rate: Of Adam.
+        weight_decay: As there.
+        batch_size: Rows of each member in a batch.
+        max_epochs: Most epochs of a fit.
+        patience: Epochs without improvement after which a fit is over.
+        min_improvement: Share of a member's smallest error by which it must fall to count.
+
+    Raises:
+        ValueError: A number is out of range, or there are fewer members than elites.
+
+    Example:
+        >>> from torchrl_lightning import environment_specs, make_vector_env
+        >>> specs = environment_specs(make_vector_env("Pendulum-v1", 1))
+        >>> WorldModelFit([16], num_members=3, num_elites=2).build(specs).elites
+        tensor([0, 1])
+    """
+
+    def __init__(
+        self,
+        hidden_sizes: Sequence[int] = (200, 200, 200, 200),
+        *,
+        activation: str = "silu",
+        probabilistic: bool = True,
+        num_members: int = 7,
+        num_elites: int = 5,
+        propagation: str = "step",
+        sample: bool = True,
+        terminated: Terminated | None = None,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 2.5e-5,
+        batch_size: int = 256,
+        max_epochs: int = 100,
+        patience: int = 5,
+        min_improvement: float = 0.01,
+    ) -> None:
+        self.network_options: dict[str, Any] = {
+            "hidden_sizes": [integer(width, "hidden_sizes") for width in hidden_sizes],
+            "activation": activation,
+            "probabilistic": probabilistic,
+        }
+        self.num_members = integer(num_members, "num_members")
+        self.num_elites = integer(num_elites, "num_elites")
+        if num_elites > num_members:
+            raise ValueError(f"num_elites={num_elites} is more than num_members={num_members}.")
+        self.propagation, self.sample = one_of(propagation, "propagation", PROPAGATION), sample
+        self.terminated = terminated
+        self.learning_rate = positive(learning_rate, "learning_rate")
+        self.weight_decay = not_negative(weight_decay, "weight_decay")
+        self.batch_size = integer(batch_size, "batch_size")
+        self.max_epochs = integer(max_epochs, "max_epochs")
+        self.patience = integer(patience, "patience")
+        self.min_improvement = fraction(min_improvement, "min_improvement")
+
+    def build(self, specs: Any) -> WorldModel:
+        """Build the world model of an environment, whose reward it learns, for its ``EnvironmentSpecs``."""
+        targets = DynamicsTargets(specs.observation, specs.action)
+        sizes = self.num_members, len(targets.input_columns), len(targets.target_columns)
+        ensemble = GaussianEnsemble(*sizes, **self.network_options).requires_grad_(False)
+        model = WorldModel(
+            ensemble, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
+        )
+        model.elites = torch.arange(self.num_elites)
+        return model
+
+    def fit(self, model: WorldModel, training: TensorDictBase, validation: TensorDictBase) -> tuple[Tensor, int]:
+        """Fit a world model to transitions ``[N]``, judged by others ``[V]``.
+
+        Returns:
+            The elites' mean squared errors on the latter, standardised, ``[E]``; and how many epochs it took.
+
+        Raises:
+            ValueError: There are no transitions, or a number is NaN or infinite; names its column.
+            RuntimeError: The fit diverged.
+        """
+        device, targets = model.elites.device, model.targets.fit(training)
+        training, validation = (rows[targets.usable(rows)] for rows in (training, validation))
+        ensemble = copy.deepcopy(model.ensemble).requires_grad_(True)
+        ensemble.standardise(targets.input_scaler, targets.target_scaler)
+        held = targets(validation)
+        check_finite(held["inputs"], targets.input_columns)
+        check_finite(held["targets"], targets.target_columns)
+        (x, y), (held_x, held_y) = (
+            (rows["inputs"].to(device), rows["targets"].to(device)) for rows in (targets(training), held)
+        )
+        drawn = torch.randint(len(x), (self.num_members, len(x)), device=device)
+        parameters = list(ensemble.parameters())
+        optimizer = LeanAdam(parameters, lr=self.learning_rate)
+        flat = OptimizedParameters(optimizer, [parameters])
+        best, waited, epoch = torch.full((self.num_members,), torch.inf, device=device), 0, 0
+        while epoch < self.max_epochs and waited < self.patience:
+            for part in torch.randperm(len(x), device=device).split(self.batch_size):
+                rows = drawn.index_select(1, part)
+                with torch.enable_grad():
+                    terms = ensemble.loss(x[rows], y[rows], self.weight_decay)
+                    loss = torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
+                flat.clear()
+                loss.backward()
+                flat.gather()
+                optimizer.step()
+            errors = ensemble.errors(held_x, held_y) / len(held_x)
+            waited = 0 if model.keep_improved(ensemble, errors, best, self.min_improvement) else waited + 1
+            epoch += 1
+        errors = best[model.elites]
+        if not errors.isfinite().all():
+            raise RuntimeError(
+                f"the world model's fit to {len(x)} transitions diverged: its elites' errors on held out rows are "
+                f"{errors.tolist()}; lower learning_rate={self.learning_rate}"
+            )
+        return errors, epoch

@@ -1,0 +1,190 @@
+"""Batches of real experience and of imagined branches: when, from where, how long, how many are kept, resuming."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from datamodules.replay_parts import dqn, fit, parameters, replay_data, stored
+from datamodules.test_replay_resume import SaveAfter
+from torchrl_lightning import BranchedReplay, MBPOModule, MLPNetwork, WorldModelFit
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+
+class Dreamer:
+    """Imagines that each step adds 1000; notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.fits: list[tuple[list[float], list[float]]] = []
+        self.starts: list[list[float]] = []
+
+    def fit_dynamics(self, training: TensorDict, validation: TensorDict) -> None:
+        self.fits.append((training["a"].tolist(), validation["a"].tolist()))
+
+    def imagine(self, start: TensorDict, length: int) -> TensorDict:
+        self.starts.append(start["a"].tolist())
+        return torch.cat([real(start["a"] + 1000.0 * (step + 1)) for step in range(length)])
+
+
+def real(a: torch.Tensor) -> TensorDict:
+    done = torch.zeros(len(a), 1, dtype=torch.bool)
+    return TensorDict({"a": a, "next": {"a": a + 1.0, "done": done}}, [len(a)])
+
+
+def filled(rows: int = 40, **kwargs: Any) -> BranchedReplay:
+    buffer = ExperienceBuffer(storage=RingStorage(100), generator=torch.Generator().manual_seed(0))
+    if rows:
+        buffer.extend(real(torch.arange(float(rows))))
+    return BranchedReplay(buffer, **({"branches_per_fit": 30, "frames_per_fit": 10, "real_ratio": 0.25} | kwargs))
+
+
+def test_batches_hold_real_and_imagined_rows_in_their_shares() -> None:
+    source, dreamer = filled(), Dreamer()
+    source.prepare(dreamer)
+    batch = source.draw(8)
+    assert batch["source"].tolist() == [0, 0, *[1] * 6]
+    assert (batch["a"] >= 1000).tolist() == [False, False, *[True] * 6]
+    training, validation = dreamer.fits[0]
+    assert sorted(training + validation) == list(range(40))
+    assert len(dreamer.starts[0]) == 30
+    assert len(set(dreamer.starts[0])) > 10  # uniformly among all
+    source.update_tensordict_priority(batch)
+    batch["a"] = batch["a"] + 0.5
+    source.write_back(batch, ["a"])
+    assert (source.imagined[:]["a"] % 1 == 0.5).any()
+
+
+def test_fits_come_when_enough_rows_were_written_and_no_row_changes_sides() -> None:
+    source, dreamer = filled(), Dreamer()
+    for rows, fits in ((0, 1), (0, 1), (9, 1), (1, 2), (25, 3), (0, 3)):
+        source.buffer.extend(real(torch.full((rows,), 50.0)))
+        source.prepare(dreamer)
+        assert (len(dreamer.fits), source.fits) == (fits, fits)
+    assert {row for row in dreamer.fits[2][1] if row < 40} == set(dreamer.fits[0][1])
+
+
+def test_branches_grow_and_those_of_the_last_fits_are_kept() -> None:
+    source, dreamer = filled(fits_kept=2, last_length=3, lengthened_between=(50, 60)), Dreamer()
+    sizes = []
+    for _ in range(5):
+        source.prepare(dreamer)
+        sizes.append((source.imagined.storage.max_size, len(source.imagined)))
+        source.buffer.extend(real(torch.full((10,), 50.0)))
+    assert sizes == [(60, 30), (60, 60), (180, 150), (180, 180), (180, 180)]
+
+
+def test_a_shorter_length_keeps_the_newest() -> None:
+    source, dreamer = filled(fits_kept=1, first_length=3, lengthened_between=(0, 50)), Dreamer()
+    for _ in range(2):
+        source.prepare(dreamer)
+        source.buffer.extend(real(torch.full((10,), 50.0)))
+    assert source.imagined.storage.max_size == len(source.imagined) == 30
+    expected = torch.tensor(dreamer.starts[1]) + 1000.0
+    assert source.imagined[:]["a"].sort().values.tolist() == expected.sort().values.tolist()
+
+
+def test_a_state_goes_on_with_the_same_batches() -> None:
+    source, other = (filled(last_length=2, lengthened_between=(45, 60)) for _ in range(2))
+    source.prepare(Dreamer())
+    source.buffer.extend(real(torch.full((20,), 50.0)))
+    source.prepare(Dreamer())
+    source.draw(7)
+    other.buffer.load_state_dict(source.buffer.state_dict())
+    other.load_state_dict(source.state_dict())
+    for _ in range(2):
+        for each in (source, other):
+            each.buffer.extend(real(torch.full((10,), 60.0)))
+            each.prepare(Dreamer())
+        assert source.fits == other.fits
+        assert (source.draw(7) == other.draw(7)).all()
+    with pytest.raises(ValueError, match="branched replay state is foreign: it lacks"):
+        other.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"real_ratio": 0.0}, "real_ratio must be above 0 and below 1, got 0.0"),
+        ({"real_ratio": 1.0}, "real_ratio must be above 0 and below 1, got 1.0; for real rows alone"),
+        ({"frames_per_fit": 0}, "frames_per_fit must be a positive integer"),
+        ({"branches_per_fit": 0}, "branches_per_fit"),
+        ({"fits_kept": 0}, "fits_kept"),
+        ({"first_length": 0}, "first_length"),
+        ({"lengthened_between": (5, 2)}, r"lengthened_between=\[5, 2\] must be two numbers in ascending order"),
+        ({"validation_fraction": 0.0}, "validation_fraction must be above 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        filled(**wrong)
+
+
+def test_what_cannot_be_imagined_is_said() -> None:
+    with pytest.raises(ValueError, match="n_steps=3; take 1"):
+        BranchedReplay(ExperienceBuffer(n_steps=3))
+    with pytest.raises(ValueError, match="leave none of 0 rows"):
+        filled(0).prepare(Dreamer())
+    with pytest.raises(TypeError, match="such as MBPOModule, but Module has no fit_dynamics and imagine"):
+        filled().prepare(torch.nn.Module())
+    with pytest.raises(RuntimeError, match="is empty"):
+        filled().draw(8)
+    source = filled(0)
+    source.buffer.extend(real(torch.arange(40.0)).set("colour", torch.zeros(40)))
+    with pytest.raises(ValueError, match="the buffer stores 'colour', which no world model imagines"):
+        source.prepare(Dreamer())
+
+
+# ---------------------------------------------------------------------- with the agent
+
+
+def agent(seed: int = 0) -> MBPOModule:
+    torch.manual_seed(seed)
+    dynamics = WorldModelFit([8], num_members=3, num_elites=2, max_epochs=2, batch_size=16)
+    return MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics)
+
+
+def pendulum(**kwargs: Any) -> Any:
+    source = partial(
+        BranchedReplay,
+        real_ratio=0.3,
+        frames_per_fit=6,
+        branches_per_fit=20,
+        fits_kept=2,
+        last_length=3,
+        lengthened_between=(44, 54),
+    )
+    return replay_data(env="Pendulum-v1", source=source, **kwargs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"updates_per_step": 5, "checkpoint_buffer": "beside"}])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(settings: dict[str, Any], tmp_path: Any) -> None:
+    def data() -> Any:
+        return pendulum(reset_at_each_batch=True, frames_per_batch=8, frames_per_update=0.7, **settings)
+
+    whole, first, resumed = data(), data(), data()
+    uninterrupted, _ = fit(tmp_path, whole, agent(), max_epochs=4)
+    # Stopped in the midst of the second epoch.
+    saving = SaveAfter(15, tmp_path / "at.ckpt")
+    fit(tmp_path, first, agent(), max_epochs=2, callbacks=[saving])
+    module, _ = fit(tmp_path, resumed, agent(99), tmp_path / "at.ckpt", max_epochs=4)
+    assert torch.equal(stored(resumed), stored(whole))
+    assert torch.equal(parameters(module), parameters(uninterrupted))
+    mine, its = (each._require_source() for each in (resumed, whole))
+    assert mine.fits == its.fits > first._require_source().fits
+    assert (mine.imagined[:] == its.imagined[:]).all()
+
+
+def test_an_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match="DQNModule has no fit_dynamics and imagine"):
+        fit(tmp_path, replay_data(source=partial(BranchedReplay, branches_per_fit=8)), dqn())
+    with pytest.raises(RuntimeError, match=r"no world model yet: .* data=branched"):
+        fit(tmp_path, replay_data(env="Pendulum-v1"), agent())
+
+
+def test_normalised_observations_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"BranchedReplay shows .* normalize_observation"):
+        fit(tmp_path, pendulum(normalize_observation=True), agent())
