@@ -187,8 +187,12 @@ def test_a_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
             ("~experiment", "data=uniform", "data.total_frames=100"),
             "PPOModule does not learn from the ReplayDataModule",
         ),
+        (
+            ("~experiment", "data=model_based", "data.total_frames=100"),
+            "PPOModule does not learn from the DynamicsDataModule",
+        ),
     ],
-    ids=["replay", "on-policy"],
+    ids=["replay", "on-policy", "policy over dynamics"],
 )
 def test_a_learner_over_the_other_stream_is_refused(composed, base, message):
     assert refused(composed(*base)).startswith(message)

@@ -65,12 +65,14 @@ def check_data(cfg: DictConfig, data: Any) -> None:
 
 
 def _check_stream(data: Any, model: Any) -> None:
-    from torchrl_lightning.datamodules import OnPolicyDataModule, ReplayDataModule
+    from torchrl_lightning.datamodules import DynamicsDataModule, OnPolicyDataModule, ReplayDataModule
     from torchrl_lightning.learn import ActorCriticModule, OffPolicyModule
 
     pairs = (
         (ActorCriticModule, ReplayDataModule, "gae", "dqn"),
         (OffPolicyModule, OnPolicyDataModule, "uniform", "ppo"),
+        (ActorCriticModule, DynamicsDataModule, "gae", "pets"),
+        (OffPolicyModule, DynamicsDataModule, "uniform", "pets"),
     )
     for learner, other, stream, fitting in pairs:
         if isinstance(model, learner) and isinstance(data, other):

@@ -173,6 +173,11 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def setup(self, stage: str) -> None:
         """Build environment and buffer, once, and prepare the trainer for epochs of different lengths."""
+        if stage == "fit" and self.world_size > 1:
+            raise ValueError(
+                f"DynamicsDataModule fits one model to one buffer, but the trainer has {self.world_size} ranks; "
+                "take devices=1."
+            )
         super().setup(stage)
         if stage != "fit":
             return
@@ -184,11 +189,6 @@ class DynamicsDataModule(ExperienceDataModule):
         self._pass_of = None
         trainer: Any = self.trainer
         if trainer is not None:
-            if self.world_size > 1:
-                raise ValueError(
-                    f"DynamicsDataModule fits one model to one buffer, but the trainer has {self.world_size} ranks; "
-                    "take devices=1."
-                )
             trainer.reload_dataloaders_every_n_epochs = 1
             trainer.num_sanity_val_steps = 0
             self._hooks.attach(trainer)
