@@ -5,7 +5,7 @@
 14 columns of inputs, 10 of targets, batches of 256 rows for each of 1, 5 and 7 members, one thread. The bare gather
 reads as many rows into the same batches by ``index_select``, from indices that are there already.
 
-The DataModule, whose orders of the rows are drawn anew each epoch, takes 0.81 to 0.84 of the time: it reads inputs and
+The DataModule, whose orders of the rows are drawn anew each epoch, takes 0.8 to 1.0 of the time: it reads inputs and
 targets as one block, and several small batches together.
 """
 
