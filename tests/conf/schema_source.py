@@ -117,6 +117,7 @@ MODULES: dict[str, tuple[str, list[Described]]] = {
             Described("intrinsic", "rnd", "RandomNetworkDistillation"),
             Described("dynamics", "world_model", "WorldModelFit"),
             Described("planner", "cem", "CrossEntropyPlanner", frozenset({"env"}), partial=True),
+            Described("planner", "random_shooting", "RandomShootingPlanner", frozenset({"env"}), partial=True),
         ],
     ),
     "trainer": ("trainer", [Described("trainer", "trainer", "lightning.Trainer", frozenset(TRAINER))]),

@@ -213,8 +213,9 @@ def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
     assert network == default
 
 
-def test_a_planner_is_the_same_from_yaml_as_from_its_class(compose_train):
-    cfg = compose_train("model=pets", "~experiment").model
+@pytest.mark.parametrize("option", ["pets", "pets_shooting"])
+def test_a_planner_is_the_same_from_yaml_as_from_its_class(compose_train, option):
+    cfg = compose_train(f"model={option}", "~experiment").model
     for node in (cfg, cfg.planner):
         parameters = inspect.signature(get_class(node._target_)).parameters
         said = {str(key): value for key, value in node.items() if not key.startswith("_") and key != "planner"}

@@ -345,6 +345,18 @@ class CrossEntropyPlannerSchema:
     noise: float = 0.0
 
 
+@dataclass
+class RandomShootingPlannerSchema:
+    """Arguments of :class:`torchrl_lightning.RandomShootingPlanner` that a DataModule does not fill in itself."""
+
+    _target_: str = "torchrl_lightning.RandomShootingPlanner"
+    _convert_: str = "all"
+    _partial_: bool = True
+    horizon: int = 15
+    candidates: int = 500
+    particles: int = 1
+
+
 SCHEMAS: dict[tuple[str, str], Any] = {
     ("model", "a2c"): A2CSchema,
     ("model", "dqn"): DQNSchema,
@@ -362,4 +374,5 @@ SCHEMAS: dict[tuple[str, str], Any] = {
     ("intrinsic", "rnd"): RandomNetworkDistillationSchema,
     ("dynamics", "world_model"): WorldModelFitSchema,
     ("planner", "cem"): CrossEntropyPlannerSchema,
+    ("planner", "random_shooting"): RandomShootingPlannerSchema,
 }
