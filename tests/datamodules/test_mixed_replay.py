@@ -70,7 +70,8 @@ def test_windows_are_mixed_too():
     sampler = partial(SequenceSampler, 4)
     mixed = MixedReplay(buffer(0, sampler=sampler), [buffer(1, sampler=sampler)], [0.5, 0.5])
     batch = mixed.draw(6)
-    assert batch["source"].shape == batch["a"].shape == (6, 4)
+    assert batch["source"].shape == batch["a"].shape == batch["next"].shape == (6, 4)
+    assert batch.names == batch["next"].names == [None, "time"]
     batch["state"] = torch.ones(6, 4, 2)
     mixed.write_back(batch, ["state"])
     assert all(each[:]["state"].any() for each in mixed.buffers)

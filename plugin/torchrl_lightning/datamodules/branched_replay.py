@@ -179,8 +179,7 @@ class BranchedReplay:
         return self._mixed.draw(batch_size)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Take the priorities that a loss wrote into a batch."""
-        self._mixed.update_tensordict_priority(data)
+        """Do nothing: imagined rows have no priorities, and both kinds are drawn alike."""
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         """Write rewritten entries of a batch into the cells that they came from."""

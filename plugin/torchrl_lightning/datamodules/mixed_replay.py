@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from torchrl_lightning._compat import new_tensordict
+from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.state import check_state, sequence
 
@@ -94,15 +96,15 @@ class MixedReplay:
             if share:
                 part = buffer.draw(share)
                 parts.append(part.set(SOURCE, torch.full(part.batch_size, number, device=part.device)))
-        keys = [set(part.keys(True, True)) for part in parts]
-        if any(other != keys[0] for other in keys):
+        batch = _joined(parts, parts[0].batch_size[1:])
+        if batch is None:
+            keys = [set(part.keys(True, True)) for part in parts]
             differing = sorted(map(str, set.union(*keys) - set.intersection(*keys)))
             raise ValueError(
                 f"the buffers' batches differ in {', '.join(differing)}. Store the same entries in all of them, and "
                 "give them samplers of one kind."
             )
         self._owed = owed
-        batch: TensorDictBase = torch.cat(parts)
         return batch
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[ExperienceBuffer, TensorDictBase]]:
@@ -142,3 +144,24 @@ class MixedReplay:
         for buffer, state in zip(self.buffers[1:], state_dict["others"], strict=True):
             buffer.load_state_dict(state)
         self._owed = [Fraction(*owed) for owed in state_dict["owed"]]
+
+
+def _joined(parts: Sequence[TensorDictBase], behind: torch.Size) -> TensorDictBase | None:
+    """Return what ``torch.cat`` does, in less time; None if the parts have different entries.
+
+    Args:
+        parts: ``[b, *behind]`` each.
+        behind: their dimensions but the first.
+    """
+    first, *others = levels = [level_of(part) for part in parts]
+    if any(level.keys() != first.keys() for level in others):
+        return None
+    entries: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [level[key] for level in levels]
+        joined = _joined(values, behind) if is_tensordict(value) else torch.cat(values)
+        if joined is None:
+            return None
+        entries[key] = joined
+    shape = torch.Size([sum(part.shape[0] for part in parts), *behind])
+    return new_tensordict(entries, shape, parts[0].names if behind else None, parts[0].device)
