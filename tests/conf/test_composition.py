@@ -187,6 +187,8 @@ def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env
     assert all(value.isfinite() for value in trainer.callback_metrics.values())
 
 
+# What models are built of.
+PARTS = {"dynamics", "network"}
 # The base of all others, which names no class.
 MODELS = [option for option in options("model") if option != "default"]
 
@@ -198,19 +200,20 @@ def test_a_model_is_built(compose_train, option):
     assert isinstance(instantiate(compose_train(f"model={option}", *given).model), L.LightningModule)
 
 
-@pytest.mark.parametrize("option", ["dqn", "ppo", "reinforce", "sac", "td3"])
+@pytest.mark.parametrize("option", ["dqn", "mbpo", "ppo", "reinforce", "sac", "td3"])
 def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
     cfg = compose_train(f"model={option}", "~experiment").model
     component = get_class(cfg._target_)
     defaults = {name: parameter.default for name, parameter in inspect.signature(component).parameters.items()}
-    said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", "network")}
+    said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", *PARTS)}
     assert said == {name: defaults[name] for name in said}
     # A config has lists and no tuples.
-    network, default = (
-        {name: list(value) if isinstance(value, tuple) else value for name, value in vars(each).items()}
-        for each in (instantiate(cfg).network, component().network)
-    )
-    assert network == default
+    for part in PARTS & set(cfg):
+        found, default = (
+            {name: list(value) if isinstance(value, tuple) else value for name, value in vars(each).items()}
+            for each in (getattr(instantiate(cfg), part), getattr(component(), part))
+        )
+        assert found == default
 
 
 @pytest.mark.parametrize("option", ["pets", "pets_shooting"])

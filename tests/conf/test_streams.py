@@ -63,6 +63,15 @@ def test_replay(fit, option, model, env):
             assert len(batch["index"].unique()) == 8
 
 
+def test_branched(fit):
+    settings = ("data.source.branches_per_fit=20", "model.dynamics.hidden_sizes=[8]", "model.dynamics.max_epochs=1")
+    _, module, served = fit("data=branched", "model=mbpo", "env=pendulum", *settings, *REPLAY)
+    assert module.updates == len(served) == 6
+    assert module.errors.isfinite().all()
+    # Of 48 rows, a twentieth is real.
+    assert sum(int((batch["source"] == 0).sum()) for batch in served) in (2, 3)
+
+
 @pytest.mark.parametrize("proportion", [0.0, 1.0])
 def test_hindsight(fit, proportion):
     env = ("env=recipe", "data.env.id={_target_: goals.Reach}")
