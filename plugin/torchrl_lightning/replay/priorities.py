@@ -262,19 +262,19 @@ class Priorities:
         if not self._compiled:
             given = torch.as_tensor(numbers, device=self.priorities.device)
             return self._draw_torch(given, stratified, beta, base, windows)
-        mass, single = np.asarray(numbers), windows is None
-        steps, *rings = (1, 0, 1) if windows is None else windows
-        shape = len(mass), steps
+        mass, rows, layout = np.asarray(numbers), len(numbers), None
+        if windows is not None:
+            rows *= windows[0]
+            layout = *windows, self.tree.nnz, np.empty(rows, np.float32)
         # numpy's empty arrays cost a quarter of torch's.
-        out = np.empty(shape, np.int64), np.empty(shape, np.float32), np.empty(shape, np.int32)
-        ratios = np.empty((0, 0) if single else shape, np.float32)
+        cells, weights, stamps = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.int32)
         if not jitted(priority_kernels.draw)(
-            self._arrays(), mass, stratified, beta, base, self.tree.nnz, tuple(rings), (*out, ratios)
+            self._arrays(), mass, stratified, beta, base, cells, weights, stamps, layout
         ):
             raise self._all_zero()
-        if single:
-            return tuple(torch.from_numpy(each.reshape(-1)) for each in out)
-        return *map(torch.from_numpy, out), torch.from_numpy(ratios)
+        if layout is None:
+            return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
+        return tuple(torch.from_numpy(each.reshape(-1, layout[0])) for each in (cells, weights, stamps, layout[-1]))
 
     def _draw_torch(
         self, mass: Tensor, stratified: bool, beta: float, base: float, windows: tuple[int, int, int] | None

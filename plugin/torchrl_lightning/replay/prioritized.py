@@ -31,7 +31,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "mean": torch.mean,
     "median": lambda x, dim: x.median(dim).values,
 }
-ENTRIES = "priority_weight", "write_generation", "importance_weights"
 FLOATS = (torch.float32, torch.float64)
 
 
@@ -207,8 +206,10 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         windows = None
         if writer is not None and self._batch_length is not None:
             windows = self._batch_length, writer.num_envs, writer.length * writer.num_envs
-        index, *found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(), windows)
-        info = dict(zip(ENTRIES, found, strict=False))
+        found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(), windows)
+        index, info = found[0], {"priority_weight": found[1], "write_generation": found[2]}
+        if windows is not None:
+            info["importance_weights"] = found[3]
         return (index if storage.ndim == 1 else torch.unravel_index(index, storage.shape)), info
 
     def draw(self, count: int) -> NDArray[Any] | Tensor:

@@ -65,7 +65,15 @@ def write(
 
 
 def draw(
-    table: Any, mass: Any, stratified: bool, beta: float, base: float, nonzero: int, rings: tuple[int, int], out: Any
+    table: Any,
+    mass: Any,
+    stratified: bool,
+    beta: float,
+    base: float,
+    cells: Any,
+    weights: Any,
+    stamps: Any,
+    windows: Any,
 ) -> bool:
     """Draw cells, or where windows begin, and give each its importance weight and its generation (numba).
 
@@ -75,42 +83,45 @@ def draw(
         stratified: each number falls into a share of its own.
         beta: the weights are ``(leaf / base) ** -beta``.
         base: what leaves are divided by; zero takes the smallest of the batch.
-        nonzero: number of leaves that are not zero.
-        rings: how many cells further a window's next step lies, and the number of cells, behind which the first one
-            comes again.
-        out: receives cells, weights and generations, ``[B, T]``, and ratios (leaves over the mean of those that are not
-            zero), the same or ``[0, T]``; all but the cells repeat what is known of a window's first step.
+        cells: is filled, ``[B]``, or ``[B * T]`` with windows one after the other.
+        weights: is filled, the same; steps repeat what is known of the first of their window, here and below.
+        stamps: is filled, the same, with generations.
+        windows: None for single cells, for which numba compiles a kernel without all that is below; otherwise the steps
+            of a window, how many cells further the next one lies, the number of cells, behind which the first one comes
+            again, the number of leaves that are not zero, and what is filled with leaves over the mean of these.
 
     Returns:
         Whether there was anything to draw.
     """
-    (nodes, priorities, generations), (cells, weights, stamps, ratios), (stride, size) = table, out, rings
-    count, width, total, steps = len(mass), len(nodes) // 2, nodes[1], cells.shape[1]
+    nodes, priorities, generations = table
+    count, width, total = len(mass), len(nodes) // 2, nodes[1]
     if not total > 0.0:
         return False
     scale = total / count if stratified else total
     for i in range(count):
         mass[i] = (mass[i] + i if stratified else mass[i]) * scale
-    drawn = np.empty(count, np.int64)
-    segment_kernels.descend(nodes, width, mass, drawn)
+    segment_kernels.descend(nodes, width, mass, cells[:count])
     for i in range(count):
-        segment_kernels.prefetch(generations.ctypes.data + drawn[i] * generations.itemsize)
-        segment_kernels.prefetch(priorities.ctypes.data + drawn[i] * priorities.itemsize)
+        segment_kernels.prefetch(generations.ctypes.data + cells[i] * generations.itemsize)
+        segment_kernels.prefetch(priorities.ctypes.data + cells[i] * priorities.itemsize)
     lowest = np.inf
     for i in range(count):
-        leaf = nodes[width + drawn[i]]
+        leaf = nodes[width + cells[i]]
         mass[i] = leaf
         lowest = min(lowest, leaf)
     if base > 0.0:
         lowest = base
-    scale = nonzero / total
     for i in range(count):
-        cell, stamp, weight = drawn[i], generations[drawn[i]], np.float32(mass[i] / lowest) ** np.float32(-beta)
-        for step in range(steps):
-            cells[i, step], weights[i, step], stamps[i, step] = cell, weight, stamp
-            if len(ratios):
-                ratios[i, step] = mass[i] * scale
-            cell += stride
-            if cell >= size:
-                cell -= size
+        weights[i] = np.float32(mass[i] / lowest) ** np.float32(-beta)
+        stamps[i] = generations[cells[i]]
+    if windows is not None:
+        steps, stride, size, nonzero, ratios = windows
+        scale = nonzero / total
+        for i in range(count - 1, -1, -1):  # what is read lies before all that is written
+            cell, weight, stamp, ratio = cells[i], weights[i], stamps[i], mass[i] * scale
+            for place in range(i * steps, (i + 1) * steps):
+                cells[place], weights[place], stamps[place], ratios[place] = cell, weight, stamp, ratio
+                cell += stride
+                if cell >= size:
+                    cell -= size
     return True
