@@ -15,6 +15,7 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from devices import THERE, SecondDevice, move_there
+from learn.dynamics_fakes import transitions
 from learn.fakes import trainer
 from learn.replay_fakes import BOX, DISCRETE, sequences
 from rollout.helpers import make_rollout
@@ -35,6 +36,7 @@ from torchrl_lightning.learn import (
     CrossEntropyPlanner,
     DQNModule,
     DynamicsEnsemble,
+    MBPOModule,
     MLPNetwork,
     Network,
     PPOModule,
@@ -43,6 +45,7 @@ from torchrl_lightning.learn import (
     RecurrentNetwork,
     SACModule,
     TD3Module,
+    WorldModelFit,
     build_actor,
     build_critic,
 )
@@ -117,6 +120,22 @@ def test_a_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, ther
     collector.shutdown()
     assert rollout["action"].device.type == "cpu"
     assert rollout["action"].abs().max() > 0.0
+
+
+def test_a_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines(
+    there: tuple[torch.device, Move], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there[0] == THERE:  # which has no fused steps
+        monkeypatch.setattr(
+            "torchrl_lightning.learn.world_model_fit.LeanAdam", partial(torch.optim.Adam, foreach=False)
+        )
+    specs = SimpleNamespace(observation=Composite(observation=Unbounded(2)), action=Bounded(-1.0, 1.0, (1,)))
+    dynamics = WorldModelFit([8], num_members=3, num_elites=2, batch_size=16, max_epochs=2)
+    module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics).build(specs)
+    there[1](module)
+    rows = transitions(40)
+    module.fit_dynamics(rows, transitions(10))
+    assert module.imagine(rows, 2).to("cpu")["next", "reward"].isfinite().all()
 
 
 def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
