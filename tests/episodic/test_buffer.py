@@ -103,7 +103,7 @@ def test_windows_and_where_they_come_from() -> None:
     assert (twice == batch).all()
     assert other.positions.equal(info.positions)
     assert info[3].positions == info.positions[3]
-    assert buffer.sampler.batch_length == 1
+    assert buffer.sample(2).shape == (2,)
 
 
 @pytest.mark.parametrize("known", [{}, {"importance_weights": torch.ones(3), "discounted_return": torch.zeros(3)}])

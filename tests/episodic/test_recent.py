@@ -193,6 +193,21 @@ def test_bad_options() -> None:
         RecentSampler(0)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
+    found = []
+    for length in (1, None):
+        sampler = RecentSampler(recent_data_ratio=0.5, prioritized=prioritized(40) if inner else None)
+        sampler.batch_length = length
+        buffer = make(2, 20, sampler)
+        for _ in range(9):
+            write(buffer)
+        found.append(buffer.sample(8))
+    windows, steps = found
+    assert steps.shape == (8,)
+    assert all(windows[key][:, 0].equal(steps[key]) for key in steps.sorted_keys)
+
+
 def prioritized(cells: int, ignored: int = 0) -> PrioritizedSampler:
     return PrioritizedSampler(cells, 1.0, 1.0, eps=0.0, batch_length=1, num_earliest_frames_ignored=ignored)
 

@@ -204,6 +204,21 @@ def test_windows_that_are_refused_leave_shorter_ones() -> None:
         buffer.sampler.batch_length = 1
 
 
+def test_single_steps_are_the_first_of_windows() -> None:
+    buffers = [make(2, 9, batch_length=1) for _ in "ab"]
+    buffers[1].sampler.batch_length = None
+    for buffer in buffers:
+        write(buffer, steps=12)
+        give(buffer, 1, 5, 7.0)
+    windows, steps = (buffer.sample(40) for buffer in buffers)
+    assert (windows.shape, steps.shape) == (torch.Size([40, 1]), torch.Size([40]))
+    assert all(windows[key][:, 0].equal(steps[key]) for key in steps.sorted_keys)
+    for batch, buffer in zip((windows, steps), buffers, strict=True):
+        batch["td_error"] = torch.arange(40.0).view(batch.shape)
+        buffer.update_tensordict_priority(batch)
+    assert buffers[0].sampler.table.priorities.equal(buffers[1].sampler.table.priorities)
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, int, int, int, list[tuple[str, Any]]]:
     num_envs, length = draw(st.integers(1, 3)), draw(st.integers(2, 6))

@@ -173,6 +173,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             priority_key=priority_key,
             transform=transform,
         )
+        if getattr(self.sampler, "batch_length", None) == 1:
+            self.sampler.batch_length = None  # single steps, until windows are asked for
         self.num_environments, self.max_length, self.layout, self.name = envs, length, layout, name
         self.num_earliest_frames_ignored, self.enable_checkpoint = ignored, enable_checkpoint
         self._initial_priority = initial_priority
@@ -326,7 +328,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         """
         sampler, writer = self.sampler, self.writer
         with self.locked():
-            before = getattr(sampler, "batch_length", 1)
+            before = getattr(sampler, "batch_length", None)
             sampler.batch_length = integer(batch_length, "batch_length")
             try:
                 batch = self.read(batch_size, self._fetch)
@@ -343,19 +345,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 found["discounted_return"] = _first(value)
             info = info_of(self, found, batch.batch_size[:1])
             return (self.transform(batch) if self.has_transform else batch), info  # which may read more cells
-
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
-        """Draw steps, ``[B]``; otherwise as :meth:`ExperienceBuffer.sample`."""
-        if getattr(self.sampler, "batch_length", None) != 1:  # not windows of one step
-            return super().sample(batch_size, return_info, include_info)
-        if not (return_info or include_info is not None or self.has_transform) and self.is_plain(batch_size):
-            return self.read(batch_size, self._fetch_steps)
-        found = super().sample(batch_size, return_info, include_info)
-        return (_flat(found[0]), found[1]) if return_info else _flat(found)
-
-    def _fetch_steps(self, index: Tensor, info: dict[Any, Any]) -> TensorDictBase:
-        # To flatten what the sampler gives takes a third of what it takes to flatten all that is read.
-        return self._fetch(index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()})
 
     def gather_all(
         self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True
@@ -541,12 +530,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.num_environments} x {self.max_length}, {len(self)} stored)"
-
-
-def _flat(batch: TensorDictBase) -> TensorDictBase:
-    """Take the dimension of time out of windows of one step."""
-    entries = {key: _flat(leaf) if isinstance(leaf, TensorDictBase) else leaf.squeeze(1) for key, leaf in batch.items()}
-    return new_tensordict(entries, batch.batch_size[:1], None, batch.device)
 
 
 def _first(windows: Tensor) -> Tensor:

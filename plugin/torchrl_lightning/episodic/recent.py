@@ -38,7 +38,7 @@ class RecentSampler(SequenceSampler):
     instead. Recent windows are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
 
     Args:
-        batch_length: steps of a window; may be set between samples.
+        batch_length: steps of a window; may be set between samples, and to None for single steps, ``[B]``.
         recent_data_steps: among how many of the newest beginnings of each environment.
         recent_data_ratio: which share of a batch; 0 draws everything evenly.
         with_replacement: draw beginnings of an environment independently; otherwise one from each of as many equal
@@ -82,7 +82,7 @@ class RecentSampler(SequenceSampler):
         self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         if prioritized is not None:
             found = prioritized.batch_length, prioritized.num_earliest_frames_ignored
-            if found[0] is None or found[1] != self.num_earliest_frames_ignored:
+            if not prioritized.knows_windows or found[1] != self.num_earliest_frames_ignored:
                 raise ValueError(
                     "The prioritized sampler must be built with a batch_length and "
                     f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}, got {found[0]} and {found[1]}."
@@ -109,9 +109,9 @@ class RecentSampler(SequenceSampler):
             return index, info
         newest = super().sample(storage, recent)[0].to(index.device)
         ones = torch.ones(newest.shape, device=index.device)
-        stamps = prioritized.table.generations[newest[:, :1]].expand(newest.shape)
-        beside = {"priority_weight": ones, "write_generation": stamps, "importance_weights": ones}
-        return torch.cat([newest, index]), {key: torch.cat([value, info[key]]) for key, value in beside.items()}
+        first = newest if newest.ndim == 1 else newest[:, :1]
+        beside = {"write_generation": prioritized.table.generations[first].expand(newest.shape)}
+        return torch.cat([newest, index]), {key: torch.cat([beside.get(key, ones), info[key]]) for key in info}
 
     def _prioritized(self) -> PrioritizedSampler | None:
         if self.prioritized is not None:
@@ -134,13 +134,13 @@ class RecentSampler(SequenceSampler):
 
     def _recent(self, writer: RingWriter, count: int) -> int:
         """Return how many of so many windows are to be drawn among the newest steps."""
-        beginnings = float(writer.filled.double().mean()) - (self.batch_length - 1 + self.num_earliest_frames_ignored)
+        beginnings = float(writer.filled.double().mean()) - (self._steps - 1 + self.num_earliest_frames_ignored)
         enough = beginnings * self.recent_data_ratio > self.recent_data_steps
         return math.ceil(count * self.recent_data_ratio) if enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
         """Fill windows, ``[n, T]``, that begin among so many of the newest beginnings."""
-        count, reach = cells.shape[0], self.batch_length - 1
+        count, reach = cells.shape[0], self._steps - 1
         if not count:
             return
         (positions, _), oldest = writer.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
@@ -149,7 +149,7 @@ class RecentSampler(SequenceSampler):
         if not len(owners):
             raise ValueError(
                 f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
-                f"{self.batch_length + self.num_earliest_frames_ignored} (batch_length={self.batch_length}, "
+                f"{self._steps + self.num_earliest_frames_ignored} (batch_length={self.batch_length}, "
                 f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."
             )
         each, rest = divmod(count, len(owners))

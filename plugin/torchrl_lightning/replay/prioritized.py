@@ -68,7 +68,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
         weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
         initial_priority: least priority of new data.
-        batch_length: steps of a window; may be set to another number between samples. None draws single cells, ``[B]``.
+        batch_length: steps of a window; may be set to another number between samples, and to None for single cells,
+            ``[B]``. A sampler that is built with None draws nothing else.
         num_earliest_frames_ignored: nothing is drawn that begins in the oldest so many stored steps of an environment.
         generator: random generator; the buffer's takes its place.
 
@@ -175,10 +176,15 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         return self._batch_length
 
     @batch_length.setter
-    def batch_length(self, value: int) -> None:
-        if self._batch_length is None:
+    def batch_length(self, value: int | None) -> None:
+        if not self.knows_windows:
             raise ValueError(f"This sampler draws single cells; build it with batch_length={value!r}.")
-        self._batch_length = integer(value, "batch_length")
+        self._batch_length = optional(integer)(value, "batch_length")
+
+    @property
+    def knows_windows(self) -> bool:
+        """Whether it can draw windows, however long those are that it draws now."""
+        return self.table.starts is not None
 
     @property
     def default_priority(self) -> float:
@@ -282,7 +288,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """
         if storage is not None:
             self._adopt(storage)
-        if self._batch_length is not None and isinstance(index, Tensor) and index.ndim == 2:
+        if self.knows_windows and isinstance(index, Tensor) and index.ndim == 2:
             index, generation = index[:, 0], generation if generation is None else generation[:, 0]
         cells, value = self._flat(index, priority, storage)
         if generation is not None:

@@ -79,13 +79,19 @@ class SequenceSampler(SamplerHooks, Sampler):
         batch_length = integer(batch_length, "batch_length")
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
-        self.batch_length, self.episode_ends, self.burn_in = batch_length, episode_ends, burn_in
+        self.batch_length: int | None = batch_length
+        """Steps of a window; may be set to None for single steps, ``[B]``, where windows are of one step."""
+        self.episode_ends, self.burn_in = episode_ends, burn_in
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self._own_rng = generator
         self._by_episode = episode_ends != "across"
         self._reach = burn_in if episode_ends == "pad" else batch_length - 1
         self._options = self._reach, burn_in, self._by_episode, episode_ends == "pad"
         self.clear()
+
+    @property
+    def _steps(self) -> int:
+        return self.batch_length or 1
 
     def clear(self) -> None:
         """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
@@ -105,12 +111,14 @@ class SequenceSampler(SamplerHooks, Sampler):
         """
         batch_size = integer(batch_size, "batch_size", 0)
         writer = self._writer(storage, batch_size)
-        cells = np.empty((batch_size, self.batch_length), np.int64)
+        cells = np.empty((batch_size, self._steps), np.int64)
         mask = np.empty(cells.shape, np.bool_)
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
         info.update(_first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
+        if self.batch_length is None:
+            return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
@@ -134,7 +142,7 @@ class SequenceSampler(SamplerHooks, Sampler):
 
     def _writer(self, storage: Storage, count: int) -> RingWriter:
         if not len(storage):
-            raise RuntimeError(f"Cannot sample {count} windows of {self.batch_length} steps: 0 steps are stored.")
+            raise RuntimeError(f"Cannot sample {count} windows of {self._steps} steps: 0 steps are stored.")
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
