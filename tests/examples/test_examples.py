@@ -7,15 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
 
 from configs.processes import PROJECT, environment
 from torchrl_lightning import read_demonstration
 
 EXAMPLES = PROJECT / "examples"
+OWN_CARTPOLE = "examples.continuous_cartpole:ContinuousCartPole"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
-    *("planner.py", "demonstrations.py", "behaviour_cloning.py"),
+    *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py"),
 )
 
 
@@ -66,6 +69,33 @@ def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
     assert read_demonstration(tmp_path / "car" / "seed_4.safetensors").metadata["environment"] == id
     done = run_example("demonstrations.py", "replay", folder, id, "--episodes", "5", cwd=tmp_path)
     assert re.fullmatch(r".*random actions: 0.000\n.*demonstrated actions solve: [01]\.\d0\n", done.stdout), done.stderr
+
+
+def test_the_continuous_cartpole_is_gymnasiums_at_full_force():
+    ours, theirs = (gymnasium.make(f"{name}-v{v}") for name, v in ((OWN_CARTPOLE, 0), ("CartPole", 1)))
+    assert ours.spec.max_episode_steps == theirs.spec.max_episode_steps
+    rng = np.random.default_rng(0)
+    for seed in range(10):
+        np.testing.assert_array_equal(ours.reset(seed=seed)[0], theirs.reset(seed=seed)[0])
+        fallen = False
+        while not fallen:
+            right = int(rng.integers(2))
+            (observation, *said), expected = ours.step(np.array([2.0 * right - 1], np.float32)), theirs.step(right)
+            np.testing.assert_array_equal(observation, expected[0])
+            assert tuple(said) == expected[1:]
+            fallen = said[1]
+
+
+def test_the_continuous_cartpole_pushes_as_hard_as_the_action_says():
+    env = gymnasium.make(OWN_CARTPOLE + "-v0").unwrapped
+    speeds = []
+    for push in (0.0, 0.25, 0.5, 1.0, 3.0):
+        env.reset(seed=0)
+        speeds.append(env.step(np.array([push]))[0][1])
+    # Nothing is harder than 1.
+    np.testing.assert_allclose(
+        np.subtract(speeds[1:], speeds[0]) / (speeds[3] - speeds[0]), [0.25, 0.5, 1.0, 1.0], 1e-4
+    )
 
 
 def test_every_example_is_run():
