@@ -252,6 +252,21 @@ def test_bad_requests_are_refused(build: Any, error: type[Exception], says: str)
         build()
 
 
+def test_uniform_initialization_is_that_of_torch() -> None:
+    network = MLPNetwork([8], "relu", head_sizes=[16], initialization="uniform")
+    torch.manual_seed(0)
+    actor = build_squashed_actor(specs_of(BOX), network)
+    torch.manual_seed(0)
+    hidden = [nn.Linear(4, 8), nn.Linear(8, 16)]
+    own = [layer for layer in actor.modules() if isinstance(layer, nn.Linear)]
+    for layer, plain in zip(own[:2], hidden, strict=True):
+        assert torch.equal(layer.weight, plain.weight)
+        assert torch.equal(layer.bias, plain.bias)
+    assert own[2].weight.norm() < 0.1  # the head starts as ever
+    with pytest.raises(ValueError, match="initialization"):
+        MLPNetwork(initialization="zeros").encoder([Unbounded(3)])
+
+
 def test_mlp_is_a_sequential_without_the_calls() -> None:
     network = mlp(3, [8, 4], "tanh")
     plain = nn.Sequential(*network)

@@ -263,6 +263,7 @@ class MLPNetworkSchema:
     activation: str = "tanh"
     shared: bool = False
     head_sizes: list[int] = field(default_factory=list)
+    initialization: str = "orthogonal"
 
 
 @dataclass

@@ -110,7 +110,8 @@ def private_layers(network: Network, features: int) -> tuple[nn.Module | None, i
     """Return a head's own hidden layers, if the network has any, and the width of what the head reads."""
     if not network.head_sizes:
         return None, features
-    return mlp(features, network.head_sizes, network.activation), int(network.head_sizes[-1])
+    kind = getattr(network, "initialization", "orthogonal")  # of perceptrons alone
+    return mlp(features, network.head_sizes, network.activation, kind), int(network.head_sizes[-1])
 
 
 def linear_head(network: Network, features: int, size: int) -> nn.Module:

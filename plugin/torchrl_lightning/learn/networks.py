@@ -39,6 +39,12 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2.0)) -> nn.Module:
     return layer
 
 
+INITIALIZATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "orthogonal": orthogonal,
+    "uniform": lambda layer: layer,  # as torch made it
+}
+
+
 class MLP(nn.Sequential):
     """``nn.Sequential`` that computes plain linear layers, tanh and relu without calling a module for each.
 
@@ -58,13 +64,16 @@ class MLP(nn.Sequential):
         return input
 
 
-def mlp(in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh") -> MLP:
-    """Build hidden layers with orthogonal weights of gain sqrt(2); without hidden sizes it is the identity."""
+def mlp(
+    in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh", initialization: str = "orthogonal"
+) -> MLP:
+    """Build hidden layers, initialised as :class:`MLPNetwork` says; without hidden sizes it is the identity."""
     if any(width < 1 for width in hidden_sizes):
         raise ValueError(f"hidden_sizes is {list(hidden_sizes)}; every layer must have at least 1 unit.")
     act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
+    initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
-        layers += [orthogonal(nn.Linear(in_features, int(width))), act()]
+        layers += [initialize(nn.Linear(in_features, int(width))), act()]
         in_features = int(width)
     return MLP(*layers)
 
@@ -107,10 +116,12 @@ def _choices(spec: Any) -> list[int]:
 class MLPEncoder(nn.Module):
     """A multi-layer perceptron over the concatenated observation entries."""
 
-    def __init__(self, specs: Sequence[Any], hidden_sizes: Sequence[int], activation: str) -> None:
+    def __init__(
+        self, specs: Sequence[Any], hidden_sizes: Sequence[int], activation: str, initialization: str = "orthogonal"
+    ) -> None:
         super().__init__()
         self.flat = FlatEntries(specs)
-        self.layers = mlp(self.flat.features, hidden_sizes, activation)
+        self.layers = mlp(self.flat.features, hidden_sizes, activation, initialization)
         self.features = int(hidden_sizes[-1]) if len(hidden_sizes) else self.flat.features
 
     def forward(self, *entries: Tensor) -> Tensor:
@@ -206,6 +217,8 @@ class MLPNetwork:
         activation: Name of the activation.
         shared: Whether actor and critic share the hidden layers.
         head_sizes: Width of further layers, which actor and critic do not share.
+        initialization: First weights of these layers: ``"orthogonal"`` with gain sqrt(2), and biases of zero; or both
+            ``"uniform"`` within 1 / sqrt(inputs), as PyTorch makes them, with which values start nearer to zero.
 
     Example:
         >>> from torchrl.data import Unbounded
@@ -217,10 +230,11 @@ class MLPNetwork:
     activation: str = "tanh"
     shared: bool = False
     head_sizes: Sequence[int] = ()
+    initialization: str = "orthogonal"
 
     def encoder(self, specs: Sequence[Any]) -> MLPEncoder:
         """Build the encoder of these entries."""
-        return MLPEncoder(specs, list(self.hidden_sizes), self.activation)
+        return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization)
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> Trunk:
         """Build the TensorDict module from observation keys to features."""
