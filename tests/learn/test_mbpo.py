@@ -135,6 +135,13 @@ def test_networks_and_actions_that_cannot_be_imagined_are_refused() -> None:
         MBPOModule().build(SimpleNamespace(observation=SPECS.observation, action=Categorical(3)))
 
 
+def test_several_ranks_are_refused() -> None:
+    module = built()
+    module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the trainer has 2 ranks; take devices=1"):
+        module.setup("fit")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"num_members": 0}, {"patience": 0}, {"max_epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}],

@@ -32,7 +32,7 @@ class BranchedReplay:
     As the ``source=`` of a ``ReplayDataModule``. Before the first batch, and whenever ``frames_per_fit`` more rows have
     been written to the buffer, the module fits its world model to all of them but those held out, and imagines
     ``branches_per_fit`` branches from states drawn uniformly among them; the branches of the last ``fits_kept`` fits
-    are kept. Their length is \(k\) rows, or fewer where an episode terminates, with :math:`k` growing linearly from
+    are kept. Their length is \(k\) rows, or fewer where an episode terminates, with \(k\) growing linearly from
     ``first_length`` to ``last_length`` while the number of written rows grows from the first to the second of
     ``lengthened_between``. A branch that is cut off has not ended, so that its last row's value is bootstrapped.
 

@@ -29,14 +29,14 @@ class WorldModelFit:
     Args:
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
-        probabilistic: As in :class:`~torchrl_lightning.DynamicsEnsemble`.
+        probabilistic: Whether members predict variances; else they minimise squared errors.
         num_members: Members of the ensemble.
-        num_elites: As there, here and in the next three.
-        propagation: See above.
-        sample: See above.
-        terminated: See above.
+        num_elites: How many of the best members the world model consists of.
+        propagation: As of :class:`~torchrl_lightning.DynamicsEnsemble`, here and in the next two.
+        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
+        terminated: The termination function; the world model never terminates if None.
         learning_rate: Of Adam.
-        weight_decay: As there.
+        weight_decay: Factor of the squared weights in the loss.
         batch_size: Rows of each member in a batch.
         max_epochs: Most epochs of a fit.
         patience: Epochs without improvement after which a fit is over.
