@@ -120,7 +120,7 @@ class EpisodicReturn:
         assert writer is not None
         episodes = writer.index
         assert episodes is not None
-        cells = index.cpu().numpy()
+        cells = (index if index.is_cpu else index.cpu()).numpy()
         found = self._entries() if self.critic is None else None
         if found is None:
             ended = cells[episodes.arrays[1][cells]]

@@ -275,10 +275,11 @@ class ExperienceBuffer(BufferBase):
         storage, sampler, writer = self.parts
         data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None
-        if update_priority is not False and _is_prioritized(sampler):
-            priority = data.get(self.priority_key, None)
-        if (prioritized := prioritized_in(sampler)) is not None:
-            prioritized.check_write(storage, data.shape[0], priority)
+        if _is_prioritized(sampler):
+            if update_priority is not False:
+                priority = data.get(self.priority_key, None)
+            if (prioritized := prioritized_in(sampler)) is not None:
+                prioritized.check_write(storage, data.shape[0], priority)
         index = self.write(data) if env_ids is None else self.write(data, env_ids)
         if priority is not None:
             self.update_priority(index, priority)

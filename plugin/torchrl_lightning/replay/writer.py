@@ -161,7 +161,8 @@ class RingWriter(WriterBase, SharedRings):
             )
         storage: Any = self.storage
         # Checked before the storage, which takes its schema from the first rows that it checks.
-        if self.track_episodes and not self.write_count and self._entry(data, None, self._done_path) is None:
+        first = self.index is None and self.track_episodes and not self.write_count
+        if first and self._entry(data, None, self._done_path) is None:
             raise KeyError(f"track_episodes=True needs the entry {self.done_key!r} in the data.")
         steps = rows // width
         leaves, addresses = storage.check(data, rows) if isinstance(storage, RingStorage) else (None, None)
@@ -222,7 +223,7 @@ class RingWriter(WriterBase, SharedRings):
             NO_INDEX if self.index is None else self.index.arrays, done, init,
         )  # fmt: skip
         if self._even and together:
-            self._set_length(min(int(self._positions[0]), self.length) * self.num_envs)
+            self._set_length(min(self._positions.item(0), self.length) * self.num_envs)
         else:
             self._settle()
         storage: Any = self.storage
