@@ -40,7 +40,7 @@ from torchrl_lightning.replay.storage import RingStorage
 ENVS, BATCH, EPISODE = 64, 256, 250
 SINGLE, STEPS, PAIRS, END = "single steps", "sample", "get_batch of 2", "steps_to_episode_end"
 COPIES, ADD = "slice copies", "add_batch"
-BUDGETS = {STEPS: 1.15, PAIRS: 2.0, END: 0.1, ADD: 3.0}  # at most, times what stands first
+BUDGETS = {STEPS: 1.25, PAIRS: 2.0, END: 0.1, ADD: 3.0}  # at most, times what stands first
 GROWTH = 1.75  # at most, over the smallest size: the logarithm of 1e7 over that of 1e4
 
 

@@ -18,6 +18,7 @@ from torchrl_lightning import PrioritizedSampler, SequenceSampler, UniformSample
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 ENVS, SIZE = 3, 12
+BATCH = 512  # large enough to draw every stored step, whatever the seed: a started process's follows from its number
 
 
 def rows(start: int, done: bool = False) -> TensorDict:
@@ -27,7 +28,7 @@ def rows(start: int, done: bool = False) -> TensorDict:
 
 def filled(sampler: Any = None, scratch: Path | None = None, **kwargs: Any) -> ExperienceBuffer:
     storage = RingStorage(SIZE, scratch_dir=scratch)
-    ours = ExperienceBuffer(storage=storage, num_envs=ENVS, sampler=sampler, batch_size=64, **kwargs)
+    ours = ExperienceBuffer(storage=storage, num_envs=ENVS, sampler=sampler, batch_size=BATCH, **kwargs)
     ours.extend(rows(0))
     return ours
 
@@ -167,7 +168,7 @@ def test_what_cannot_be_shared(kwargs: dict[str, Any], says: str, tmp_path: Path
         ours.share()
     assert not ours.storage.is_shared
     assert not ours.shared
-    assert len(ours.sample()) == 64
+    assert len(ours.sample()) == BATCH
 
 
 def test_a_shared_buffer_stays_shared_and_takes_no_state() -> None:
