@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -113,6 +114,21 @@ def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
     assert (other.sample() == buffer.sample()).all()
     buffer.extend(episodes([64]))
     assert set(buffer.sample(200)["step"][:, 0].tolist()) == {0, *range(50_000, 50_007)}
+
+
+@pytest.mark.parametrize("episode_ends", ENDS)
+def test_windows_may_change_their_length_between_samples(episode_ends: str) -> None:
+    buffer = make_buffer(1, 100, batch_length=2, episode_ends=episode_ends)
+    buffer.extend(episodes([3] * 20))  # hardly any draw has room for more, so that beginnings are listed
+    with pytest.raises(ValueError, match="no room") if episode_ends == "inside" else nullcontext():
+        buffer.sampler.batch_length = 4
+        buffer.sample(50)
+    for length in (3, 2, 3):
+        buffer.sampler.batch_length = length
+        other = make_buffer(1, 100, batch_length=length, episode_ends=episode_ends)
+        other.load_state_dict(buffer.state_dict())
+        for _ in range(3):
+            assert (buffer.sample(50) == other.sample(50)).all()
 
 
 # ------------------------------------------------------------------ layout

@@ -80,22 +80,24 @@ class SequenceSampler(SamplerHooks, Sampler):
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
         self.batch_length: int | None = batch_length
-        """Steps of a window; may be set to None for single steps, ``[B]``, where windows are of one step."""
+        """Steps of a window, more than the burn-in; may be set between samples, to None for single steps, ``[B]``."""
         self.episode_ends, self.burn_in = episode_ends, burn_in
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self._own_rng = generator
         self._by_episode = episode_ends != "across"
-        self._reach = burn_in if episode_ends == "pad" else batch_length - 1
-        self._options = self._reach, burn_in, self._by_episode, episode_ends == "pad"
         self.clear()
 
     @property
     def _steps(self) -> int:
         return self.batch_length or 1
 
+    @property
+    def _reach(self) -> int:
+        return self.burn_in if self.episode_ends == "pad" else self._steps - 1
+
     def clear(self) -> None:
         """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
-        self._listed = -1  # how much was written when all beginnings were listed last
+        self._listed = -1, 0  # how much was written, and for windows of which length, when all beginnings were listed
         self._list: NDArray[np.float64] = np.empty(0)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
@@ -123,18 +125,21 @@ class SequenceSampler(SamplerHooks, Sampler):
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
-        rule, draw = ((writer.length, *writer.arrays), episodes, self._options), jitted(windows.draw)
+        reach, draw = self._reach, jitted(windows.draw)
+        options = reach, self.burn_in, self._by_episode, self.episode_ends == "pad"
+        rule = (writer.length, *writer.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
         # Where a window may end anywhere, every step that has room for one may begin it.
-        size = 2 * missing if self._by_episode and self._reach else missing
+        size = 2 * missing if self._by_episode and reach else missing
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
             if found < 0:
                 raise self._too_long(rule)
             missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
         if missing:
-            if self._listed != writer.write_count:
-                self._list, self._listed = jitted(windows.all_starts)(*rule), writer.write_count
+            known = writer.write_count, self._steps
+            if self._listed != known:
+                self._list, self._listed = jitted(windows.all_starts)(*rule), known
             if not len(self._list):
                 raise self._too_long(rule)
             choice = (uniform(missing, self.generator) * len(self._list)).astype(np.int64)
