@@ -120,6 +120,8 @@ def test_no_worker_outlives_a_failed_or_interrupted_run(tmp_path):
         env=environment,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     session = process.pid
     try:
