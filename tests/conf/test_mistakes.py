@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchrl_lightning.cli.checks import UsageError, check_config
 from torchrl_lightning.cli.parts import build_part, check_parts
 
+BRANCHED = ("~experiment", "data=branched", "model=mbpo", "env=pendulum", "data.total_frames=100")
 REPLAY = ("~experiment", "data=uniform", "model=dqn", "data.total_frames=100")
 COMPOSED: dict[tuple[str, ...], DictConfig] = {}
 
@@ -110,6 +111,11 @@ def test_a_setting_of_replay_that_does_not_fit_is_named(composed, override, mess
             "",
             "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the environment observes [4]",
         ),
+        (
+            "hindsight",
+            "",
+            "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key names nothing that",
+        ),
     ],
 )
 def test_a_setting_of_episodic_replay_that_does_not_fit_is_named(composed, stream, override, message):
@@ -191,8 +197,25 @@ def test_a_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
             ("~experiment", "data=model_based", "data.total_frames=100"),
             "PPOModule does not learn from the DynamicsDataModule",
         ),
+        (
+            ("~experiment", "data=uniform", "model=pets", "env=pendulum", "data.total_frames=100"),
+            "DynamicsEnsemble does not learn from the ReplayDataModule; choose a stream for it, such as data=model",
+        ),
+        (
+            ("~experiment", "data=branched", "model=sac", "env=pendulum", "data.total_frames=100"),
+            "SACModule imagines no branches for BranchedReplay; choose a learner that does, such as model=mbpo",
+        ),
+        (
+            ("~experiment", "data=uniform", "model=mbpo", "env=pendulum", "data.total_frames=100"),
+            "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched",
+        ),
+        (
+            (*BRANCHED, "data.source.real_ratio=1.5"),
+            "data.source.real_ratio=1.5: real_ratio must be above 0 and below 1, got 1.5",
+        ),
+        ((*BRANCHED, "data.buffer.n_steps=3"), "data.source: branches are imagined step by step, but the buffer has"),
     ],
-    ids=["replay", "on-policy", "policy over dynamics"],
+    ids=["replay", "on-policy", "policy over dynamics", "dynamics", "no branches", "branches", "ratio", "steps"],
 )
 def test_a_learner_over_the_other_stream_is_refused(composed, base, message):
     assert refused(composed(*base)).startswith(message)

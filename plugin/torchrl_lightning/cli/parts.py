@@ -44,7 +44,9 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     if hasattr(data, "fingerprint"):
         with _named(cfg, "data.buffer"):
             data.fingerprint()
+    _check_source(cfg, data, model)
     _check_frames(cfg, data)
+    _check_goals(cfg, data)
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
             copy.deepcopy(model).build(data.specs)
@@ -66,13 +68,15 @@ def check_data(cfg: DictConfig, data: Any) -> None:
 
 def _check_stream(data: Any, model: Any) -> None:
     from torchrl_lightning.datamodules import DynamicsDataModule, OnPolicyDataModule, ReplayDataModule
-    from torchrl_lightning.learn import ActorCriticModule, OffPolicyModule
+    from torchrl_lightning.learn import ActorCriticModule, DynamicsEnsemble, OffPolicyModule
 
     pairs = (
         (ActorCriticModule, ReplayDataModule, "gae", "dqn"),
         (OffPolicyModule, OnPolicyDataModule, "uniform", "ppo"),
         (ActorCriticModule, DynamicsDataModule, "gae", "pets"),
         (OffPolicyModule, DynamicsDataModule, "uniform", "pets"),
+        (DynamicsEnsemble, OnPolicyDataModule, "model_based", "ppo"),
+        (DynamicsEnsemble, ReplayDataModule, "model_based", "dqn"),
     )
     for learner, other, stream, fitting in pairs:
         if isinstance(model, learner) and isinstance(data, other):
@@ -102,6 +106,45 @@ def _check_frames(cfg: DictConfig, data: Any) -> None:
         stacked = recipe.get("frame_stack", count) if isinstance(recipe, DictConfig) else count
         if stacked != count:
             raise ValueError(f"frame_stack={count} differs from data.env.frame_stack={stacked}; give both the same.")
+
+
+def _check_source(cfg: DictConfig, data: Any, model: Any) -> None:
+    """Build what batches are drawn from, and refuse branches without a learner that imagines them."""
+    from torchrl_lightning.datamodules import BranchedReplay, ReplayDataModule
+    from torchrl_lightning.learn import MBPOModule
+
+    if not isinstance(data, ReplayDataModule):
+        return
+    with _named(cfg, "data.source"):
+        branches = isinstance(data.trial_source(), BranchedReplay)
+    if branches and not hasattr(model, "imagine"):
+        raise UsageError(
+            f"{type(model).__name__} imagines no branches for BranchedReplay; choose a learner that does, such as "
+            "model=mbpo, or another stream, such as data=uniform."
+        )
+    if isinstance(model, MBPOModule) and not branches:
+        raise UsageError(
+            "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched, "
+            "or another learner, such as model=sac."
+        )
+
+
+def _check_goals(cfg: DictConfig, data: Any) -> None:
+    """Refuse hindsight over an environment that shows no goals."""
+    from torchrl_lightning.entries import nested_key
+
+    node = OmegaConf.select(cfg, "data.buffer.transform")
+    options: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else {}
+    if "desired_goal_key" not in options or not hasattr(data, "specs"):
+        return
+    shown = data.specs.observation.keys(include_nested=True, leaves_only=True)
+    with _named(cfg, "data.buffer.transform"):
+        for name in ("achieved_goal_key", "desired_goal_key"):
+            if nested_key(options[name]) not in shown:
+                raise ValueError(
+                    f"{name} names nothing that the environment shows, which is {', '.join(map(str, shown))}. Take one "
+                    "with goals, such as env=robotics, or another stream, such as data=uniform."
+                )
 
 
 @contextmanager

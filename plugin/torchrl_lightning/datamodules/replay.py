@@ -393,10 +393,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
-        # A buffer that is built to look at a checkpoint is not kept: the ranks may be forked later, each with its own.
-        # It is built of copies, because the storage and sampler of a partial serve one buffer.
-        make = self._make_buffer
-        buffer = copy.deepcopy(make)(num_envs=self.num_envs) if self.buffer is None else self.buffer
+        buffer = self._trial_buffer()
         return {
             **super().fingerprint(),
             "buffer": type(buffer).__name__,
@@ -407,6 +404,16 @@ class ReplayDataModule(ExperienceDataModule):
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
+
+    def trial_source(self) -> BatchSource:
+        """Build what batches would be drawn from, to see whether it fits, without keeping it."""
+        buffer = self._trial_buffer()
+        return buffer if self._make_source is None else self._make_source(buffer)
+
+    def _trial_buffer(self) -> ExperienceBuffer:
+        # A buffer that is built to look at a checkpoint is not kept: the ranks may be forked later, each with its own.
+        # It is built of copies, because the storage and sampler of a partial serve one buffer.
+        return copy.deepcopy(self._make_buffer)(num_envs=self.num_envs) if self.buffer is None else self.buffer
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
