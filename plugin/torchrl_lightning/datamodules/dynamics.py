@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import Batches, FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory
+from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory, trial_buffer
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.parts import passed_on
@@ -339,8 +338,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
-        # As in the replay stream, a buffer that is built to look at a checkpoint is not kept.
-        buffer = copy.deepcopy(self._make_buffer)(num_envs=self.num_envs) if self.buffer is None else self.buffer
+        buffer = trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer
         names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
         return {
             **super().fingerprint(),

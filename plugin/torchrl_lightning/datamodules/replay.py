@@ -47,6 +47,14 @@ class ReplayBufferFactory(Protocol):
         ...
 
 
+def trial_buffer(make: ReplayBufferFactory, num_envs: int) -> ExperienceBuffer:
+    """Build a buffer to look at, not to keep: the ranks may be forked later, each with its own.
+
+    It is built of copies, because the storage and sampler of a partial serve one buffer.
+    """
+    return copy.deepcopy(make)(num_envs=num_envs)
+
+
 class ReplayDataModule(ExperienceDataModule):
     """Serve the batches of ``updates_per_epoch`` updates each epoch from a replay buffer that grows in step with them.
 
@@ -374,17 +382,21 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _require_source(self) -> BatchSource:
         if self._source is None:
-            buffer = self._require_buffer()
-            self._source = buffer if self._make_source is None else self._make_source(buffer)
-            wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
-            if lacking := [name for name in wanted if not hasattr(self._source, name)]:
-                raise TypeError(f"source= gave a {type(self._source).__name__}, which has no {', '.join(lacking)}.")
-            if hasattr(self._source, "prepare") and self._normalization.observation:
-                raise ValueError(
-                    f"{type(self._source).__name__} shows the module what is stored, but normalize_observation has it "
-                    "learn from other numbers; leave it out."
-                )
+            self._source = self._source_over(self._require_buffer())
         return self._source
+
+    def _source_over(self, buffer: ExperienceBuffer) -> BatchSource:
+        """Build what batches are drawn from; refuse what cannot be drawn from."""
+        source = buffer if self._make_source is None else self._make_source(buffer)
+        wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
+        if lacking := [name for name in wanted if not hasattr(source, name)]:
+            raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
+        if hasattr(source, "prepare") and self._normalization.observation:
+            raise ValueError(
+                f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
+                "learn from other numbers; leave it out."
+            )
+        return source
 
     def _collector_options(self) -> dict[str, Any]:
         return {**super()._collector_options(), "init_random_frames": self.warmup_frames}
@@ -393,7 +405,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
-        buffer = self._trial_buffer()
+        buffer = trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer
         return {
             **super().fingerprint(),
             "buffer": type(buffer).__name__,
@@ -407,13 +419,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def trial_source(self) -> BatchSource:
         """Build what batches would be drawn from, to see whether it fits, without keeping it."""
-        buffer = self._trial_buffer()
-        return buffer if self._make_source is None else self._make_source(buffer)
-
-    def _trial_buffer(self) -> ExperienceBuffer:
-        # A buffer that is built to look at a checkpoint is not kept: the ranks may be forked later, each with its own.
-        # It is built of copies, because the storage and sampler of a partial serve one buffer.
-        return copy.deepcopy(self._make_buffer)(num_envs=self.num_envs) if self.buffer is None else self.buffer
+        return self._source_over(trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer)
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()

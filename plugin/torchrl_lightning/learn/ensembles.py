@@ -83,8 +83,7 @@ class GaussianEnsemble(nn.Module):
         if not self.probabilistic:
             return x, None
         mean, log_variance = x.chunk(2, -1)
-        log_variance = self.max_log_variance - F.softplus(self.max_log_variance - log_variance)
-        return mean, self.min_log_variance + F.softplus(log_variance - self.min_log_variance)
+        return mean, softly_bounded(log_variance, self.min_log_variance, self.max_log_variance)
 
     def loss(self, inputs: Tensor, targets: Tensor, weight_decay: float) -> dict[str, Tensor]:
         """Return the parts of the loss on standardised inputs and targets ``[M, B, *]``, summed over the members.
@@ -133,3 +132,8 @@ class GaussianEnsemble(nn.Module):
         for name, scaler in (("input", inputs), ("target", targets)):
             getattr(self, f"{name}_mean").copy_(scaler.mean)
             getattr(self, f"{name}_std").copy_(scaler.std)
+
+
+def softly_bounded(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return values that bend smoothly towards bounds, so that these have a gradient."""
+    return low + F.softplus(high - F.softplus(high - values) - low)

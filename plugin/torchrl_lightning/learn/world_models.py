@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_lightning.dynamics import DynamicsTargets
-from torchrl_lightning.learn.ensembles import GaussianEnsemble
+from torchrl_lightning.learn.ensembles import GaussianEnsemble, softly_bounded
 from torchrl_lightning.ranges import one_of
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -236,5 +236,4 @@ class WorldModel(nn.Module):
             return x
         (low, high), std = self._bounds, self.ensemble.target_std
         mean, log_variance = x.chunk(2, -1)
-        log_variance = low + F.softplus(high - F.softplus(high - log_variance) - low)
-        return mean + (0.5 * log_variance).exp() * std * torch.randn_like(mean)
+        return mean + (0.5 * softly_bounded(log_variance, low, high)).exp() * std * torch.randn_like(mean)

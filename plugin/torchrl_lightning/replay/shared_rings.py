@@ -123,7 +123,7 @@ class SharedRings(Rings):
 
     def _cells_between(self, low: Ints, high: Ints) -> Tensor:
         env, position, _ = steps_between(low, high - 1)
-        return torch.from_numpy(position % self.length * self.num_envs + env)
+        return self.cell(torch.from_numpy(env), torch.from_numpy(position))
 
     def _see(self) -> None:
         if self._memory is not None:
