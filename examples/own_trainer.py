@@ -36,7 +36,7 @@ class MyPPO(L.LightningModule):
             spec=specs.action,
         )
         self.critic = ValueOperator(nn.Sequential(nn.Linear(observations, 64), nn.Tanh(), nn.Linear(64, 1)))
-        self.loss = ClipPPOLoss(self.policy, self.critic, functional=False, normalize_advantage=True)
+        self.loss = ClipPPOLoss(self.policy, self.critic, functional=False)  # the buffer standardises advantages
         self.loss.set_keys(sample_log_prob="action_log_prob")
         self.loss.make_value_estimator()  # made now, so that a checkpoint loads strictly
 

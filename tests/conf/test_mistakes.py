@@ -78,6 +78,12 @@ def test_a_setting_that_does_not_fit_is_named(composed, override, message):
     assert refused(composed(setting=override)).startswith(message)
 
 
+def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(composed):
+    cfg = composed(setting="model.normalize_advantage=false")
+    cfg.data.buffer.standardize_advantages = True
+    assert refused(cfg).startswith("model.normalize_advantage=False: normalize_advantage=False, but GAEBuffer has")
+
+
 def test_an_argument_that_does_not_exist_is_named(compose_train):
     message = refused(compose_train("+trainer.max_epoch=3"))
     assert message == "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'"

@@ -136,7 +136,7 @@ class PPOSchema:
     critic_coeff: float = 0.5
     loss_critic_type: str = "l2"
     clip_value: float | None = None
-    normalize_advantage: bool = True
+    normalize_advantage: bool | None = None
     target_kl: float | None = None
     extrinsic_coeff: float = 1.0
     intrinsic_coeff: float = 1.0

@@ -50,6 +50,9 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
             copy.deepcopy(model).build(data.specs)
+    if hasattr(model, "check_data"):
+        with _named(cfg, "model"):
+            model.check_data(data)
     # What was built for a trial must not move the run's own generator.
     torch.set_rng_state(before)
     data.close()

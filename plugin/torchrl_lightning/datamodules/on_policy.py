@@ -107,10 +107,20 @@ class OnPolicyDataModule(ExperienceDataModule):
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.num_envs)
 
+    @property
+    def advantages_standardized_by(self) -> str | None:
+        """The name of the buffer if it standardises advantages over each rollout, which a learner then need not do."""
+        buffer = self._buffer_or_trial()
+        return type(buffer).__name__ if buffer.standardize_advantages else None
+
     def fingerprint(self) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
-        buffer = self._make_buffer(size=self.rollout_length) if self.buffer is None else self.buffer
+        buffer = self._buffer_or_trial()
         return {**super().fingerprint(), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
+
+    def _buffer_or_trial(self) -> VanillaOnPolicyBuffer:
+        """Return the buffer, or one like it as long as there is none."""
+        return self._make_buffer(size=self.rollout_length) if self.buffer is None else self.buffer
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +23,9 @@ from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
 from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import one_of, optional, positive
+from torchrl_lightning.ranges import boolean, one_of, optional, positive
+
+logger = logging.getLogger(__name__)
 
 STATE = "on_policy"
 _TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}
@@ -39,7 +42,8 @@ class ActorCriticModule(AgentModule):
         critic_coeff: Weight of the critic's loss.
         loss_critic_type: ``"l2"``, ``"smooth_l1"`` or ``"l1"``.
         clip_value: Clip the change of the value prediction to this; None does not clip.
-        normalize_advantage: Standardise the advantage within each mini-batch.
+        normalize_advantage: Standardise the advantage within each mini-batch, also where the buffer has standardised
+            it over the rollout; None does so unless the buffer has.
         extrinsic_coeff: Weight of the advantage of the environment's reward.
         intrinsic_coeff: Weight of the intrinsic advantage; ignored without ``intrinsic``.
         distribution: Distribution of continuous actions: ``"normal"`` (clipped; the default) or ``"tanh_normal"``.
@@ -66,7 +70,7 @@ class ActorCriticModule(AgentModule):
         critic_coeff: float = 0.5,
         loss_critic_type: str = "l2",
         clip_value: float | None = None,
-        normalize_advantage: bool = False,
+        normalize_advantage: bool | None = False,
         extrinsic_coeff: float = 1.0,
         intrinsic_coeff: float = 1.0,
         distribution: str = "auto",
@@ -87,7 +91,9 @@ class ActorCriticModule(AgentModule):
         self.network: Network = network or MLPNetwork()
         self.critic_coeff = critic_coeff
         self.loss_critic_type = one_of(loss_critic_type, "loss_critic_type", DISTANCES)
-        self.clip_value, self.normalize_advantage = clip_value, normalize_advantage
+        self.clip_value = clip_value
+        self.normalize_advantage = optional(boolean)(normalize_advantage, "normalize_advantage")
+        self._standardizes = normalize_advantage is not False  # until a DataModule says that its buffer does
         self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
         self.distribution, self.initial_std = distribution, initial_std
         self.critic_names, self.separate_critics = critics, separate_critics
@@ -100,6 +106,25 @@ class ActorCriticModule(AgentModule):
     @abstractmethod
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss (``loss_...``) on a mini-batch, and diagnostics, all scalars."""
+
+    def setup(self, stage: str) -> None:
+        """Refuse what does not fit the DataModule, and settle who standardises advantages."""
+        super().setup(stage)
+        if stage != "fit":
+            return
+        self.check_data(self._data)
+        standardized_by = standardizer(self._data)
+        if self.normalize_advantage is None:
+            self._standardizes = standardized_by is None
+        elif self.normalize_advantage and standardized_by is not None:
+            logger.warning(
+                "normalize_advantage=True standardises in each mini-batch what %s has standardised over the rollout; "
+                "give the buffer standardize_advantages=False, or leave normalize_advantage at None.",
+                standardized_by,
+            )
+
+    def check_data(self, data: Any) -> None:
+        """Refuse a DataModule whose settings contradict the module's own, by a ValueError."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +234,7 @@ class ActorCriticModule(AgentModule):
         if self.intrinsic is not None and self.intrinsic_coeff:
             advantage = advantage + self.intrinsic_coeff * require(batch, "intrinsic_advantage")
         advantage = advantage.squeeze(-1)
-        return standardized(advantage) if self.normalize_advantage else advantage
+        return standardized(advantage) if self._standardizes else advantage
 
     def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
         """Return the entropy bonus as a loss, which costs no gradient where it weighs 0, and the entropy."""
@@ -254,6 +279,12 @@ class ActorCriticModule(AgentModule):
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
         """Return whether to skip this update and the rest of the epoch."""
         return False
+
+
+def standardizer(data: Any) -> str | None:
+    """Return what standardises advantages over whole rollouts, by the name that a DataModule gives it; else None."""
+    name: str | None = getattr(data, "advantages_standardized_by", None)
+    return name
 
 
 def require(batch: TensorDictBase, key: NestedKey) -> Tensor:

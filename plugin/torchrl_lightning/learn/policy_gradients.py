@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.learn.agents import OptimizerFactory
-from torchrl_lightning.learn.base import ActorCriticModule, require
+from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss
 from torchrl_lightning.learn.networks import Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
@@ -134,6 +135,8 @@ class PPOModule(ActorCriticModule):
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
         entropy_coeff: Weight of the entropy bonus.
+        normalize_advantage: Standardise the advantage within each mini-batch; None does so unless the buffer has
+            standardised it over the rollout. False over such a buffer is refused.
         target_kl: Skip the rest of an epoch once the approximate divergence exceeds 1.5 times this.
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
         entropy_schedule: Schedule of ``entropy_coeff`` over frames.
@@ -158,7 +161,7 @@ class PPOModule(ActorCriticModule):
         critic_coeff: float = 0.5,
         loss_critic_type: str = "l2",
         clip_value: float | None = None,
-        normalize_advantage: bool = True,
+        normalize_advantage: bool | None = None,
         target_kl: float | None = None,
         extrinsic_coeff: float = 1.0,
         intrinsic_coeff: float = 1.0,
@@ -182,6 +185,17 @@ class PPOModule(ActorCriticModule):
         self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
         self.add_coefficient("clip_epsilon", clip_epsilon, clip_schedule)
         self.target_kl = target_kl
+
+    def check_data(self, data: Any) -> None:
+        """Refuse a buffer that standardises advantages which are to be left as they are, by a ValueError."""
+        super().check_data(data)
+        standardized_by = standardizer(data) if self.normalize_advantage is False else None
+        if standardized_by is not None:
+            raise ValueError(
+                f"normalize_advantage=False, but {standardized_by} has standardised the advantages over each rollout. "
+                "Give the buffer standardize_advantages=False (data.buffer.standardize_advantages=false), or leave "
+                "normalize_advantage at None."
+            )
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the clipped objective, the entropy bonus and the critics' losses, and how far the policy moved."""

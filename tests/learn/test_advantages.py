@@ -1,0 +1,127 @@
+"""Who standardises advantages: the learner each mini-batch, unless the buffer has done so over the rollout."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learn.fakes import FakeData, trainer
+from torchrl_lightning import (
+    A2CModule,
+    ActorCriticModule,
+    GAEBuffer,
+    MLPNetwork,
+    OnPolicyDataModule,
+    PPOBuffer,
+    PPODBuffer,
+    PPOModule,
+    RandomNetworkDistillation,
+    RecurrentNetwork,
+    VanillaOnPolicyBuffer,
+    VTraceBuffer,
+    VTraceModule,
+)
+
+
+class Seen(PPOModule):
+    """Keeps the advantages that its loss follows."""
+
+    advantages: list[Tensor]
+
+    def advantage(self, batch: Any) -> Tensor:
+        advantage = super().advantage(batch)
+        self.advantages.append(advantage.detach().clone())
+        return advantage
+
+
+def learned_from(buffer: Any, network: Any = None, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Seen(network or MLPNetwork([8]), **options)
+    module.advantages = []
+    data = OnPolicyDataModule(
+        "CartPole-v1", buffer=buffer, num_envs=4, frames_per_batch=128, num_mini_batch=4, num_epochs=1, seed=1
+    )
+    trainer(max_epochs=1).fit(module, datamodule=data)
+    assert len(module.advantages) == 4
+    return module.advantages
+
+
+def is_standard(advantage: Tensor) -> bool:
+    moments = torch.stack((advantage.mean(), advantage.std()))
+    return torch.allclose(moments, torch.tensor([0.0, 1.0]), atol=1e-2)
+
+
+BUFFERS = [
+    VanillaOnPolicyBuffer,
+    GAEBuffer,
+    VTraceBuffer,
+    PPODBuffer,
+    partial(PPOBuffer, obs_dim=None, act_dim=None, batch_size=8),
+]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_advantages_are_standardised_once(buffer: Any) -> None:
+    batches = learned_from(buffer)
+    assert is_standard(torch.cat(batches))
+    assert not any(is_standard(batch) for batch in batches)
+    batches = learned_from(partial(buffer, standardize_advantages=False))
+    assert all(is_standard(batch) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"network": RecurrentNetwork(hidden_size=8)},
+        {"intrinsic": RandomNetworkDistillation()},
+        {"critics": ["a", "b"]},
+    ],
+    ids=["recurrent", "intrinsic", "several critics"],
+)
+def test_every_kind_of_advantage_is_standardised_once(options: dict[str, Any]) -> None:
+    assert not any(is_standard(batch) for batch in learned_from(GAEBuffer, **options))
+    batches = learned_from(partial(GAEBuffer, standardize_advantages=False), **options)
+    assert all(is_standard(batch) for batch in batches)
+
+
+def test_false_leaves_advantages_as_they_are() -> None:
+    batches = learned_from(partial(GAEBuffer, standardize_advantages=False), normalize_advantage=False)
+    assert not is_standard(torch.cat(batches))
+    assert not any(is_standard(batch) for batch in batches)
+
+
+def test_false_over_a_standardising_buffer_is_refused_with_the_mend() -> None:
+    with pytest.raises(ValueError, match=r"normalize_advantage=False.*GAEBuffer.*standardize_advantages=False"):
+        learned_from(GAEBuffer, normalize_advantage=False)
+
+
+def test_true_over_a_standardising_buffer_does_so_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "torchrl_lightning"):
+        batches = learned_from(GAEBuffer, normalize_advantage=True)
+    assert all(is_standard(batch) for batch in batches)
+    (said,) = [record.message for record in caplog.records if "normalize_advantage" in record.message]
+    assert "standardize_advantages" in said
+
+
+@pytest.mark.parametrize("learner", [A2CModule, VTraceModule])
+def test_others_take_what_the_buffer_has_standardised(learner: type[ActorCriticModule]) -> None:
+    data = OnPolicyDataModule("CartPole-v1", num_envs=4, frames_per_batch=64, num_mini_batch=2, num_epochs=1, seed=1)
+    trainer(max_epochs=1).fit(learner(MLPNetwork([8])), datamodule=data)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
+def test_over_data_that_says_nothing_mini_batches_are_standardised(given: bool | None, expected: bool) -> None:
+    module = Seen(MLPNetwork([8]), normalize_advantage=given)
+    module.advantages = []
+    trainer(max_epochs=1).fit(module, datamodule=FakeData())
+    assert [is_standard(advantage) for advantage in module.advantages] == [expected] * 3
+
+
+def test_what_is_no_boolean_is_refused() -> None:
+    with pytest.raises(TypeError, match="normalize_advantage must be True or False, got 'yes'"):
+        PPOModule(normalize_advantage="yes")  # type: ignore[arg-type]
