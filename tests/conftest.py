@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_lightning.collectors.threads import kept_threads
 
 TESTS = Path(__file__).parent
 
@@ -9,3 +15,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Looks for doctests in the package alone: helpers and scripts among the tests are no modules to import."""
     inside = TESTS in collection_path.parents and collection_path.suffix == ".py"
     return True if inside and not collection_path.name.startswith("test_") else None
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Fails a test that leaves another number of torch's threads: sums of others would differ in their last bits."""
+    before = torch.get_num_threads()
+    yield
+    behind = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert behind == before, f"the test leaves {behind} threads, expected the {before} that it found"
+
+
+@pytest.fixture
+def three_threads(same_threads: None) -> Iterator[None]:
+    """Takes three threads, as a script does at its beginning."""
+    with kept_threads():
+        torch.set_num_threads(3)
+        yield

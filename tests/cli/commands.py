@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
@@ -69,10 +68,10 @@ def call(name: str, *arguments: str, cwd: Path) -> Done:
 
 @contextlib.contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Restore Hydra's and logging's globals, the environment variables, the import path and torch's threads."""
+    """Restore Hydra's and logging's globals, the environment variables and the import path."""
     known = [logging.getLogger(), *(log for log in logging.Logger.manager.loggerDict.values() if hasattr(log, "level"))]
     before = [(log, log.level, log.handlers[:], log.disabled) for log in known]
-    threads, path = torch.get_num_threads(), sys.path[:]
+    path = sys.path[:]
     modules = set(sys.modules)
     GlobalHydra.instance().clear()
     try:
@@ -86,7 +85,6 @@ def unchanged_process() -> Iterator[None]:
                 handler.close()
             log.setLevel(level)
             log.handlers[:], log.disabled = handlers, disabled
-        torch.set_num_threads(threads)
         own = set(sys.path) - set(path)
         for module in set(sys.modules) - modules:
             # What was imported from the working directory is not there for the next command.

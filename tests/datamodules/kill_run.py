@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_lightning import ReplayDataModule
+from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 CELLS, ROWS, WIDTH = 4096, 64, 64
@@ -119,10 +120,9 @@ def kill_once(folder, in_files, seconds):
 @contextlib.contextmanager
 def one_thread():
     """Compute in one thread: a forked process has no others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with kept_threads():
+        torch.set_num_threads(1)
+        yield
 
 
 def kill(folder, kills, seed):

@@ -140,13 +140,22 @@ def test_a_batch_of_another_size_is_refused(fit) -> None:
         fit(on_policy(partial(Walk, [2]), num_envs=8), PPOModule())
 
 
-def test_a_copy_in_each_process(fit, caplog) -> None:
+def test_a_copy_in_each_process(fit, three_threads) -> None:
     env = ParallelEnv(2, Walk, mp_start_method="spawn")
-    threads = torch.get_num_threads()
     fit(on_policy(env, eval_env=Walk), PPOModule(), epochs=1)
     assert env.is_closed
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 3
     assert not multiprocessing.active_children()
+
+
+def test_threads_that_a_collector_took_are_given_back(fit, three_threads) -> None:
+
+    def collector(policy):
+        torch.set_num_threads(1)  # as TorchRL's own do that start processes
+        return TorchRLCollector(make_environment(Walk, 2), policy, frames_per_batch=32)
+
+    fit(on_policy(Walk, collector=collector), PPOModule(), epochs=1)
+    assert torch.get_num_threads() == 3
 
 
 class Broken(Walk):

@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from torchrl_lightning import files
+from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import (
     ExperienceBuffer,
@@ -423,17 +424,16 @@ def save_forever(folder: Path, report: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("saves", [1, 4, 7])
 def test_killed_while_saving(saves: int, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the child has no others
     readable, writable = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            save_forever(tmp_path, writable)
-        finally:
-            os._exit(1)
+    with kept_threads():
+        torch.set_num_threads(1)  # the child has no others
+        child = os.fork()
+        if not child:
+            try:
+                save_forever(tmp_path, writable)
+            finally:
+                os._exit(1)
     os.close(writable)
-    torch.set_num_threads(threads)
     with os.fdopen(readable) as said:
         saved = [int(said.readline()) for _ in range(saves)]
         time.sleep(0.003 * saves)

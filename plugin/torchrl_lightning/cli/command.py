@@ -7,9 +7,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
+
+_behind = ExitStack()  # what a task gives back to the process when it is over
 
 
 def run_command(name: str, task: Callable[[Any], float]) -> None:
@@ -30,6 +34,27 @@ def run_command(name: str, task: Callable[[Any], float]) -> None:
     register_run_name()
     with explain_experiment():
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
+
+
+def in_own_threads(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Let a task take the threads that its run asks for by :func:`use_threads`, and give them back."""
+
+    @wraps(task)
+    def run(cfg: Any) -> float:
+        with _behind:
+            return task(cfg)
+
+    return run
+
+
+def use_threads(number: int) -> None:
+    """Compute in so many of torch's threads until the task is over."""
+    import torch
+
+    from torchrl_lightning.collectors.threads import kept_threads
+
+    _behind.enter_context(kept_threads())
+    torch.set_num_threads(number)
 
 
 def quiet() -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import quiet, run_command
+from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,6 +19,7 @@ def main() -> None:
     run_command("evaluate", evaluate)
 
 
+@in_own_threads
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
     import torch
@@ -39,7 +40,7 @@ def evaluate(cfg: DictConfig) -> float:
     check_is_file(checkpoint)
     stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
     run = run_config(checkpoint, stored)
-    torch.set_num_threads(run.get("torch_threads", 1))
+    use_threads(run.get("torch_threads", 1))
     data = instantiate(run.data, seed=cfg.seed)
     model = instantiate(run.model)
     check_data(run, data)

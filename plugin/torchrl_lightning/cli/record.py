@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import quiet, run_command
+from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,10 +23,9 @@ def main() -> None:
     run_command("record", record)
 
 
+@in_own_threads
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, or show the table of one."""
-    import torch
-
     from torchrl_lightning.cli.checks import UsageError
 
     given = [name for name in ("ckpt_path", "policy", "keyboard", "table") if cfg[name]]
@@ -36,7 +35,7 @@ def record(cfg: DictConfig) -> float:
             "policy=MODULE:FUNCTION and env=NAME, or keyboard=true and env=NAME, or table=DIRECTORY."
         )
     quiet()
-    torch.set_num_threads(1)
+    use_threads(1)
     if cfg.table:
         return show_table(Path(cfg.table), _environment(cfg))
     if not isinstance(cfg.episodes, int) or cfg.episodes < 1:

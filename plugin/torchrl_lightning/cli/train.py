@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import quiet, run_command
+from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
 from torchrl_lightning.cli.names import SCORE
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ def main() -> None:
     run_command("train", train)
 
 
+@in_own_threads
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
     from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config
@@ -33,7 +34,7 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
 
     quiet()
-    torch.set_num_threads(cfg.torch_threads)
+    use_threads(cfg.torch_threads)
     L.seed_everything(cfg.seed, verbose=False)
 
     data = build_part(cfg, "data")

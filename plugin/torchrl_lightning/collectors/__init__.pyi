@@ -13,7 +13,7 @@ from torchrl_lightning.collectors.replayed import ReplaySource as ReplaySource
 from torchrl_lightning.collectors.seeds import spawn_seed as spawn_seed
 from torchrl_lightning.collectors.specs import EnvironmentSpecs as EnvironmentSpecs
 from torchrl_lightning.collectors.specs import environment_specs as environment_specs
+from torchrl_lightning.collectors.threads import close_environment as close_environment
 from torchrl_lightning.collectors.torchrl_collector import TorchRLCollector as TorchRLCollector
-from torchrl_lightning.collectors.torchrl_env import close_environment as close_environment
 from torchrl_lightning.collectors.torchrl_env import make_environment as make_environment
 from torchrl_lightning.collectors.vector_env import make_vector_env as make_vector_env

@@ -21,7 +21,8 @@ from torchrl_lightning.collectors.recipe import EnvironmentRecipe
 from torchrl_lightning.collectors.replayed import Array
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.torchrl_env import close_environment, make_environment, with_bookkeeping
+from torchrl_lightning.collectors.threads import close_environment
+from torchrl_lightning.collectors.torchrl_env import make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict
 from torchrl.envs import EnvBase, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
+from torchrl_lightning.collectors.threads import close_environment, note_threads
 from torchrl_lightning.entries import Path, join, path_of
 
 # TorchRL's transforms write these beside the observations; no network should read them as observations.
@@ -180,8 +181,13 @@ def layers(env: EnvBase) -> Iterator[tuple[EnvBase, list[Transform]]]:
             yield base, [*around, *flat(env.transform)]
     elif isinstance(env, BatchedEnvBase):
         # Its own may be in other processes.
-        with closing(env.create_env_fn[0](**env.create_env_kwargs[0])) as one, layers(one) as found:
-            yield found
+        one = env.create_env_fn[0](**env.create_env_kwargs[0])
+        note_threads(one)
+        try:
+            with layers(one) as found:
+                yield found
+        finally:
+            close_environment(one)
     else:
         yield env, []
 

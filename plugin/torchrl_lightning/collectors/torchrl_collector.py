@@ -25,9 +25,9 @@ from torchrl_lightning.collectors._policy import (
 )
 from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.collectors.specs import environment_specs
+from torchrl_lightning.collectors.threads import close_environment, note_threads
 from torchrl_lightning.collectors.torchrl_env import (
     GoingOn,
-    close_environment,
     replaying,
     replaying_nothing_yet,
     with_bookkeeping,
@@ -85,6 +85,7 @@ class TorchRLCollector(CollectorBase):
         reset_at_each_batch: bool = False,
         init_random_frames: int = 0,
     ) -> None:
+        note_threads(env)
         super().__init__(env, policy, env.batch_size.numel(), frames_per_batch, total_frames, seed, {})
         self.env = env
         self.reset_at_each_batch, self.init_random_frames = reset_at_each_batch, init_random_frames

@@ -26,6 +26,7 @@ from torchrl.envs import (
 
 from torchrl_lightning.collectors._policy import recurrent_primers, rows_as
 from torchrl_lightning.collectors.specs import flat, layers
+from torchrl_lightning.collectors.threads import close_environment, note_threads
 from torchrl_lightning.collectors.vector_env import (
     NoGymnasiumEnvironmentError,
     make_vector_env,
@@ -91,7 +92,8 @@ def make_environment(
         return first
     close_environment(first)
     if (vectorization or vectorization_of(env)) == "async":
-        return ParallelEnv(number, env, mp_start_method="spawn")
+        # A run's threads are its own: without a number the environment would take some of them.
+        return ParallelEnv(number, env, mp_start_method="spawn", num_threads=torch.get_num_threads())
     return SerialEnv(number, env)
 
 
@@ -145,18 +147,9 @@ def replaying_nothing_yet(env: EnvBase) -> Iterator[None]:
             replay.load_state_dict(state)
 
 
-def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
-    """Close an environment, if it is open."""
-    if not isinstance(env, EnvBase):
-        env.close()
-    elif not env.is_closed:
-        threads = torch.get_num_threads()
-        env.close()
-        torch.set_num_threads(threads)  # a ParallelEnv takes as many as it had processes
-
-
 def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     """Return the environment, or say what does not fit."""
+    note_threads(env)
     with layers(env) as (_, around):
         for transform in around:
             why = next((why for kind, why in _REFUSED.items() if isinstance(transform, kind)), None)

@@ -19,6 +19,7 @@ from torchrl.envs import (
 
 from torchrl_lightning.collectors.frame_stack import channels_are_last
 from torchrl_lightning.collectors.specs import environment_specs, layers
+from torchrl_lightning.collectors.threads import close_environment, note_threads
 
 
 def transformed(
@@ -45,6 +46,7 @@ def transformed(
     """
     if not isinstance(made, EnvBase):
         raise TypeError(f"id made a {type(made).__name__}; expected a gymnasium.Env or a torchrl EnvBase.")
+    note_threads(made)
     env = TransformedEnv(made, Compose(), auto_unwrap=True)
     try:
         if time_limit is not None:
@@ -69,7 +71,7 @@ def transformed(
         if clip_reward is not None:
             _lay(env, RewardClipping(-clip_reward, clip_reward), f"clip_reward={clip_reward}")
     except BaseException:
-        env.close(raise_if_closed=False)
+        close_environment(env)
         raise
     return env
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,7 @@ from torchrl_lightning.collectors import (
 from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
+from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import (
     call_with_policy,
@@ -35,10 +37,7 @@ from torchrl_lightning.datamodules.arguments import (
 )
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
-from torchrl_lightning.datamodules.evaluation import (
-    first_checked,
-    view_of_collector,
-)
+from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, state_of_rank
@@ -125,6 +124,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.buffer: Any = None
         self._make_collector = collector
         self._stream: Iterator[TensorDictBase] | None = None
+        self._until_closed = ExitStack()
         self._origins = RowOrigins(None)
         self._acting = EvaluationMode()
         self._restored: dict[str, Any] | None = None
@@ -217,9 +217,10 @@ class ExperienceDataModule(L.LightningDataModule):
     def close(self) -> None:
         """Close collector, worker processes and environment; may be called at any time and repeatedly."""
         collector, self.collector, self._stream = self.collector, None, None
-        if collector is not None:
-            collector.shutdown()
-        self._environments.close()
+        with self._until_closed as stack:
+            stack.callback(self._environments.close)
+            if collector is not None:
+                collector.shutdown()
 
     # ------------------------------------------------------------------ state
 
@@ -392,6 +393,7 @@ class ExperienceDataModule(L.LightningDataModule):
                     else GymnasiumCollector(env, policy, num_envs=self.num_envs, frames_per_batch=frames, **options)
                 )
             else:
+                self._until_closed.enter_context(kept_threads())  # some of TorchRL's take threads of this process
                 self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
             self._origins = RowOrigins(self.collector)
             # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
