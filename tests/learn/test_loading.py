@@ -92,8 +92,9 @@ def test_an_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
     ("change", "message"),
     [
         ({"config": None}, r"holds no config.*load_policy\(path, module=MyModule"),
-        ({"model": {"_target_": "os.system", "command": "true"}}, "names classes of other packages: os.system"),
+        ({"model": {"_target_": "os.system", "command": "true"}}, "model._target_='os.system' is none of the classes"),
         ({"model": {**MODEL, "network": [{"_target_": "torchrl_lightning.cli.train.hydra"}]}}, "cli.train.hydra"),
+        ({"model": {"_target_": "torch.nn.Linear"}}, "model._target_=torch.nn.Linear, which is no LightningModule"),
         ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [5]}}}, "do not fit this PPOModule"),
         ({"OnPolicyDataModule": {}}, "holds no environment specs"),
     ],
@@ -128,7 +129,9 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
     ("wrapper", "is_taken"),
     [
         ("gymnasium.wrappers.TimeAwareObservation", True),
-        ("gymnasium.wrappers.common.TimeAwareObservation", True),
+        ("gymnasium.wrappers.stateful_observation.TimeAwareObservation", True),
+        ("gymnasium.wrappers.common.TimeAwareObservation", False),
+        ("torchrl_lightning.collectors.goal_reward.GoalReward", True),
         ("gymnasium.wrappers.RecordVideo", False),
         ("gymnasium.wrappers.rendering.RecordVideo", False),
         ("torchrl.envs.RewardScaling", True),
@@ -139,11 +142,11 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
 def test_the_recipe_of_a_checkpoint_may_name_wrappers_but_none_that_writes_or_loads(wrapper, is_taken):
     wrappers = [{"_target_": wrapper}]
     env = {"_target_": "torchrl_lightning.EnvironmentRecipe", "wrappers": wrappers}
-    stored = {CONFIG: {"data": {"env": env}}}
+    stored = {CONFIG: {"data": {"_target_": "torchrl_lightning.OnPolicyDataModule", "env": env}}}
     if is_taken:
         assert config_in(stored, "a.ckpt", "data") == stored[CONFIG]
     else:
-        with pytest.raises(ValueError, match=f"other packages: {wrapper}"):
+        with pytest.raises(ValueError, match=f"'{wrapper}' is none of the classes"):
             config_in(stored, "a.ckpt", "data")
 
 
@@ -174,7 +177,7 @@ def test_a_loaded_policy_knows_how_its_environment_is_made(env, length, tmp_path
 def test_classes_of_ones_own_are_named_before_they_are_imported(tmp_path):
     train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), env=EnvironmentRecipe("CartPole-v1", wrappers=[Shifted]))
     policy = load_policy(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])))
-    with pytest.raises(ValueError, match=r"other packages: \S*Shifted. If you trust .* recipe\(trusted=True\)"):
+    with pytest.raises(ValueError, match=r"Shifted' is none of the classes .* If you trust .* recipe\(trusted=True\)"):
         policy.recipe()
     assert isinstance(policy.recipe(trusted=True)(), Shifted)
     with pytest.raises(ValueError, match="does not say how its environment was made"):

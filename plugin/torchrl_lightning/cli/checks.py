@@ -158,6 +158,23 @@ def check_command(cfg: DictConfig) -> None:
         )
 
 
+def check_stored_config(path: Path, stored: Mapping[str, Any], cfg: DictConfig) -> None:
+    """Refuse a checkpoint whose config says what neither a file may nor this command or its own run says."""
+    from torchrl_lightning.learn.loading import CONFIG
+    from torchrl_lightning.trust import check_config, texts_in
+
+    if CONFIG not in stored:  # a run with a Trainer of one's own
+        return
+    own = texts_in(OmegaConf.to_container(cfg, resolve=True))
+    if (folder := run_folder(path)) is not None:
+        own |= texts_in(OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "config.yaml")))
+    try:
+        # What is composed now says where this run reads and writes.
+        check_config(stored[CONFIG], where=f"the config in {path}", trusted=cfg.trusted, own=own, folders=False)
+    except ValueError as error:
+        raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
+
+
 def check_checkpoint(
     path: Path,
     stored: dict[str, Any],

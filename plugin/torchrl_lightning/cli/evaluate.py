@@ -23,7 +23,6 @@ def main() -> None:
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
     import torch
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_is_file
@@ -39,10 +38,10 @@ def evaluate(cfg: DictConfig) -> float:
     checkpoint = Path(cfg.ckpt_path)
     check_is_file(checkpoint)
     stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
-    run = run_config(checkpoint, stored)
+    run = run_config(checkpoint, stored, trusted=cfg.trusted)
     use_threads(run.get("torch_threads", 1))
-    data = instantiate(run.data, seed=cfg.seed)
-    model = instantiate(run.model)
+    data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
+    model = rebuilt(checkpoint, run, "model")
     check_data(run, data)
     if cfg.video is not None:
         check_films(data.eval_env)
@@ -69,27 +68,46 @@ def evaluate(cfg: DictConfig) -> float:
     return float(episodes["episode_return"].mean())
 
 
-def run_config(checkpoint: Path, stored: dict[str, Any]) -> Any:
-    """Read the config of the run, set to play on the CPU: from its folder, or from a checkpoint that lies elsewhere."""
+def run_config(checkpoint: Path, stored: dict[str, Any], *, trusted: bool) -> Any:
+    """Read the config of the run from its checkpoint, set to play on the CPU.
+
+    It may name what the config in the folder of the user's own run names, and else what any file may, if not trusted.
+    """
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.cli.names import run_folder
-    from torchrl_lightning.learn.loading import config_in
+    from torchrl_lightning.learn.loading import CONFIG, config_in
+    from torchrl_lightning.trust import texts_in
 
     folder = run_folder(checkpoint)
-    try:
-        # Only the folder of a run, which its user made, may name any class.
-        run = (
-            OmegaConf.create(config_in(stored, checkpoint, "data", "model"))
-            if folder is None
-            else OmegaConf.load(folder / ".hydra" / "config.yaml")
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    composed: Any = {} if folder is None else OmegaConf.load(folder / ".hydra" / "config.yaml")
+    if folder is not None and CONFIG not in stored:
+        run = composed
+    else:
+        own = texts_in(OmegaConf.to_container(OmegaConf.create(composed)))
+        try:
+            run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=trusted, own=own))
+        except ValueError as error:
+            hint = "" if CONFIG not in stored else "; if you trust whoever made it, say trusted=true"
+            raise UsageError(f"{error}{hint}.") from error
+        run.torch_threads = composed.get("torch_threads", 1)
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
     return run
+
+
+def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
+    """Build a part of a checkpoint's config; whatever is wrong with it is a mistake in the file."""
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.parts import build_part
+
+    try:
+        return build_part(run, key, **arguments)
+    except Exception as error:
+        raise UsageError(
+            f"{checkpoint}: {key} cannot be built from its config: {' '.join(str(error).split())}"
+        ) from error
 
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ SCORE = "final/return"
 _PARTS = ("model", "env", "data")
 # Choices that do not affect learning, so that they tell no runs apart.
 _ASIDE = {
-    *("seed", "experiment", "ckpt_path", "task_name", "eval_episodes", "eval_checkpoint"),
+    *("seed", "experiment", "ckpt_path", "trusted", "task_name", "eval_episodes", "eval_checkpoint"),
     *("hparams_search", "hydra", "logger", "paths"),
 }
 

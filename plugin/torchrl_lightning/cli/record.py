@@ -92,18 +92,18 @@ def _environment(cfg: DictConfig) -> Any:
 
 def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
     import torch
-    from hydra.utils import instantiate
 
     from torchrl_lightning.cli.checks import UsageError, check_is_file
-    from torchrl_lightning.cli.evaluate import run_config
+    from torchrl_lightning.cli.evaluate import rebuilt, run_config
     from torchrl_lightning.learn.loading import policy_in
 
     checkpoint = Path(cfg.ckpt_path)
     check_is_file(checkpoint)
     stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
-    run = run_config(checkpoint, stored)
+    run = run_config(checkpoint, stored, trusted=cfg.trusted)
+    model = rebuilt(checkpoint, run, "model")
     try:
-        policy = policy_in(stored, checkpoint, instantiate(run.model), deterministic=cfg.deterministic)
+        policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     return _environment(run), policy

@@ -22,7 +22,7 @@ def main() -> None:
 @in_own_threads
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
-    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config
+    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config, check_stored_config
 
     check_command(cfg)
     check_config(cfg)
@@ -46,6 +46,7 @@ def train(cfg: DictConfig) -> float:
     if cfg.ckpt_path is not None:
         # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
         stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
+        check_stored_config(Path(cfg.ckpt_path), stored, cfg)
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
 
     for logger in trainer.loggers:

@@ -17,12 +17,13 @@ from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation
 
 from torchrl_lightning.collectors.frame_stack import FrameStack
 from torchrl_lightning.ranges import integer, one_of, optional, positive
+from torchrl_lightning.trust import Nameable
 
 Environment = gym.Env[Any, Any]
 Wrapper = Callable[[Environment], Environment]
 
 
-class EnvironmentRecipe:
+class EnvironmentRecipe(Nameable):
     """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
 
     What is asked for is laid around the environment from the inside out, in the order of the arguments. Wrappers and a
@@ -78,9 +79,9 @@ class EnvironmentRecipe:
         vectorization: str = "sync",
     ) -> None:
         if not isinstance(id, str):
-            _resolved(id, "id")
+            _check_named(id, "id")
         for number, wrapper in enumerate(wrappers):
-            _resolved(wrapper, f"wrappers[{number}]")
+            _check_named(wrapper, f"wrappers[{number}]")
         if keep is not None and drop:
             raise ValueError(f"keep={list(keep)} and drop={list(drop)} say the same in two ways; give one of them.")
         self.id = id if isinstance(id, str) or callable(id) else dict(id)
@@ -208,19 +209,36 @@ def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[
     return shown
 
 
+def _check_named(part: Any, argument: str) -> None:
+    """Refuse what is neither a callable nor names one, and what Hydra refuses to call."""
+    if callable(part):
+        return
+    if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
+        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
+    # Imported here: processes that step environments are handed a recipe and make none.
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        instantiate({"_target_": part["_target_"], "_partial_": True})
+    except InstantiationException as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {reason}.") from error
+    _resolved(part, argument)
+
+
 def _resolved(part: Any, argument: str) -> Callable[..., Any]:
     """Return what a callable is, or a mapping of ``_target_`` and arguments means."""
     if callable(part):
         return part
-    if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
-        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
     module, _, name = part["_target_"].rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {error}.") from error
     arguments = {key: value for key, value in part.items() if not key.startswith("_")}
-    return partial(target, **arguments) if arguments else target
+    positional = part.get("_args_", ())
+    return partial(target, *positional, **arguments) if arguments or positional else target
 
 
 def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:

@@ -14,6 +14,7 @@ from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.state import check_state, mapping, whole
+from torchrl_lightning.trust import Nameable
 
 
 class ImaginingModule(Protocol):
@@ -26,7 +27,7 @@ class ImaginingModule(Protocol):
         """Return the transitions ``[N]`` of branches that begin at the observations of ``start`` ``[R]``."""
 
 
-class BranchedReplay:
+class BranchedReplay(Nameable):
     r"""Draw batches of real rows and of rows that the learning agent's world model imagines, as in MBPO.
 
     As the ``source=`` of a ``ReplayDataModule``. Before the first batch, and whenever ``frames_per_fit`` more rows have

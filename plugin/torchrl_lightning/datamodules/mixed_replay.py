@@ -14,6 +14,7 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.state import check_state, sequence
+from torchrl_lightning.trust import Nameable
 
 # Says which buffer each row came from: 0 is the first one.
 SOURCE = "source"
@@ -38,7 +39,7 @@ class BatchSource(Protocol):
         """Continue from it."""
 
 
-class MixedReplay:
+class MixedReplay(Nameable):
     """Draw a share of each batch from each of several buffers.
 
     The shares are exact: each batch holds the whole rows of every ratio, and what is left over is owed to the next

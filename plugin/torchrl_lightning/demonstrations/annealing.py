@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.trust import Nameable
 
 Schedule = Literal["linear", "current"]
 
 
 @dataclass(frozen=True)
-class DemonstrationAnnealing:
+class DemonstrationAnnealing(Nameable):
     """How much of phi, the probability of value demonstrations, has moved to rho, that of reward demonstrations.
 
     ``linear``, as published: each success moves ``1 / value_capacity`` of it, and value demonstrations lose one place:

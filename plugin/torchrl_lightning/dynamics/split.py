@@ -14,12 +14,13 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.rings import steps_between
 from torchrl_lightning.state import check_state, same, tensor, whole
+from torchrl_lightning.trust import Nameable
 
 STATE_VERSION = 1
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class HoldoutSplit:
+class HoldoutSplit(Nameable):
     """Split the rows in rings into a training and a validation part, where no row ever changes sides.
 
     The side of a row is decided when it is first seen, by a hash of the seed, its environment and its ever-increasing

@@ -22,11 +22,12 @@ from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.scan import LIKE, discounted_scan, row_kernel
+from torchrl_lightning.trust import Nameable
 
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
 
 
-class EpisodicReturn:
+class EpisodicReturn(Nameable):
     """Write the discounted return of every step of an episode back into its cell when the episode ends.
 
     The return of a step is ``G[t] = r[t] + gamma * G[t+1]`` over the rewards of its action and of all later ones of the

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from torchrl_lightning.replay.episode_index import Flags, flag_of
 from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.trust import Nameable
 
 FIRST, MID, LAST = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class StepLayout:
+class StepLayout(Nameable):
     """Under which keys rows say what; by default a row is a transition with our keys.
 
     Attributes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -16,20 +16,11 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning.collectors import EnvironmentRecipe
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
+from torchrl_lightning.trust import check_config, target_named, without_folders
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
-# Of TorchRL, environments that a name selects, and transforms that are built from numbers and names: others load models
-# from the net, or connect to other machines.
-_OF_TORCHRL = (
-    "GymEnv|DMControlEnv|ActionMask|BinarizeReward|CatFrames|CatTensors|CenterCrop|ClipTransform|Crop|"
-    "DiscreteActionProjection|DoubleToFloat|DTypeCastTransform|EndOfLifeTransform|ExcludeTransform|FlattenObservation|"
-    "GrayScale|NoopResetEnv|ObservationNorm|PermuteTransform|RenameTransform|Resize|RewardClipping|RewardScaling|"
-    "RewardSum|SelectTransform|SignTransform|SqueezeTransform|StepCounter|TimeMaxPool|ToTensorImage|UnsqueezeTransform"
-)
-_OURS = re.compile(
-    r"torchrl_lightning\.[A-Z]\w*|torch\.(optim|nn)\.[A-Z]\w*|gymnasium\.wrappers\.([a-z_]+\.)?(?!Record)[A-Z]\w*|"
-    rf"torchrl\.envs\.([a-z_.]+\.)?({_OF_TORCHRL})"
-)
+_KINDS = {"data": LightningDataModule, "model": LightningModule}
+_TRUST = "If you trust whoever made the checkpoint, say"
 
 
 class LoadedPolicy(TensorDictModuleBase):
@@ -62,25 +53,32 @@ class LoadedPolicy(TensorDictModuleBase):
         """Return how the environment of training was made; called, it makes another one.
 
         Args:
-            trusted: Whether the recipe may name classes of other packages, such as your own; whoever made the
-                checkpoint says which.
+            trusted: Whether the recipe may name classes and modules of other packages, such as your own; whoever made
+                the checkpoint says which.
 
         Raises:
-            ValueError: The checkpoint does not say, or names such classes.
+            ValueError: The checkpoint does not say, names such classes, or holds no settings of a recipe.
         """
         settings = self.environment if isinstance(self.environment, Mapping) else {"id": self.environment}
         if settings.get("id") is None:
             raise ValueError("the checkpoint does not say how its environment was made; make it as in training")
-        foreign = _foreign(settings)
-        if foreign and not trusted:
-            raise ValueError(
-                f"the environment was made by classes of other packages: {', '.join(foreign)}. If you trust whoever "
-                "made the checkpoint, call recipe(trusted=True)"
+        try:
+            check_config(
+                {**settings, "_target_": "torchrl_lightning.EnvironmentRecipe"},
+                where="the recipe in the checkpoint",
+                trusted=trusted,
             )
-        return EnvironmentRecipe(**settings)
+        except ValueError as error:
+            raise ValueError(f"{error}. {_TRUST} recipe(trusted=True)") from error
+        try:
+            return EnvironmentRecipe(**settings)
+        except TypeError as error:
+            raise ValueError(f"the checkpoint holds no settings of a recipe: {error}") from error
 
 
-def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = True) -> LoadedPolicy:
+def load_policy(
+    path: str | Path, module: Any = None, *, deterministic: bool = True, trusted: bool = False
+) -> LoadedPolicy:
     """Load a trained policy from a checkpoint, which may lie anywhere, to act with it on the CPU.
 
     A checkpoint of the command ``torchrl-lightning-train`` holds all that is needed. With a trainer of your own, pass
@@ -91,23 +89,27 @@ def load_policy(path: str | Path, module: Any = None, *, deterministic: bool = T
         module: The LightningModule to load, ours or your own: its ``configure_model`` may read
             ``trainer.datamodule.specs``, and it has a ``policy``. None builds the one of the checkpoint's config.
         deterministic: Whether the policy takes the mode of its distribution instead of a sample.
+        trusted: Whether the checkpoint's config may name classes of other packages, such as your own, which are then
+            imported and built; whoever made the checkpoint says which.
 
     Returns:
         The policy, with the environment's ``specs`` and ``recipe()``.
 
     Raises:
-        ValueError: The checkpoint holds no specs or no config, its config names classes of other packages, or its
-            weights do not fit the module.
+        ValueError: The checkpoint holds no specs or no config, its config is more than data or names classes of other
+            packages, or its weights do not fit the module.
         TypeError: The module has no ``policy``.
 
     Example:
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
     """
     stored = torch.load(path, weights_only=True, map_location="cpu")
-    return policy_in(stored, path, module, deterministic=deterministic)
+    return policy_in(stored, path, module, deterministic=deterministic, trusted=trusted)
 
 
-def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool) -> LoadedPolicy:
+def policy_in(
+    stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
+) -> LoadedPolicy:
     """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
     states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
     if (state := next(states, None)) is None:
@@ -120,7 +122,14 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
     if module is None:
         from hydra.utils import instantiate
 
-        module = instantiate(config_in(stored, path, "model")["model"])
+        try:
+            config = config_in(stored, path, "model", trusted=trusted)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
+                "load_policy(path, module=MyModule(...))"
+            ) from error
+        module = instantiate(config["model"])
     # All that a module reads of its trainer before there is anything to fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     module.trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
@@ -142,33 +151,22 @@ def policy_in(stored: dict[str, Any], path: str | Path, module: Any = None, *, d
     return LoadedPolicy(policy, specs, deterministic=deterministic, environment=environment)
 
 
-def config_in(stored: Mapping[str, Any], path: str | Path, *groups: str) -> dict[str, Any]:
-    """Return these groups of the config of the run that wrote a checkpoint; raise ValueError where it holds none.
+def config_in(
+    stored: Mapping[str, Any], path: str | Path, *groups: str, trusted: bool = False, own: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return these groups of the config of the run that wrote a checkpoint, to play its policy: without folders.
 
-    Whoever made the file says in it which classes are built, so that only ours and PyTorch's are.
+    Raises:
+        ValueError: There is none, or it says what a file may not; ``trusted`` and ``own`` as of
+            :func:`~torchrl_lightning.trust.check_config`.
     """
-    config = stored.get(CONFIG)
-    if not isinstance(config, Mapping) or any(group not in config for group in groups):
-        raise ValueError(
-            f"{path} holds no config, as a run of torchrl-lightning-train writes it; pass the module: "
-            "load_policy(path, module=MyModule(...))"
-        )
+    config, where = stored.get(CONFIG), f"the config in {path}"
+    if not isinstance(config, Mapping) or any(not isinstance(config.get(group), dict) for group in groups):
+        raise ValueError(f"{path} holds no config, as a run of torchrl-lightning-train writes it")
     chosen = {group: config[group] for group in groups}
-    if foreign := _foreign(chosen):
-        raise ValueError(
-            f"the config in {path} names classes of other packages: {', '.join(foreign)}. Build the module yourself "
-            "and pass it: load_policy(path, module=MyModule(...))"
-        )
-    return chosen
-
-
-def _foreign(node: Any) -> list[str]:
-    """Return the classes that a config names and that are neither ours nor among those that we know."""
-    return sorted(target for target in _targets(node) if not _OURS.fullmatch(target))
-
-
-def _targets(node: Any) -> set[str]:
-    if isinstance(node, Mapping):
-        own = {str(node["_target_"])} if "_target_" in node else set()
-        return own.union(*map(_targets, node.values()))
-    return set().union(*map(_targets, node)) if isinstance(node, list) else set()
+    check_config(chosen, where=where, trusted=trusted, own=own, folders=False)
+    for group, node in chosen.items():
+        target = target_named(node.get("_target_", ""))
+        if target is not None and not issubclass(target, _KINDS[group]):
+            raise ValueError(f"{where} has {group}._target_={node['_target_']}, which is no {_KINDS[group].__name__}")
+    return {group: without_folders(node) for group, node in chosen.items()}

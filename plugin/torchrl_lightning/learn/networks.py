@@ -16,6 +16,7 @@ from torchrl.data import Binary, Categorical, MultiCategorical
 from torchrl_lightning.collectors.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import one_of
+from torchrl_lightning.trust import Nameable
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
@@ -209,7 +210,7 @@ class Network(Protocol):
 
 
 @dataclass
-class MLPNetwork:
+class MLPNetwork(Nameable):
     """A multi-layer perceptron over flat observations.
 
     Args:
@@ -242,7 +243,7 @@ class MLPNetwork:
 
 
 @dataclass
-class CNNNetwork:
+class CNNNetwork(Nameable):
     """Convolutions over pixels, by default those of Mnih et al. (2015), shared by actor and critic.
 
     Args:
@@ -278,7 +279,7 @@ class CNNNetwork:
 
 
 @dataclass
-class RecurrentNetwork:
+class RecurrentNetwork(Nameable):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
     One memory for both keeps the critic a function of what a rollout records: given a row's observation and

@@ -17,9 +17,10 @@ from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters
 from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
 from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, positive
+from torchrl_lightning.trust import Nameable
 
 
-class WorldModelFit:
+class WorldModelFit(Nameable):
     """Build a world model, and fit it to transitions until rows that it has not seen say that it is enough.
 
     What :class:`~torchrl_lightning.DynamicsEnsemble` learns epoch by epoch of Lightning's is learnt here between two

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.ensembles import GaussianEnsemble, softly_bounded
 from torchrl_lightning.ranges import one_of
+from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, as the columns of :class:`DynamicsTargets` show them, to
@@ -19,7 +20,7 @@ whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool."""
 PROPAGATION = ("step", "trajectory")
 
 
-class OutsideBox:
+class OutsideBox(Nameable):
     """Terminate where the next observation leaves a box.
 
     Args:

@@ -1,0 +1,355 @@
+"""What a file may say: plain values, and the names of classes that do no more than they are told by plain values.
+
+Whoever wrote a file may have chosen each word in it. Nothing that it names is imported, built or opened before
+:func:`check_config` has seen all of it; a name leads to a class by a closed table alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torchrl_lightning._conf import CONF_DIR
+
+MODULES = ("ale_py", "gymnasium_robotics", "minigrid")  # what an environment's id may import: those of our presets
+DEPTH, NODES, LENGTH, LARGEST = 32, 20_000, 4096, 1 << 63  # of a config; ours have a tenth
+
+# Of other packages, what is built from plain values and neither reads, writes, connects nor takes a callable.
+_OTHERS = {
+    "torch.optim": """
+        ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam
+    """,
+    "torch.nn": """
+        AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveLogSoftmaxWithLoss AdaptiveMaxPool1d
+        AdaptiveMaxPool2d AdaptiveMaxPool3d AlphaDropout AvgPool1d AvgPool2d AvgPool3d BCELoss BCEWithLogitsLoss
+        BatchNorm1d BatchNorm2d BatchNorm3d Bilinear CELU CTCLoss ChannelShuffle CircularPad1d CircularPad2d
+        CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d
+        ConvTranspose3d CosineEmbeddingLoss CosineSimilarity CrossEntropyLoss Dropout Dropout1d Dropout2d Dropout3d ELU
+        Embedding EmbeddingBag FeatureAlphaDropout Flatten Fold FractionalMaxPool2d FractionalMaxPool3d GELU GLU GRU
+        GRUCell GaussianNLLLoss GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh HingeEmbeddingLoss HuberLoss
+        Identity InstanceNorm1d InstanceNorm2d InstanceNorm3d KLDivLoss L1Loss LPPool1d LPPool2d LPPool3d LSTM LSTMCell
+        LayerNorm LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d
+        LazyConvTranspose2d LazyConvTranspose3d LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d LazyLinear
+        LeakyReLU Linear LocalResponseNorm LogSigmoid LogSoftmax MSELoss MarginRankingLoss MaxPool1d MaxPool2d
+        MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d Mish ModuleDict ModuleList MultiLabelMarginLoss
+        MultiLabelSoftMarginLoss MultiMarginLoss MultiheadAttention NLLLoss PReLU PairwiseDistance PixelShuffle
+        PixelUnshuffle PoissonNLLLoss RMSNorm RNN RNNCell RReLU ReLU ReLU6 ReflectionPad1d ReflectionPad2d
+        ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d SELU Sequential SiLU Sigmoid SmoothL1Loss
+        SoftMarginLoss Softmax Softmax2d Softmin Softplus Softshrink Softsign Tanh Tanhshrink Threshold
+        TripletMarginLoss Unflatten Unfold Upsample UpsamplingBilinear2d UpsamplingNearest2d ZeroPad1d ZeroPad2d
+        ZeroPad3d
+    """,
+    "gymnasium.wrappers": """
+        AddRenderObservation AddWhiteNoise AtariPreprocessing Autoreset ClipAction ClipReward DelayObservation
+        DiscretizeAction DiscretizeObservation DtypeObservation FilterObservation FlattenObservation
+        FrameStackObservation GrayscaleObservation MaxAndSkipObservation NormalizeObservation NormalizeReward
+        ObstructView OrderEnforcing PassiveEnvChecker RenderCollection RepeatAction RescaleAction RescaleObservation
+        ReshapeObservation ResizeObservation StickyAction TimeAwareObservation TimeLimit
+    """,
+    "torchrl.envs": """
+        ActionMask BinarizeReward CatFrames CatTensors CenterCrop ClipTransform Crop DMControlEnv DTypeCastTransform
+        DiscreteActionProjection DoubleToFloat EndOfLifeTransform ExcludeTransform FlattenObservation GrayScale GymEnv
+        NoopResetEnv ObservationNorm PermuteTransform RenameTransform Resize RewardClipping RewardScaling RewardSum
+        SelectTransform SignTransform SqueezeTransform StepCounter TimeMaxPool ToTensorImage UnsqueezeTransform
+    """,
+}
+# Kinds of ours, by their bases: learners, planners, fits, transforms; streams; wrappers; buffers and their parts. What
+# has no such base is :class:`Nameable`.
+_KINDS = (
+    "torch.nn.Module",
+    "lightning.LightningDataModule",
+    "gymnasium.Wrapper",
+    "torchrl.data.ReplayBuffer",
+    "torchrl.data.replay_buffers.Storage",
+    "torchrl.data.replay_buffers.Sampler",
+    "torchrl.data.replay_buffers.Writer",
+    "torchrl_lightning.collectors._base.CollectorBase",
+)
+_ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
+_RECIPE = "torchrl_lightning.EnvironmentRecipe"
+# Arguments that name what is called, and the only values of them that may be.
+_CALLED = {("torchrl.envs.EndOfLifeTransform", "eol_attribute"): ("unwrapped.ale.lives",)}
+_DIRECTIVES: dict[str, Any] = {
+    "_target_": lambda value: isinstance(value, str),
+    "_partial_": lambda value: isinstance(value, bool),
+    "_recursive_": lambda value: isinstance(value, bool),
+    "_convert_": lambda value: isinstance(value, str) and value in ("none", "partial", "object", "all"),
+    "_args_": lambda value: isinstance(value, list),
+}
+_WITH_COLON = re.compile(
+    rf"(?:{'|'.join(MODULES)}):[\w/.-]+|(?:cpu|cuda|mps|xpu):\d+|minari:\w[\w/-]*|[\d:.]+", re.ASCII
+)
+_WORD = re.compile(r"[\w+-][\w ,.+()-]*|", re.ASCII)  # no path, no module
+_FOLDER = re.compile(r"(?:.*_)?(?:dir|dirpath|file|filename|folder|path|root|dataset)")
+_READ_ALONE = re.compile(r"initial_\w+_demos_dir|dataset")  # of these, those that are never written to
+
+
+class Nameable:
+    """A part that a file may name, as it is built from plain values; a folder among them must be an argument's."""
+
+
+def check_config(
+    node: Any, *, where: str, trusted: bool = False, own: Collection[str] = (), folders: bool = True
+) -> None:
+    """Refuse a config from a file that is more than data, or names what a file may not; nothing is built or imported.
+
+    Data are dicts, lists, texts, numbers, flags and null, without an interpolation. The classes that it may name are
+    those of :func:`target_named`; it may name no folder but ours, and no module but those that register the
+    environments of our presets.
+
+    Args:
+        node: The config, or a part of it.
+        where: What it is, for the message, such as ``"the config in a.ckpt"``.
+        trusted: Whether it may name any class, folder and module; data it must be all the same.
+        own: Names that it may have, too: those in a config that the user wrote, by :func:`texts_in`.
+        folders: Whether its folders count; if not, :func:`without_folders` leaves them out of what is built.
+
+    Raises:
+        ValueError: It is refused; the message, one line, names each value that is.
+
+    Example:
+        >>> check_config({"_target_": "os.system", "command": "true"}, where="the config in a.ckpt")
+        Traceback (most recent call last):
+            ...
+        ValueError: the config in a.ckpt says what a file may not: _target_='os.system' is none of the classes that a \
+file may name
+    """
+    found = _Reading(trusted, frozenset(own), folders).refusals(node)
+    first = [refusal for refusal, _ in zip(found, range(5), strict=False)]
+    if first:
+        more = "; and more" if next(found, None) is not None else ""
+        raise ValueError(f"{where} says what a file may not: {'; '.join(first)}{more}")
+
+
+def target_named(name: str) -> type[Any] | None:
+    """Return the class of ours, or of those of others that we know, that a file means by a name; else None.
+
+    Example:
+        >>> target_named("torchrl_lightning.GoalReward").__name__, target_named("os.system")
+        ('GoalReward', None)
+    """
+    package, _, last = name.rpartition(".")
+    for known in (_package(), *_OTHERS):
+        if package != known and not package.startswith(f"{known}."):
+            continue
+        target = _ours(last) if known == _package() else _of_others(known, last)
+        # Also by the module that it lies in, as a saved recipe has it; the file's own words are never imported.
+        if target is not None and name in (f"{known}.{last}", f"{target.__module__}.{target.__qualname__}"):
+            return target
+    return None
+
+
+def texts_in(node: Any) -> frozenset[str]:
+    """Return all texts among the values of a plain config."""
+    if isinstance(node, str):
+        return frozenset([node])
+    inside = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return frozenset().union(*map(texts_in, inside))
+
+
+def without_folders(node: Any) -> Any:
+    """Return a config without the folders and data sets that its classes of ours read and write.
+
+    To play a policy, none is needed.
+
+    Example:
+        >>> without_folders({"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "here"})
+        {'_target_': 'torchrl_lightning.RingStorage', 'max_size': 9}
+    """
+    if isinstance(node, list):
+        return [without_folders(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    target = node.get("_target_")
+    left_out = _folders_of(_canonical(target_named(target))) if isinstance(target, str) else ()
+    return {key: without_folders(value) for key, value in node.items() if key not in left_out}
+
+
+class _Reading:
+    """One walk over a config, which counts what it sees."""
+
+    def __init__(self, trusted: bool, own: frozenset[str], folders: bool) -> None:
+        self.trusted, self.own, self.folders, self.left = trusted, own, folders, NODES
+
+    def refusals(self, node: Any, path: str = "", depth: int = 0, words: bool = False) -> Iterator[str]:
+        """Yield what is wrong, each with its place; ``words``: below are settings of an environment."""
+        self.left -= 1
+        if self.left == 0 or depth > DEPTH:
+            yield f"it has more than {NODES} values, or more than {DEPTH} levels"
+        if self.left <= 0 or depth > DEPTH:
+            self.left = 0
+        elif type(node) is dict:
+            yield from self._mapping(node, path, depth, words)
+        elif type(node) is list:
+            for number, entry in enumerate(node):
+                yield from self.refusals(entry, f"{path}[{number}]", depth + 1, words)
+        elif type(node) is str:
+            yield from self._text(node, path, words)
+        elif type(node) is int and abs(node) >= LARGEST:
+            yield f"{path or 'it'} is a number of more than 63 bits"
+        elif node is not None and type(node) not in (bool, int, float):
+            yield f"{path or 'it'} is a {type(node).__name__}, no plain value"
+
+    def _text(self, text: str, path: str, words: bool) -> Iterator[str]:
+        if "${" in text:
+            yield f"{_shown(path, text)} is an interpolation"
+        elif len(text) > LENGTH:
+            yield f"{path or 'it'} is a text of more than {LENGTH} characters"
+        elif self._is_known(text):
+            return
+        elif ":" in text and not _WITH_COLON.fullmatch(text):
+            yield f"{_shown(path, text)} may import a module other than {', '.join(MODULES)}"
+        elif words and not _WORD.fullmatch(text):
+            yield f"{_shown(path, text)} may be a path or a module; an environment's settings are plain words"
+
+    def _is_known(self, text: str) -> bool:
+        return self.trusted or text in self.own
+
+    def _mapping(self, node: dict[Any, Any], path: str, depth: int, words: bool) -> Iterator[str]:
+        target = node.get("_target_")
+        named: Any = target_named(target) if type(target) is str else None
+        canonical = _canonical(named)
+        folders = _folders_of(canonical)
+        for key, value in node.items():
+            if type(key) is not str and (type(key) is not int or abs(key) >= LARGEST):
+                yield f"{path or 'it'} has a key that is neither a text nor a number"
+                continue
+            place = f"{path}.{_short(str(key))}" if path else _short(str(key))
+            if type(key) is str and ("${" in key or len(key) > LENGTH):
+                yield f"{_short(place)} is no plain name"
+                continue
+            if type(key) is str and key.startswith("_"):
+                allowed = _DIRECTIVES.get(key)
+                if allowed is None or not allowed(value):
+                    yield f"{_shown(place, value)} is no directive of Hydra's"
+                    continue
+            if key == "_target_":
+                if (named is None and not self._is_known(value)) or "${" in value:
+                    yield f"{_shown(place, value)} is none of the classes that a file may name"
+                continue
+            below = words or key == "env_kwargs" or canonical in _ENVIRONMENTS
+            yield from self._argument(canonical, key, value, place, below)
+            is_id = below and key in ("env_name", "_args_")
+            if key not in folders or self.folders:
+                yield from self.refusals(value, place, depth + 1, below and not is_id)
+        if named is None or self.trusted:
+            return
+        if canonical == _RECIPE:
+            yield from self._recipe(node, path)
+        elif _is_collector(named) and node.get("_partial_") is not True:
+            yield f"{path or 'it'} builds a collector, which starts processes"
+
+    def _argument(self, canonical: str, key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
+        """Yield what an argument may not be, whatever it is of itself."""
+        if self.trusted or value is None or (type(value) is str and value in self.own):
+            return
+        only = ("gym", "gymnasium") if of_environment and key == "backend" else _CALLED.get((canonical, key))
+        if only and not (type(value) is str and value in only):
+            yield f"{_shown(place, value)} is not {' or '.join(map(repr, only))}"
+        is_place = self.folders and key in _folders_of(canonical)
+        if is_place and not (_READ_ALONE.fullmatch(key) and type(value) is str and _is_shipped(value)):
+            yield f"{_shown(place, value)} is a place on the disk"
+
+    def _recipe(self, node: dict[Any, Any], path: str) -> Iterator[str]:
+        """Yield what makes an environment and is none, and what is laid around it and is no wrapper."""
+        wrappers = node.get("wrappers")
+        parts: list[tuple[str, Any, tuple[str, ...]]] = [("id", node.get("id"), _ENVIRONMENTS)]
+        parts += [(f"wrappers[{n}]", each, ()) for n, each in enumerate(wrappers if type(wrappers) is list else ())]
+        for place, part, known in parts:
+            name = part.get("_target_") if type(part) is dict else None
+            target: Any = target_named(name) if type(name) is str else None
+            if target is None:  # an id; or refused already, or the user's own
+                continue
+            if _canonical(target) not in known if known else not _is_wrapper(target):
+                what = "environment" if known else "wrapper"
+                yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
+
+
+def _is_shipped(folder: str) -> bool:
+    """Return whether a data set is Minari's, by its id, or among the demonstrations that we ship."""
+    if folder.startswith("minari:"):
+        return _WITH_COLON.fullmatch(folder) is not None
+    return Path(os.path.normpath(folder)).is_relative_to(CONF_DIR / "demonstrations")
+
+
+def _shown(place: str, value: Any) -> str:
+    text = _short(repr(value)) if isinstance(value, bool | float | str | None) else f"a {type(value).__name__}"
+    return f"{_short(place)}={text}" if place else text
+
+
+def _short(text: str) -> str:
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _package() -> str:
+    return __name__.partition(".")[0]
+
+
+def _canonical(target: type[Any] | None) -> str:
+    """Return the name by which we know a class; "" for none."""
+    if target is None:
+        return ""
+    name = target.__name__
+    package = next((known for known in _OTHERS if _of_others(known, name) is target), _package())
+    return f"{package}.{name}"
+
+
+@cache
+def _names_of(package: str) -> frozenset[str]:
+    return frozenset(_OTHERS[package].split())
+
+
+@cache
+def _of_others(package: str, name: str) -> type[Any] | None:
+    """Look a class of another package up in the package itself."""
+    target = getattr(import_module(package), name, None) if name in _names_of(package) else None
+    return target if isinstance(target, type) else None
+
+
+@cache
+def _ours(name: str) -> type[Any] | None:
+    """Look a class up among our exports, and tell by its bases whether a file may name it."""
+    package = sys.modules[_package()]
+    target = getattr(package, name) if name in package.__all__ else None
+    if not isinstance(target, type) or not issubclass(target, (Nameable, *_kinds())):
+        return None
+    return target
+
+
+@cache
+def _kinds() -> tuple[type[Any], ...]:
+    return tuple(_imported(name) for name in _KINDS)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _is_collector(target: type[Any]) -> bool:
+    return issubclass(target, _imported("torchrl_lightning.collectors._base.CollectorBase"))
+
+
+def _is_wrapper(target: type[Any]) -> bool:
+    return issubclass(target, (_imported("gymnasium.Wrapper"), _imported("torchrl.envs.Transform")))
+
+
+@cache
+def _folders_of(canonical: str) -> frozenset[str]:
+    """Return which arguments of a class of ours are places on the disk: by their annotations and names."""
+    target = target_named(canonical)
+    if target is None or canonical.rpartition(".")[0] != _package():
+        return frozenset()
+    return frozenset(
+        argument.name
+        for argument in inspect.signature(target).parameters.values()
+        if "Path" in str(argument.annotation) or _FOLDER.fullmatch(argument.name)
+    )
