@@ -126,6 +126,48 @@ def test_target_kl_leaves_out_the_rest_of_the_epoch_only() -> None:
     assert 3 <= fit.global_step < 15
 
 
+class Replaying(FakeData):
+    """Half of the steps are a demonstration's, stored with a log-probability of 0."""
+
+    def epoch(self) -> Any:
+        for batch in super().epoch():
+            mask = torch.arange(len(batch))[:, None] % 2 == 0
+            batch["demo"] = TensorDict({"mask": mask}, batch.batch_size)
+            batch["action_log_prob"][mask[:, 0]] = 0.0
+            yield batch
+
+
+def test_replayed_steps_do_not_say_how_far_the_policy_moved() -> None:
+    module, fit = small(target_kl=0.01, learning_rate=1e-9), trainer(max_epochs=2)
+    fit.fit(module, datamodule=Replaying(batches=5))
+    assert fit.global_step == 10
+    assert abs(module.epoch_metrics["train/kl_approx"]) < 1e-5
+    assert module.epoch_metrics["train/clip_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"), [(PPOModule, ["kl_approx", "clip_fraction"]), (A2CModule, ["ratio_deviation"])]
+)
+@pytest.mark.parametrize("batch_size", [[12], [3, 4]])
+def test_divergences_are_means_over_the_steps_of_the_agent(cls: Any, names: list[str], batch_size: list[int]) -> None:
+    module, batch = small(cls).build(SPECS), TensorDict({"observation": torch.randn(*batch_size, 4)}, batch_size)
+    with torch.no_grad():
+        module.policy(batch)
+    batch["action_log_prob"] += 0.3 * torch.randn(batch_size)
+    for name in ("advantage", "value_target"):
+        batch[name] = torch.randn(*batch_size, 1)
+    mask = torch.rand(*batch_size, 1) < 0.5
+    own = module.terms(batch[~mask[..., 0]])
+    batch["action_log_prob"][mask[..., 0]] = -math.inf
+    batch["demo"] = TensorDict({"mask": mask}, batch_size)
+    found = module.terms(batch)
+    batch["demo", "mask"] = torch.ones_like(mask)
+    none = module.terms(batch)
+    for name in names:
+        assert found[name] == pytest.approx(float(own[name]), abs=1e-6)
+        assert none[name] == 0.0
+
+
 def test_gradients_are_clipped() -> None:
     module = small(optimizer=partial(torch.optim.SGD, lr=1.0), max_grad_norm=1e-3).build(SPECS)
     before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()

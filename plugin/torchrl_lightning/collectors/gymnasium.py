@@ -47,7 +47,7 @@ class GymnasiumCollector(CollectorBase):
             called in its place: that spares a small network half of its time.
         num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
-        total_frames: Iteration stops when this many frames are collected; -1 means never.
+        total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`);
             ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.

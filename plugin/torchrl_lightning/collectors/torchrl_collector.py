@@ -50,7 +50,7 @@ class TorchRLCollector(CollectorBase):
         env: The environment; with :func:`make_environment` it is built from a factory, and checked.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions.
         frames_per_batch: Steps per batch over all environments; a multiple of their number.
-        total_frames: Iteration stops when this many frames are collected; -1 means never.
+        total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.
         seed: Seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
         init_random_frames: Draw random actions until this many frames are collected (in whole batches).

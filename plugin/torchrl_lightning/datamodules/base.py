@@ -13,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.envs import EnvBase
 
 from torchrl_lightning._modules import EvaluationMode
@@ -29,6 +30,7 @@ from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.datamodules.adapters import Batches
 from torchrl_lightning.datamodules.arguments import (
+    acting_module,
     call_with_policy,
     collector_options,
     environment_difference,
@@ -38,6 +40,7 @@ from torchrl_lightning.datamodules.arguments import (
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
+from torchrl_lightning.datamodules.frames import ReplayedSteps
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, state_of_rank
@@ -62,7 +65,9 @@ class ExperienceDataModule(L.LightningDataModule):
         num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several. An
             environment that TorchRL steps as a batch has its own number, which is to be given here.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
-        total_frames: frames, summed over ranks, after which training stops; -1 for never.
+        total_frames: frames of the environment, summed over ranks, after which training stops; -1 for never. Steps that
+            are replayed in its place, such as a demonstration's, are none, and counted apart; after as many of them
+            without a single frame it stops, too.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
@@ -120,6 +125,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.reset_at_each_batch = reset_at_each_batch
         self.seed = seed
         self.frames = 0
+        self._replayed = ReplayedSteps()
         self.collector: Any = None
         self.buffer: Any = None
         self._make_collector = collector
@@ -154,9 +160,9 @@ class ExperienceDataModule(L.LightningDataModule):
         """Metrics of the last rollout or epoch, for loggers and progress bars.
 
         ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
-        ``time/*`` are seconds; the streams add their own.
+        ``time/*`` are seconds; ``frames/replayed`` counts replayed steps, if there are any; the streams add theirs.
         """
-        return {"frames": float(self.frames), **self._metrics}
+        return {"frames": float(self.frames), **self._replayed.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -181,9 +187,7 @@ class ExperienceDataModule(L.LightningDataModule):
         Training that has nothing left to collect or to learn from ends before it begins.
         """
         if self.trainer is not None and self._is_spent():
-            logger.warning(
-                "all %d frames are collected; raise total_frames=%d to go on.", self.frames, self.total_frames
-            )
+            logger.warning(self._replayed.reason(self.frames, self.total_frames))
             self.trainer.should_stop = True
         return Batches(self.batches_per_epoch, self._epoch)
 
@@ -300,6 +304,7 @@ class ExperienceDataModule(L.LightningDataModule):
     def _rank_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "frames": self.frames,
+            "replayed": self._replayed.state_dict(),
             "num_evaluations": self._num_evaluations,
             "rng": torch.get_rng_state(),
             "episodes": self._episodes.state_dict(),
@@ -314,6 +319,7 @@ class ExperienceDataModule(L.LightningDataModule):
     def _restore_rank(self, own: dict[str, Any]) -> None:
         """Restore what :meth:`_rank_state` returned."""
         self.frames = int(own["frames"])
+        self._replayed.load_state_dict(own.get("replayed", {"count": 0, "alone": 0}))
         self._num_evaluations = int(own["num_evaluations"])
         self._episodes.load_state_dict(own["episodes"])
         self._normalization.load_rank_state(own["normalization"])
@@ -345,8 +351,9 @@ class ExperienceDataModule(L.LightningDataModule):
         return int(min(self.batches_per_epoch, asked))
 
     def _is_spent(self) -> bool:
-        """Return whether as many frames are collected as were asked for."""
-        return 0 <= self.total_frames <= self.frames
+        """Return whether as many frames are collected as were asked for, or as many steps replayed without one."""
+        total = self.total_frames
+        return total >= 0 and (total <= self.frames or total <= self._replayed.alone)
 
     @property
     def _rank(self) -> int:
@@ -460,9 +467,14 @@ class ExperienceDataModule(L.LightningDataModule):
                 self.trainer.should_stop = True
         return rollout
 
-    def _count(self, rollout: TensorDictBase) -> None:
-        """Count the frames of a rollout that is ready to be learned from, on all ranks."""
-        self.frames += rollout.numel() * self.world_size
+    def _count(self, rollout: TensorDictBase, replayed: Tensor | None) -> None:
+        """Count the frames of a rollout that is ready to be learned from, and replayed steps apart, on all ranks."""
+        if replayed is None:
+            self.frames += rollout.numel() * self.world_size
+            return
+        self.frames += self._replayed.add(replayed)
+        if 0 <= self.total_frames <= self._replayed.alone:
+            logger.warning(self._replayed.reason(self.frames, self.total_frames))
 
     def _stop_if_spent(self) -> bool:
         """Stop training if all frames are collected; return whether this call stopped it."""
@@ -493,18 +505,7 @@ class ExperienceDataModule(L.LightningDataModule):
         yield self.evaluate(self._module().policy)
 
     def _module(self) -> Any:
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        if module is None:
-            raise RuntimeError(
-                f"{type(self).__name__} acts with the policy of the LightningModule that is being fitted; "
-                "iterate its loaders through Trainer.fit or Trainer.validate."
-            )
-        if not hasattr(module, "policy"):
-            raise TypeError(
-                f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
-                "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
-            )
-        return module
+        return acting_module(self.trainer, type(self).__name__)
 
     def _require_buffer(self) -> Any:
         if self.buffer is None:

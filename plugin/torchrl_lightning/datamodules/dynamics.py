@@ -18,6 +18,7 @@ from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import Batches, FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory, trial_buffer
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
@@ -270,10 +271,11 @@ class DynamicsDataModule(ExperienceDataModule):
             if rollout is None:
                 return False
             ids = ring_ids(rollout, self.num_envs)
-            self._count(rollout)
-            self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
+            ends = ends_of(rollout)
+            self._count(rollout, ends["replayed"])
+            self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
             buffer.extend(rollout.exclude(*LEFT_OUT), env_ids=ids)
-            if self.frames >= due:
+            if self.frames + self._replayed.count >= due:
                 return True
 
     def _read(self, *, fit: bool = False) -> None:

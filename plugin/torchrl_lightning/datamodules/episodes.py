@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning.entries import REPLAYED
 from torchrl_lightning.state import LARGEST, check_state, tensor
+
+
+def ends_of(rollout: TensorDictBase) -> dict[str, Tensor | None]:
+    """Return what :meth:`FinishedEpisodes.add` takes of a rollout ``[N, T]``."""
+    rows = rollout["next"]
+    return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
 
 
 class FinishedEpisodes:

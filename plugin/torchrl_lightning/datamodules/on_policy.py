@@ -15,6 +15,8 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.entries import REPLAYED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
@@ -181,7 +183,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         estimated = time.perf_counter()
         self._measure(rollout, collected - began, estimated - collected)
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
-        self._count(rollout)
+        self._count(rollout, rollout.get(REPLAYED, None))
         self._note_pass(buffer, -1)
         return True
 
@@ -281,11 +283,5 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
         ids = env_ids(rollout)
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
-            self._episodes.add(
-                rollout["next", "reward"],
-                rollout["next", "done"],
-                ids,
-                cut=self.reset_at_each_batch,
-                replayed=rollout.get(("demo", "mask"), None),
-            )
+            self._episodes.add(**ends_of(rollout), env_ids=ids, cut=self.reset_at_each_batch)
             self._metrics |= self._episodes.summary()

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import ring_ids
@@ -24,6 +23,7 @@ from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.environments import is_ready
+from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.parts import passed_on
@@ -164,11 +164,10 @@ class ReplayDataModule(ExperienceDataModule):
         self._source: BatchSource | None = None
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
-        self._refilled = 0
-        self._in_step = 0  # updates that an unfinished step has made
+        self._refilled = self._in_step = 0  # frames collected anew; updates that an unfinished step has made
         self._rows: TensorDictBase | None = None  # that were written last
         self._rollout: TensorDictBase | None = None  # the same memory as [N, T]
-        self._rows_ends: list[Tensor] = []  # its rewards and done flags
+        self._rows_ends: dict[str, Any] = {}  # its rewards and flags
         self._prepared: PreparedRows | None = None
         self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
@@ -294,7 +293,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than there are."""
-        frames = self.warmup_frames + self._refilled - self.frames // self.world_size
+        frames = self.warmup_frames + self._refilled - (self.frames + self._replayed.count) // self.world_size
         return frames * self._ratio.denominator + self.updates * self._ratio.numerator > 0
 
     def _is_spent(self) -> bool:
@@ -310,9 +309,10 @@ class ReplayDataModule(ExperienceDataModule):
         if rollout is None:
             return False
         ids = ring_ids(rollout, self.num_envs)
-        self._count(rollout)
+        ends = ends_of(rollout)
+        self._count(rollout, ends["replayed"])
         self._snapshot = None
-        self._episodes.add(rollout["next", "reward"], rollout["next", "done"], ids, cut=self.reset_at_each_batch)
+        self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
         if self._normalization:
             self._normalization.note(rollout, ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
@@ -339,10 +339,10 @@ class ReplayDataModule(ExperienceDataModule):
         if not returning:
             self._rows, self._prepared = rows, None
             self._rollout = rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)
-            self._rows_ends = [rollout["next", "reward"], rollout["next", "done"]]
-        self._count(rows)
+            self._rows_ends = ends_of(rollout)
+        self._count(rows, self._rows_ends["replayed"])
         self._snapshot = None
-        self._episodes.add(*self._rows_ends, cut=self.reset_at_each_batch)
+        self._episodes.add(**self._rows_ends, cut=self.reset_at_each_batch)
         if self._normalization and self._rollout is not None:
             self._normalization.note(self._rollout, None, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:

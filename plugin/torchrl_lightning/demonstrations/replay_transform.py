@@ -18,8 +18,9 @@ from torchrl_lightning.collectors import ReplayedRows
 from torchrl_lightning.demonstrations.miner import OWN, SERIAL
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
 from torchrl_lightning.demonstrations.trajectory import ACTION
+from torchrl_lightning.entries import REPLAYED
 
-MASK, DEMO_ACTION = ("demo", "mask"), ("demo", "action")
+MASK, DEMO_ACTION = REPLAYED, ("demo", "action")
 
 
 class DemonstrationReplayTransform(Transform):

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning.entries import REPLAYED
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss
@@ -109,7 +110,7 @@ class A2CModule(ActorCriticModule):
         behaviour = batch.get("action_log_prob", None)
         if behaviour is not None:
             # |rho - 1|: how far the policy is from the one that acted; zero on fresh data.
-            terms["ratio_deviation"] = (log_prob.detach() - behaviour).expm1().abs().mean()
+            terms["ratio_deviation"] = own_mean((log_prob.detach() - behaviour).expm1().abs(), batch)
         return terms
 
 
@@ -137,7 +138,8 @@ class PPOModule(ActorCriticModule):
         entropy_coeff: Weight of the entropy bonus.
         normalize_advantage: Standardise the advantage within each mini-batch; None does so unless the buffer has
             standardised it over the rollout. False over such a buffer is refused.
-        target_kl: Skip the rest of an epoch once the approximate divergence exceeds 1.5 times this.
+        target_kl: Skip the rest of an epoch once the approximate divergence, over the steps that the policy made
+            itself, exceeds 1.5 times this.
         clip_schedule: Schedule of ``clip_epsilon`` over frames.
         entropy_schedule: Schedule of ``entropy_coeff`` over frames.
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
@@ -206,8 +208,8 @@ class PPOModule(ActorCriticModule):
             "loss_objective": clipped_surrogate_loss(log_ratio, self.advantage(batch), self.clip_epsilon),
             **self.entropy_terms(entropy),
             **self.critic_terms(batch, values),
-            "kl_approx": -moved.mean(),
-            "clip_fraction": (moved.expm1().abs() > self.clip_epsilon).float().mean(),
+            "kl_approx": -own_mean(moved, batch),
+            "clip_fraction": own_mean((moved.expm1().abs() > self.clip_epsilon).float(), batch),
         }
 
     def should_stop(self, terms: Mapping[str, Tensor]) -> bool:
@@ -216,3 +218,15 @@ class PPOModule(ActorCriticModule):
             return False
         divergence = self.trainer.strategy.reduce(terms["kl_approx"], reduce_op="mean")
         return float(divergence) > 1.5 * self.target_kl
+
+
+def own_mean(values: Tensor, batch: TensorDictBase) -> Tensor:
+    """Return the mean of values ``[*B]`` over the steps that the policy made itself; 0 where all were replayed.
+
+    What is stored as the log-probability of a replayed action does not say how likely the policy was to take it.
+    """
+    replayed = batch.get(REPLAYED, None)
+    if replayed is None:
+        return values.mean()
+    own = ~replayed.reshape(values.shape)
+    return values.where(own, 0.0).sum() / own.sum().clamp(min=1)

@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Tree, next_key, path_of
+from torchrl_lightning.entries import REPLAYED, Tree, next_key, path_of
 from torchrl_lightning.ranges import integer
 
 NAMES = (None, "time")
@@ -61,7 +61,9 @@ def pruned(
         if absent:
             have = sorted(map(str, rollout.keys(include_nested=True, leaves_only=True)))
             raise KeyError(f"batch_keys {absent} are not in the rollout; it has {have}.")
-        rollout = rollout.select(*keys)
+        # Without it, a loss would take replayed steps for the policy's own.
+        marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
+        rollout = rollout.select(*keys, *marks)
         hidden = ()
     skip = {path_of(key) for key in hidden}
 

@@ -1,0 +1,124 @@
+"""Environment frames, and steps that are replayed in their place."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules.replay_parts import dqn, fit, replay_data, run_ranks
+from datamodules.test_demonstrations import CART_POLES, buffer, human, ppo, shown  # noqa: F401  # a fixture
+from torchrl_lightning import (
+    AsynchronousCollector,
+    DemonstrationReplay,
+    DemonstrationSampler,
+    DemonstrationStorage,
+    ExperienceLog,
+    GymnasiumCollector,
+)
+
+# A resumed run writes beside the checkpoint that it came from.
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+
+class Counting(ExperienceLog):
+    """Notes what was collected, and what was counted, after each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        data = trainer.datamodule
+        mask = data.buffer.rollout["demo", "mask"]
+        self.rows.append((int((~mask).sum()), int(mask.sum()), data.metrics(), pl_module.progress))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"env": CART_POLES},
+        {"collector": partial(AsynchronousCollector, "CartPole-v1", num_workers=1, num_envs=4, frames_per_batch=64)},
+    ],
+    ids=["gymnasium", "torchrl", "processes"],
+)
+def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_data, make_trainer):  # noqa: F811
+    data, counting = make_data(buffer=buffer(human), total_frames=300, **settings), Counting()
+    make_trainer(max_epochs=-1, limit_val_batches=0, callbacks=[counting]).fit(ppo(), datamodule=data)
+    frames = replayed = 0
+    for own, other, metrics, progress in counting.rows:
+        assert frames < 300
+        frames, replayed = frames + own, replayed + other
+        assert (metrics["frames"], metrics.get("frames/replayed", 0.0)) == (frames, replayed)
+        assert progress == pytest.approx(frames / 300)
+    assert frames >= 300
+    assert replayed > 0
+    assert data.clock == (frames, "frames")
+
+
+def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer):  # noqa: F811
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
+    kept = {"enable_checkpointing": True, "callbacks": [checkpoint], "limit_val_batches": 0}
+    first = make_data(buffer=buffer(human), total_frames=200)
+    make_trainer(max_epochs=-1, **kept).fit(ppo(), datamodule=first)
+    data = make_data(buffer=buffer(human), total_frames=400)
+    make_trainer(max_epochs=-1, **kept).fit(ppo(), datamodule=data, ckpt_path=checkpoint.last_model_path)
+    assert data.frames >= 400
+    assert data.metrics()["frames/replayed"] > first.metrics()["frames/replayed"]
+
+
+def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):  # noqa: F811
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
+    kept = {"enable_checkpointing": True, "callbacks": [checkpoint], "limit_val_batches": 0}
+    settings = {"buffer": buffer(human, rho=1.0, phi=0.0), "total_frames": 200}
+    trainer, data = make_trainer(max_epochs=-1, **kept), make_data(**settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(ppo(), datamodule=data)
+    message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
+    assert message + "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)." in caplog.text
+    assert (data.frames, data.metrics()["frames/replayed"], trainer.current_epoch) == (0, 256.0, 4)
+    caplog.clear()
+    resumed, again = make_trainer(max_epochs=-1, **kept), make_data(**settings)
+    with caplog.at_level(logging.WARNING):
+        resumed.fit(ppo(), datamodule=again, ckpt_path=checkpoint.last_model_path)
+    assert message in caplog.text
+    assert again.metrics()["frames/replayed"] == 256.0
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_replayed_steps_are_learned_from_off_policy_too(own, tmp_path):
+    storage = DemonstrationStorage()
+    storage.replace([shown(7)], [])
+
+    class Subclass(GymnasiumCollector):  # which gives rollouts, not rows
+        pass
+
+    def collector(policy, seed):
+        replay = DemonstrationReplay(storage, DemonstrationSampler(rho=0.5, phi=0.0), 2)
+        cls = Subclass if own else GymnasiumCollector
+        return cls("CartPole-v1", policy, num_envs=2, frames_per_batch=2, seed=seed, replay=replay)
+
+    data = replay_data(collector=collector, total_frames=200)
+    fit(tmp_path, data, dqn(), max_epochs=-1)
+    replayed = int(data.metrics()["frames/replayed"])
+    assert data.frames >= 200
+    assert replayed > 50
+    assert int(data.buffer.storage.get(torch.arange(len(data.buffer)))["demo", "mask"].sum()) == replayed
+    assert data.updates >= (data.frames + replayed - 40) // 2 - 1
+
+
+def test_all_ranks_count_alike(tmp_path):
+    folder = run_ranks("frames_ddp_run.py", tmp_path)
+    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["own"] != second["own"]
+    assert first["frames"] == second["frames"] == first["own"] + second["own"]
+    assert first["replayed"] == second["replayed"] == first["other"] + second["other"]
+    assert first["epochs"] == second["epochs"]
+    assert np.isclose(first["progress"], first["frames"] / 600)
