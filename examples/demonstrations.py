@@ -56,8 +56,14 @@ def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     shown = TensorDict({key: np.stack([each[key] for each in entries]) for key in entries[0]}, [len(entries)])
     steps = shown[:-1].clone()
     steps["action"], steps["next", "reward"] = torch.tensor(actions), torch.tensor(rewards)[:, None]
-    metadata = {"environment": id, "terminated": True, "seed": seed}
-    return Demonstration(steps, shown[-1].clone(), is_human=True, metadata=metadata)  # given, not found by an agent
+    return Demonstration(
+        steps,
+        shown[-1].clone(),
+        is_human=True,  # given, not found by an agent
+        terminated=True,
+        truncated=False,
+        metadata={"environment": id, "seed": seed},
+    )
 
 
 def record(env: Any, id: str, folder: Path, seeds: range) -> None:

@@ -10,7 +10,14 @@ import torch
 from gymnasium import spaces
 
 from demonstrations.episodes import CARTPOLE, episode
-from torchrl_lightning import EnvironmentRecipe, GymnasiumCollector, environment_specs
+from torchrl_lightning import (
+    DemonstrationMiner,
+    DemonstrationStorage,
+    DemonstrationWriter,
+    EnvironmentRecipe,
+    GymnasiumCollector,
+    environment_specs,
+)
 from torchrl_lightning.collectors import make_environment
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
@@ -71,6 +78,22 @@ def test_what_is_not_known_of_an_end_is_a_terminal_step_whose_observation_stays(
     )
     assert not rows["next", "truncated"].any()
     assert torch.equal(rows["next", "observation"], found.steps["observation"][[1, 2, 2]])
+
+
+def test_a_mined_episode_is_learned_from_as_it_ended(tmp_path):
+    recipe = EnvironmentRecipe("CartPole-v1", time_limit=6)
+    storage = DemonstrationStorage()
+    miner = DemonstrationMiner(DemonstrationWriter(storage, cut_after_reward=False), num_envs=2)
+    for rollout in GymnasiumCollector(recipe, num_envs=2, frames_per_batch=10, total_frames=200, seed=0):
+        miner.mine(rollout)
+    mined = storage.reward_demonstrations[0]
+    assert (mined.terminated, mined.truncated) == (False, True)
+    write_demonstration(tmp_path / "mined.safetensors", mined)
+    (read,) = read_dataset(tmp_path, CARTPOLE)
+    for each in (mined, read):
+        rows = transitions(each, CARTPOLE)["next"]
+        assert rows["truncated"].flatten().tolist() == [False] * 5 + [True]
+        assert not rows["terminated"].any()
 
 
 def test_a_directory_or_one_of_its_files(tmp_path, caplog):

@@ -197,13 +197,15 @@ def test_our_own_form_keeps_all_that_is_known(tmp_path):
     steps["next", "reward"] = torch.tensor([[0.1], [-3.0]])
     last = steps[1].select("seen", "flag").clone()
     metadata = {"environment": "Some-v0", "frame_stack": 4, "success": True, "score": 0.25}
-    written = Demonstration(steps, last, is_human=True, value=1.5, frame_skip=4, name="x", metadata=metadata)
+    known = {"is_human": True, "value": 1.5, "frame_skip": 4, "terminated": False, "truncated": True}
+    written = Demonstration(steps, last, name="x", metadata=metadata, **known)
     write_demonstration(tmp_path / "a.safetensors", written)
     found = read_demonstration(tmp_path / "a.safetensors")
     assert (found.steps == written.steps).all()
     assert found.steps["seen", "a/b~c"].dtype == torch.uint8
     assert (found.last_observation == last).all()
-    assert (found.is_human, found.value, found.frame_skip, found.metadata) == (True, 1.5, 4, metadata)
+    assert {name: getattr(found, name) for name in known} == known
+    assert found.metadata == metadata
     header = safetensors.safe_open(tmp_path / "a.safetensors", "pt").metadata()
     assert json.loads(header["demonstration"])["return"] == pytest.approx(-2.9)
 
@@ -215,7 +217,21 @@ def test_no_value_and_no_last_observation_stay_none(tmp_path):
     found.fits(CARTPOLE)
 
 
-GOOD = {"schema_version": 1, "frame_skip": 1, "is_human": False, "value": None, "metadata": {}}
+FIRST = {"schema_version": 1, "frame_skip": 1, "is_human": False, "value": None, "metadata": {}}
+GOOD = {**FIRST, "schema_version": 2, "terminated": None, "truncated": None}
+TENSORS = {
+    "steps/observation": torch.zeros(1, 4),
+    "steps/action": torch.zeros(1),
+    "steps/next/reward": torch.ones(1, 1),
+}
+
+
+@pytest.mark.parametrize(("metadata", "ends"), [({}, (None, None)), ({"terminated": False}, (False, True))])
+def test_a_file_of_the_first_version_is_read_as_before(tmp_path, metadata, ends):
+    header = {"demonstration": json.dumps({**FIRST, "metadata": metadata})}
+    (tmp_path / "a.safetensors").write_bytes(safetensors.torch.save(TENSORS, header))
+    found = read_demonstration(tmp_path / "a.safetensors")
+    assert (found.metadata, found.terminated, found.truncated) == (metadata, *ends)
 
 
 @pytest.mark.parametrize(
@@ -225,23 +241,20 @@ GOOD = {"schema_version": 1, "frame_skip": 1, "is_human": False, "value": None, 
         ({"demonstration": "[" * 100000}, "was refused"),
         ({"demonstration": "[]"}, "expected a dict"),
         (
-            {"demonstration": json.dumps({**GOOD, "schema_version": 2})},
-            "schema version 2, this release reads version 1",
+            {"demonstration": json.dumps({**GOOD, "schema_version": 3})},
+            "schema version 3, this release reads version 2",
         ),
         ({"demonstration": json.dumps({**GOOD, "frame_skip": 0})}, "'frame_skip' is 0"),
         ({"demonstration": json.dumps({**GOOD, "is_human": 1})}, "'is_human' is 1"),
+        ({"demonstration": json.dumps({**GOOD, "terminated": 1, "truncated": 0})}, "'terminated' is 1"),
+        ({"demonstration": json.dumps({**GOOD, "truncated": True})}, "terminated=None and truncated=True"),
         ({"demonstration": json.dumps({**GOOD, "value": "1"})}, "value is '1'"),
         ({"demonstration": json.dumps({**GOOD, "value": math.nan})}, "value must be a finite number"),
         ({"demonstration": json.dumps({**GOOD, "metadata": {"a": [1]}})}, r"'metadata'\['a'\] is a list"),
     ],
 )
 def test_a_foreign_header_is_refused_by_name(tmp_path, header, message):
-    tensors = {
-        "steps/observation": torch.zeros(1, 4),
-        "steps/action": torch.zeros(1),
-        "steps/next/reward": torch.ones(1, 1),
-    }
-    (tmp_path / "bad.safetensors").write_bytes(safetensors.torch.save(tensors, header))
+    (tmp_path / "bad.safetensors").write_bytes(safetensors.torch.save(TENSORS, header))
     with pytest.raises(ValueError, match=message) as caught:
         read_demonstration(tmp_path / "bad.safetensors")
     assert "bad.safetensors" in str(caught.value)

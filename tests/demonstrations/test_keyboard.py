@@ -30,7 +30,8 @@ def test_finished_episodes_are_given_as_a_humans():
     for each in found:
         each.fits(environment_specs(make_vector_env("CartPole-v1", 1)))
         assert each.is_human
-        assert each.metadata == {"environment": "CartPole-v1", "terminated": True}
+        assert each.metadata == {"environment": "CartPole-v1"}
+        assert (each.terminated, each.truncated) == (True, False)
         assert each.steps["action"][1:].all()  # the key was seen after the first step
         assert each.total_reward == each.length
         assert abs(each.last_observation["observation"][2]) > 0.2

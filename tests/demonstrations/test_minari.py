@@ -50,7 +50,8 @@ def test_episodes_keep_their_last_observation_and_how_they_ended():
         assert torch.equal(found.last_observation["observation"], torch.from_numpy(observations[-1]))
     assert first.steps["action"].tolist() == [0, 1, 1]
     assert first.rewards.tolist() == pytest.approx([0.1, 0.55, 1.0])
-    assert first.metadata == {"environment": "CartPole-v1", "terminated": True}
+    assert first.metadata == {"environment": "CartPole-v1"}
+    assert (first.terminated, first.truncated) == (True, False)
     assert second.name == "cartpole/small-v0, episode 1"
 
 
@@ -72,7 +73,7 @@ def test_nested_observations_get_their_keys_and_unshown_ones_are_left_out():
     dataset = write("nested/small-v0", [seen], [taken], ends=False, observation_space=space, action_space=action)
     (every,) = minari_demonstrations(dataset)
     assert set(every.observation_keys) == {("inner", "image"), "direction", "goal"}
-    assert every.metadata == {"terminated": False}
+    assert (every.terminated, every.truncated, every.metadata) == (False, True, {})
     shown = space_to_spec(space, "observation")
     del shown["goal"]
     specs = EnvironmentSpecs(shown, space_to_spec(action, "action"), 1)

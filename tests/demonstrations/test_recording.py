@@ -59,13 +59,25 @@ def test_steps_are_kept_unstacked_with_what_followed(shape, stack):
         assert found.steps["image"].shape[1:] == shape
         assert found.last_observation["image"].unique().tolist() == [found.length]
         assert found.rewards.tolist() == [10.0, *[20.0] * (found.length - 1)]  # as learning gets them
-        assert found.metadata["terminated"] is True
+        assert (found.terminated, found.truncated) == (True, False)
         assert found.metadata.get("frame_stack") == (stack if stack > 1 else None)
 
 
 def test_the_repeat_of_a_recipe_is_the_frame_skip():
     (found,) = record_demonstrations(EnvironmentRecipe("CartPole-v1", action_repeat=3), first_action, 1, seed=0)
-    assert (found.frame_skip, found.metadata) == (3, {"environment": "CartPole-v1", "terminated": True})
+    assert (found.frame_skip, found.metadata) == (3, {"environment": "CartPole-v1"})
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        EnvironmentRecipe("CartPole-v1", time_limit=4),
+        partial(GymEnv, "CartPole-v1", max_episode_steps=4, categorical_action_encoding=True),
+    ],
+)
+def test_a_time_limit_is_no_end_of_the_task(env):
+    (found,) = record_demonstrations(env, first_action, 1, seed=0)
+    assert (found.length, found.terminated, found.truncated) == (4, False, True)
 
 
 def test_an_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():

@@ -25,6 +25,7 @@ from torchrl_lightning import (
     DemonstrationWriter,
     EnvironmentRecipe,
     GymnasiumCollector,
+    PPODBuffer,
 )
 from torchrl_lightning.collectors import environment_specs, make_vector_env
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
@@ -117,6 +118,41 @@ def test_environments_that_replay_are_not_stepped() -> None:
     replayed = batch["demo", "mask"].sum((1, 2))
     assert replayed.sum() > 5
     assert [each.steps for each in env.envs] == (12 - replayed).tolist()
+
+
+RECORDED = [
+    ({}, (True, False)),
+    ({"terminated": True, "truncated": False}, (True, False)),
+    ({"terminated": False, "truncated": True}, (False, True)),
+    ({"terminated": False, "truncated": False}, (False, True)),
+]
+
+
+def test_demonstrations_end_as_they_were_recorded_side_by_side() -> None:
+    demonstrations = [line_demo(last=7.0, **options) for options, _ in RECORDED]
+    replay = DemonstrationReplay(stored(*demonstrations), Scripted(*range(4), None), 4)
+    batch = line_collector(replay, 4, steps=5).rollout()
+    for name, of_each in zip(
+        ("terminated", "truncated"), zip(*(ends for _, ends in RECORDED), strict=True), strict=True
+    ):
+        assert batch["next", name][:, 3, 0].tolist() == [*of_each]
+        assert not batch["next", name][:, :3].any()
+    assert batch["next", "done"][:, 3].all()
+
+
+def test_a_truncated_expert_is_not_taught_as_an_end() -> None:
+    critic = TensorDictModule(lambda x: 100.0 + 0 * x[..., :1], in_keys=["observation"], out_keys=["state_value"])
+    shown = line_demo(last=7.0, terminated=False, truncated=True)
+    targets = {}
+    for ends in ("recorded", "terminated", "truncated"):
+        buffer = PPODBuffer(4, rho=1.0, phi=0.0, gamma=0.5, gae_lambda=0.0, critic=critic, ends=ends)
+        buffer.attach(Line, 1)
+        buffer.demonstrations.replace([shown], [])
+        buffer.insert_data_slice(line_collector(buffer.replay, steps=4).rollout())
+        buffer.before_gradients()
+        targets[ends] = buffer.rollout["value_target"][-1].item()
+    assert targets == {"recorded": 51.0, "terminated": 1.0, "truncated": 51.0}
+    assert PPODBuffer(4)._options["ends"] == "recorded"
 
 
 @pytest.mark.parametrize(("last", "expected"), [(7.0, 7.0), (None, 103.0)])

@@ -119,6 +119,19 @@ def test_the_end_of_a_demonstration(last: float | None, expected: float, ends: A
     assert numbers(row["next", "done"]) == [False, False, False, True]
 
 
+@pytest.mark.parametrize("terminated", [False, True])
+@pytest.mark.parametrize("has_truncated", [False, True])
+def test_it_ends_as_it_was_recorded(terminated: bool, has_truncated: bool) -> None:
+    shown, env = line_demo(last=7.0, terminated=terminated, truncated=not terminated), line()
+    if not has_truncated:
+        del env.full_done_spec["truncated"]
+    row = played(wrapped(env, 0, demos=[shown], ends="recorded"), 4)
+    assert numbers(row["next", "done"]) == [False, False, False, True]
+    assert numbers(row["next", "terminated"]) == [False, False, False, terminated]
+    if has_truncated:
+        assert numbers(row["next", "truncated"]) == [False, False, False, not terminated]
+
+
 def test_frames_are_stacked_above() -> None:
     env = wrapped(SerialEnv(2, line), None, 0, 0, None)
     stacked = TransformedEnv(env, CatFrames(2, -1, in_keys=["observation"]), auto_unwrap=False)

@@ -48,6 +48,21 @@ def test_a_state_restores_everything() -> None:
     assert same(storage, other)
 
 
+def test_how_they_ended_is_restored_and_unknown_in_earlier_states() -> None:
+    storage, other = DemonstrationStorage(2), DemonstrationStorage(2)
+    storage.replace([demo(1.0, terminated=False, truncated=True)], [demo(0.0, terminated=True, truncated=False)])
+    state = through_file(storage.state_dict())
+    other.load_state_dict(state)
+    assert [each.ends for each in (*other.reward_demonstrations, *other.value_demonstrations)] == [
+        (False, True),
+        (True, False),
+    ]
+    for earlier in (*state["reward"], *state["value"]):
+        del earlier["terminated"], earlier["truncated"]
+    other.load_state_dict(state)
+    assert other.reward_demonstrations[0].terminated is None
+
+
 def test_a_state_is_a_copy_on_both_sides() -> None:
     storage, other = filled(), DemonstrationStorage(4)
     state = storage.state_dict()
@@ -67,7 +82,8 @@ def test_another_capacity_is_refused() -> None:
 def test_every_mutant_of_a_state_is_refused_or_taken_whole() -> None:
     storage, other = DemonstrationStorage(2), DemonstrationStorage(2)
     writer = DemonstrationWriter(storage)
-    for episode in (demo(1.0, 0.0, name="cut", metadata={"seed": 3}), demo(0.0, value=0.5)):
+    over = {"terminated": False, "truncated": True}
+    for episode in (demo(1.0, 0.0, name="cut", metadata={"seed": 3}), demo(0.0, value=0.5, **over)):
         writer.add(episode)
     check_mutants(other, storage.state_dict(), repr)
 

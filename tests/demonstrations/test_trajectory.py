@@ -84,6 +84,7 @@ def test_what_makes_no_demonstration_is_refused(changes: dict[str, Any], message
         ({"value": math.nan}, "value must be a finite number"),
         ({"value": math.inf}, "value must be a finite number"),
         ({"metadata": {"a": [1]}}, "metadata 'a' is"),
+        ({"terminated": True}, "terminated=True and truncated=None; give both, or neither"),
         ({"last_observation": TensorDict({"other": torch.zeros(4)})}, "last_observation has the entries"),
         ({"last_observation": TensorDict({"observation": torch.zeros(3)})}, r"of last_observation is \[3\] of float32"),
         ({"last_observation": TensorDict({"observation": torch.full((4,), math.nan)})}, "last_observation.*holds NaN"),
@@ -92,6 +93,11 @@ def test_what_makes_no_demonstration_is_refused(changes: dict[str, Any], message
 def test_fields_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Demonstration(steps(), **options)
+
+
+def test_a_flag_is_a_flag() -> None:
+    with pytest.raises(TypeError, match="terminated must be True or False, got 'no'"):
+        Demonstration(steps(), terminated="no", truncated=True)  # type: ignore[arg-type]
 
 
 def test_what_is_no_tensordict_is_refused() -> None:
@@ -108,6 +114,27 @@ def test_shortened_keeps_what_followed() -> None:
     assert found.shortened(2) is found
     with pytest.raises(ValueError, match="has 2 steps, 3 of them"):
         found.shortened(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({}, (True, False)),  # nobody knows
+        ({"terminated": True, "truncated": False}, (True, False)),
+        ({"terminated": False, "truncated": True}, (False, True)),
+        ({"terminated": True, "truncated": True}, (True, True)),
+        ({"terminated": False, "truncated": False}, (False, True)),  # it went on
+        ({"metadata": {"terminated": True}}, (True, False)),
+        ({"metadata": {"terminated": False}}, (False, True)),
+        ({"metadata": {"terminated": False}, "terminated": True, "truncated": False}, (True, False)),
+        ({"metadata": {"terminated": "later"}}, (True, False)),
+    ],
+)
+def test_it_ends_as_it_was_recorded(options: dict[str, Any], ends: tuple[bool, bool]) -> None:
+    found = Demonstration(steps(), **options)
+    assert found.ends == found.labelled(value=1.0, serial=3).ends == found.copied().ends == ends
+    assert found.shortened(3).ends == ends
+    assert found.shortened(2).ends == (False, True)
 
 
 def test_it_fits_its_environment() -> None:

@@ -113,7 +113,7 @@ class PPODBufferSchema:
     demo_dtypes: Any = None
     annealing: str = "linear"
     cut_after_reward: bool = True
-    ends: str = "terminated"
+    ends: str = "recorded"
     log_prob: str = "deterministic"
     save_value_demos: bool = False
     shared_demos: bool = False

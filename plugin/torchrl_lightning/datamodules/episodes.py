@@ -12,7 +12,7 @@ from torchrl_lightning.entries import REPLAYED
 from torchrl_lightning.state import LARGEST, check_state, tensor
 
 
-def ends_of(rollout: TensorDictBase) -> dict[str, Tensor | None]:
+def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
     """Return what :meth:`FinishedEpisodes.add` takes of a rollout ``[N, T]``."""
     rows = rollout["next"]
     return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}

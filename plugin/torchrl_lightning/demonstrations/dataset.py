@@ -62,8 +62,8 @@ one that holds demonstrations.
 def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> TensorDict:
     """Return the steps of a demonstration, ``[T]``, as a collector delivers those of an environment.
 
-    The episode ended as its metadata say; where they do not, it terminated, so that no value is taken of what nobody
-    has seen. Where the last observation is not known, the one before it stands in its place.
+    It ends as :attr:`Demonstration.ends` says. Where the last observation is not known, the one before it stands in its
+    place.
 
     Args:
         demonstration: One that fits the environment.
@@ -81,12 +81,12 @@ def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> Tensor
     steps, length = demonstration.steps, demonstration.length
     first, ended, never = torch.zeros(3, length, 1, dtype=torch.bool)
     first[0] = ended[-1] = True
-    terminates = bool(demonstration.metadata.get("terminated", True))
+    terminated, truncated = demonstration.ends
     following = {
         "reward": steps.get(REWARD),
         "done": ended,
-        "terminated": ended if terminates else never,
-        "truncated": never if terminates else ended,
+        "terminated": ended if terminated else never,
+        "truncated": ended if truncated else never,
         "is_init": never,
     }
     rows = TensorDict({ACTION: steps.get(ACTION), "is_init": first, "next": following}, [length])

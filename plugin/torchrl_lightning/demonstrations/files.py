@@ -19,12 +19,12 @@ from torchrl_lightning.demonstrations.npz import npz_fields, write_npz
 from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
 from torchrl_lightning.entries import join, keyed_leaves, path_of
 from torchrl_lightning.files import DTYPES, replaced_files
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.state import anything, check_state, flag, mapping, whole, wrong
 
 SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1 << 30  # bytes
-VERSION = 1
+VERSION = 2  # the first one did not say how the episode ended
 _HEADER = "demonstration"  # the entry of safetensors' metadata that holds ours, as JSON
 _STEPS, _LAST = "steps", "last_observation"
 
@@ -81,7 +81,8 @@ def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, 
 def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
     """Write a demonstration to a file, whose suffix says which form; a file of this name is replaced as a whole.
 
-    An ``.npz`` file holds observations of one entry, actions, rewards and frame skip alone.
+    An ``.npz`` file holds observations of one entry, actions, rewards and frame skip alone; how the episode ended is
+    lost in it.
 
     Raises:
         ValueError: The suffix is another, or an ``.npz`` file cannot hold the observation.
@@ -124,6 +125,8 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         "frame_skip": demonstration.frame_skip,
         "is_human": demonstration.is_human,
         "value": None if value == -math.inf else value,  # JSON has no infinity
+        "terminated": demonstration.terminated,
+        "truncated": demonstration.truncated,
         "metadata": dict(demonstration.metadata),
         # Not read again: for those who look into the file.
         "length": demonstration.length,
@@ -144,9 +147,12 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     if _HEADER not in header:
         raise ValueError(f"it is no file of a demonstration: its metadata lacks {_HEADER!r}, it has {sorted(header)}")
-    content = json.loads(header[_HEADER])
+    content: Any = json.loads(header[_HEADER])
+    ends = dict.fromkeys(("terminated", "truncated"), optional(flag))
     schema = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
-    check_state(content, schema, _HEADER, VERSION)
+    if isinstance(content, dict) and content.get("schema_version") == 1:
+        content = {**content, **dict.fromkeys(ends), "schema_version": VERSION}
+    check_state(content, {**schema, **ends}, _HEADER, VERSION)
     value = -math.inf if content["value"] is None else content["value"]
     if type(value) not in (int, float):
         raise ValueError(f"value is {value!r}, expected a number or null")
@@ -160,7 +166,7 @@ def _own_fields(data: bytes) -> dict[str, Any]:
         "steps": parts[_STEPS],
         "last_observation": None if parts[_LAST].is_empty() else parts[_LAST],
         "value": value,
-        **{name: content[name] for name in ("frame_skip", "is_human", "metadata")},
+        **{name: content[name] for name in ("frame_skip", "is_human", "metadata", *ends)},
     }
 
 

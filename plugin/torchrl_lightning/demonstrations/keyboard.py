@@ -67,7 +67,7 @@ def play_demonstrations(
         raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
     finally:
         made.close()
-    for number, (observations, actions, rewards, terminated) in enumerate(recorder.episodes):
+    for number, (observations, actions, rewards, terminated, truncated) in enumerate(recorder.episodes):
         name = str(plain(recipe.id))
         steps, last = TensorDict({}, []), TensorDict({}, [])
         for path, key, _ in observation_leaves(made.observation_space):
@@ -81,7 +81,9 @@ def play_demonstrations(
             "last_observation": last,
             "is_human": True,
             "frame_skip": frame_skip,
-            "metadata": {"environment": name, "terminated": terminated},
+            "metadata": {"environment": name},
+            "terminated": terminated,
+            "truncated": truncated,
         }
         yield as_environment(fields, specs, f"{name}, episode {number}")
 
@@ -91,7 +93,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None) -> None:
         super().__init__(env)
-        self.episodes: list[tuple[list[Any], list[Any], list[float], bool]] = []
+        self.episodes: list[tuple[list[Any], list[Any], list[float], bool, bool]] = []
         self._count, self._seed = count, seed
         self._observations: list[Any] = []
         self._actions: list[Any] = []
@@ -110,7 +112,8 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._actions.append(copy.deepcopy(action))
         self._rewards.append(float(reward))
         if terminated or truncated:
-            self.episodes.append((self._observations, self._actions, self._rewards, bool(terminated)))
+            ended = bool(terminated), bool(truncated)
+            self.episodes.append((self._observations, self._actions, self._rewards, *ended))
             if len(self.episodes) == self._count:
                 import pygame
 

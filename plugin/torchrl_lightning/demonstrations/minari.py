@@ -17,7 +17,7 @@ from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstr
 def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
     """Read the episodes of a Minari data set, one at a time; needs the extra ``minari``.
 
-    Their metadata name the ``environment`` and say whether the episode ``terminated``.
+    Their metadata name the ``environment``.
 
     Args:
         dataset: A ``minari.MinariDataset``, of which a filtered one gives a part, or the id of one on this machine;
@@ -66,6 +66,6 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
             steps[key], last[key] = leaf[:length], leaf[length]
         steps[ACTION] = torch.from_numpy(np.array(episode.actions))
         steps[REWARD] = torch.from_numpy(np.array(episode.rewards))[:, None]
-        ended = {"terminated": bool(np.any(episode.terminations))}
-        fields = {"steps": steps, "last_observation": last, "metadata": {**environment, **ended}}
+        ended = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
+        fields = {"steps": steps, "last_observation": last, "metadata": environment, **ended}
         yield as_environment(fields, specs, f"{spec.dataset_id}, episode {episode.id}")

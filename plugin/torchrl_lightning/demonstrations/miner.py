@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors import EnvironmentSpecs
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, newest_frames
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, ends_at, newest_frames
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.entries import nested_key, path_of, to_tensordict
 from torchrl_lightning.ranges import integer, optional
@@ -113,7 +113,7 @@ class DemonstrationMiner:
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
         steps, following = self._observed(rows).update(rows.select(ACTION, REWARD)), self._observed(rows.get("next"))
         running: list[_Episode | None] = [*self._running]
-        ended: list[tuple[int, int, _Episode, TensorDictBase]] = []
+        ended: list[tuple[int, int, _Episode]] = []
         for env in range(self.num_envs):
             bounds = [*sorted({0, *starts[:, env].nonzero().flatten().tolist()}), len(rows)]
             for begin, end in pairwise(bounds):
@@ -126,13 +126,17 @@ class DemonstrationMiner:
                 running[env] = episode
                 if done[end - 1, env]:
                     running[env] = None
-                    ended.append((end, env, episode, following[end - 1, env]))
+                    ended.append((end, env, episode))
         # No two end at the same step of the same environment.
         ended.sort(key=lambda each: each[:2])
-        own = [None if each.is_replayed else self._mined(each, last) for _, _, each, last in ended]
+        after = rows.get("next")
+        own = [
+            None if each.is_replayed else self._mined(each, following[end - 1, env], ends_at(after, end - 1, env))
+            for end, env, each in ended
+        ]
         self._running = [episode and episode.kept() for episode in running]
         finished: list[Demonstration | Replayed] = []
-        for (*_, episode, _), mined in zip(ended, own, strict=True):
+        for (*_, episode), mined in zip(ended, own, strict=True):
             if mined is not None:
                 self._count += 1
                 finished.append(replace(mined, name=f"episode {self._count}"))
@@ -152,8 +156,8 @@ class DemonstrationMiner:
             raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")
         return highest
 
-    def _mined(self, episode: _Episode, last: TensorDictBase) -> Demonstration:
-        return Demonstration(episode.steps, last, value=episode.value, frame_skip=self.frame_skip)
+    def _mined(self, episode: _Episode, last: TensorDictBase, ends: dict[str, Any]) -> Demonstration:
+        return Demonstration(episode.steps, last, value=episode.value, frame_skip=self.frame_skip, **ends)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the episodes that are running: tensors and scalars only. Writer and storage have their own states."""

@@ -78,7 +78,7 @@ def _array(stream: IO[bytes], name: str, size: int) -> np.ndarray[Any, Any]:
 
 
 def write_npz(file: BinaryIO, demonstration: Demonstration) -> None:
-    """Write the four arrays; value, human or agent, metadata and the last observation have no place there.
+    """Write the four arrays; value, human or agent, metadata, the last observation and the end have no place there.
 
     Raises:
         ValueError: The observation has several entries.

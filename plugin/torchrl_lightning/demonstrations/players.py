@@ -85,13 +85,23 @@ class Player:
 
 
 class Cast:
-    """The demonstrations that play at the same time, until one begins or ends: their steps are told some at a time."""
+    """The demonstrations that play at the same time, until one begins or ends: their steps are told some at a time.
+
+    They end as ``ends`` says, (terminated, truncated), or as they were recorded if None.
+    """
 
     def __init__(
-        self, running: Mapping[int, Player], mask: Array, now: int, terminates: bool, log_prob: float | None
+        self,
+        running: Mapping[int, Player],
+        mask: Array,
+        now: int,
+        ends: tuple[bool, bool] | None,
+        log_prob: float | None,
     ) -> None:
         self._players = [running[env] for env in sorted(running)]
-        self._mask, self._now, self._terminates, self._log_prob = mask, now, terminates, log_prob
+        self._mask, self._now, self._log_prob = mask, now, log_prob
+        recorded = [player.demonstration.ends for player in self._players]
+        self._ends = np.array(recorded if ends is None else [ends] * len(recorded)).T
         self.left = min(player.left(now) for player in self._players)
         self._serials = np.array([player.demonstration.serial for player in self._players])
         self._never = np.zeros(len(self._players), dtype=bool)
@@ -119,11 +129,10 @@ class Cast:
         for i, player in enumerate(players):
             t = now - player.began
             actions[:, i], rewards[:, i] = player.actions[t : t + steps], player.rewards[t : t + steps]
-        overs = [self._never] * steps
+        terminated, truncated = [self._never] * steps, [self._never] * steps
         if steps == self.left:
-            overs[-1] = np.array([not player.left(now + steps) for player in players])
-        nevers = [self._never] * steps
-        terminated, truncated = (overs, nevers) if self._terminates else (nevers, overs)
+            over = np.array([not player.left(now + steps) for player in players])
+            terminated[-1], truncated[-1] = over & self._ends
         constant = self._serials, self._log_prob
         return [
             ReplayedRows(

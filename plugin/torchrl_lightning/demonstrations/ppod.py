@@ -137,7 +137,7 @@ class PPODBuffer(GAEBuffer):
         *,
         annealing: Schedule = "linear",
         cut_after_reward: bool = True,
-        ends: End = "terminated",
+        ends: End = "recorded",
         log_prob: LogProb = "deterministic",
         save_value_demos: bool = False,
         shared_demos: bool = False,

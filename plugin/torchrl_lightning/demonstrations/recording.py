@@ -23,7 +23,7 @@ from torchrl_lightning.collectors import (
 from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors._policy import Policy
 from torchrl_lightning.collectors.recipe import plain
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, newest_frames
+from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, ends_at, newest_frames
 from torchrl_lightning.ranges import integer
 
 _FRAMES = 64  # steps collected at a time
@@ -62,8 +62,7 @@ def record_demonstrations(
     """Play episodes one after another and give each as a demonstration.
 
     Rewards are those that learning gets, so that a demonstration can be replayed among them; of a recipe's frame stack
-    the newest image is kept. The metadata name the ``environment`` and its ``frame_stack``, and say whether the
-    episode ``terminated``.
+    the newest image is kept. The metadata name the ``environment`` and its ``frame_stack``.
 
     Args:
         env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's.
@@ -97,7 +96,8 @@ def record_demonstrations(
             last[0],
             frame_skip=frame_skip,
             name=f"{known['environment']}, episode {number}",
-            metadata={**known, "terminated": bool(episode["next", "terminated"][-1])},
+            metadata=known,
+            **ends_at(episode["next"], -1),
         )
 
 

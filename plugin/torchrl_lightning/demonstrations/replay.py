@@ -19,8 +19,9 @@ from torchrl_lightning.state import check_state, mapping, same, sequence, whole
 
 STATE_VERSION = 1
 
-End = Literal["terminated", "truncated"]
+End = Literal["recorded", "terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
+_ENDS = {"recorded": None, "terminated": (True, False), "truncated": (False, True)}
 Array = NDArray[Any]
 
 
@@ -37,7 +38,8 @@ class DemonstrationReplay:
         storage: Where demonstrations are kept.
         sampler: What draws them.
         num_envs: The number of environments.
-        ends: How a demonstration ends: ``terminated``, or ``truncated``, so that the value of what follows counts.
+        ends: How a demonstration ends: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
+            ``truncated``, so that the value of what follows counts.
         log_prob: What is stored as the log-probability of its actions: ``deterministic`` is 0, as if whoever showed
             them had no choice; ``current`` is that of the policy.
         frame_stack: How many images the environment shows as one, as an :class:`~torchrl_lightning.EnvironmentRecipe`
@@ -66,7 +68,7 @@ class DemonstrationReplay:
         sampler: DemonstrationSampler,
         num_envs: int,
         *,
-        ends: End = "terminated",
+        ends: End = "recorded",
         log_prob: LogProb = "deterministic",
         frame_stack: int = 1,
     ) -> None:
@@ -120,7 +122,7 @@ class DemonstrationReplay:
             return None
         if self._cast is None:
             log_prob = 0.0 if self.log_prob == "deterministic" else None
-            self._cast = Cast(self._running, self.playing, self._now, self.ends == "terminated", log_prob)
+            self._cast = Cast(self._running, self.playing, self._now, _ENDS[self.ends], log_prob)
             self._next = None
         if self._next is None:
             self._next = self._cast.next_rows()

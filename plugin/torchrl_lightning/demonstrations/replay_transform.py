@@ -164,7 +164,8 @@ def _check(env: EnvBase, replay: DemonstrationReplay) -> None:
             f"The replay is for {replay.num_envs} environments, got a batch of {list(env.batch_size)}; give it "
             "their number, side by side in one dimension."
         )
-    if replay.ends not in env.done_keys:
+    # Without the flag `truncated`, an end that does not terminate is `done` alone.
+    if ("terminated" if replay.ends == "recorded" else replay.ends) not in env.done_keys:
         raise ValueError(
             f"Demonstrations end as {replay.ends!r}, the environment has the flags {env.done_keys}; choose another "
             "ends= of DemonstrationReplay."

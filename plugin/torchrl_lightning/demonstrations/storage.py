@@ -163,6 +163,8 @@ def state_of(demonstration: Demonstration) -> dict[str, Any]:
         "is_human": demonstration.is_human,
         "value": demonstration.value,
         "frame_skip": demonstration.frame_skip,
+        "terminated": demonstration.terminated,
+        "truncated": demonstration.truncated,
         "name": demonstration.name,
         "metadata": dict(demonstration.metadata),
         "serial": demonstration.serial,
@@ -178,10 +180,14 @@ def from_state(state: Any) -> Demonstration:
         "is_human": flag,
         "value": _real,
         "frame_skip": whole(1),
+        "terminated": optional(flag),
+        "truncated": optional(flag),
         "name": _text,
         "metadata": mapping,
         "serial": whole(),
     }
+    mapping(state, owner)
+    state = {"terminated": None, "truncated": None, **state}  # earlier ones do not say how it ended
     check_state(state, schema, owner)
     fields = {name: state[name] for name in schema}
     fields["metadata"] = copy.deepcopy(dict(fields["metadata"]))

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
-from torchrl_lightning.ranges import boolean, integer
+from torchrl_lightning.ranges import boolean, integer, optional
 
 ACTION = "action"
 REWARD = ("next", "reward")
@@ -32,6 +33,10 @@ class Demonstration:
         value: The largest estimate of a state's value in it, ``-inf`` where none was made.
         frame_skip: How many frames of the environment one step took.
         name: Where it is from, for messages.
+        terminated: Whether its last step terminated the episode, if known; where None is given, what the metadata say
+            by this name, as earlier files have it.
+        truncated: Whether its last step was where the episode was cut by a limit, if known. Of one whose last step was
+            followed by others, both are False.
         metadata: What else is known of it.
         serial: The number by which the storage that keeps it knows it, also after its value has changed.
 
@@ -53,6 +58,8 @@ class Demonstration:
     is_human: bool = False
     value: float = -math.inf
     frame_skip: int = 1
+    terminated: bool | None = None
+    truncated: bool | None = None
     name: str = "without a name"
     metadata: Mapping[str, str | int | float] = field(default_factory=dict)
     serial: int | None = None
@@ -66,11 +73,36 @@ class Demonstration:
         own["is_human"] = boolean(self.is_human, f"{owner}: is_human")
         own["value"] = _checked_value(self.value, owner)
         own["frame_skip"] = integer(self.frame_skip, f"{owner}: frame_skip")
+        own["terminated"], own["truncated"] = self._checked_ends(owner)
         for key, known in self.metadata.items():
             if type(key) is not str or type(known) not in (str, int, float, bool):
                 raise ValueError(f"{owner}: metadata {key!r} is {known!r}, expected a name with a text or a number.")
         for name, value in own.items():
             object.__setattr__(self, name, value)
+
+    def _checked_ends(self, owner: str) -> tuple[bool | None, bool | None]:
+        terminated, truncated = (
+            optional(boolean)(getattr(self, name), f"{owner}: {name}") for name in ("terminated", "truncated")
+        )
+        told = self.metadata.get("terminated")
+        if terminated is None and truncated is None and type(told) is bool:
+            return told, not told
+        if (terminated is None) != (truncated is None):
+            raise ValueError(
+                f"{owner}: terminated={terminated} and truncated={truncated}; give both, or neither if none is known."
+            )
+        return terminated, truncated
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether its end terminates, and whether it truncates, where it stands for an episode.
+
+        As it was recorded; one that was cut truncates, so that the value of what follows counts. Where nobody knows, it
+        terminates, so that no value is taken of what nobody has seen.
+        """
+        if self.terminated is None:
+            return True, False
+        return self.terminated, bool(self.truncated) or not self.terminated
 
     @property
     def length(self) -> int:
@@ -94,7 +126,7 @@ class Demonstration:
         return _observation_keys(self.steps)
 
     def shortened(self, length: int) -> Demonstration:
-        """Return the first ``length`` steps, over the same tensors; the observation after them is known.
+        """Return the first ``length`` steps, over the same tensors; what followed them is known, and that it went on.
 
         Raises:
             ValueError: ``length`` is not in ``[1, T]``.
@@ -110,9 +142,8 @@ class Demonstration:
             raise ValueError(f"Demonstration {self.name!r} has {self.length} steps, {length} of them were asked for.")
         if length == self.length:
             return self
-        return replace(
-            self, steps=self.steps[:length], last_observation=self.steps[length].select(*self.observation_keys)
-        )
+        last = self.steps[length].select(*self.observation_keys)
+        return replace(self, steps=self.steps[:length], last_observation=last, terminated=False, truncated=False)
 
     def labelled(self, *, value: float, serial: int | None) -> Demonstration:
         """Return the same steps, which are not checked again, with another value and serial number.
@@ -177,6 +208,15 @@ space does not have (...); replay it in the environment that it was recorded in.
                 f"{owner}: {ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's "
                 f"action space does not have ({' '.join(repr(specs.action).split())}); {mend}."
             )
+
+
+def ends_at(following: TensorDictBase, *index: int) -> dict[str, Any]:
+    """Return the fields of a :class:`Demonstration` that say how it ended, of one of the rows under ``"next"``."""
+    flags = {name: following.get(name, None) for name in ("terminated", "truncated", "done")}
+    if flags["terminated"] is None:
+        return {"terminated": None, "truncated": None}
+    terminated, truncated, done = (flag if flag is None else bool(flag[index].any()) for flag in flags.values())
+    return {"terminated": terminated, "truncated": done and not terminated if truncated is None else truncated}
 
 
 def newest_frames(rows: TensorDictBase, specs: EnvironmentSpecs) -> TensorDict:
