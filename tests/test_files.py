@@ -72,6 +72,26 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert read_state(tmp_path / "state") == {"a": 2}
 
 
+LEFT = ".other.bin.fedcba9876543210.tmp"
+
+
+def test_leftovers_of_any_name_go_at_the_next_save_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    (tmp_path / ".run.fedcba9876543210.tmp").mkdir()
+    (tmp_path / ".run.fedcba9876543210.tmp" / "state.json").touch()
+    for name in (LEFT, ".hidden.tmp", "other.bin"):
+        (tmp_path / name).touch()
+    with replaced_files(tmp_path / "one") as (one,):
+        one.write(b"1")
+        write_state(tmp_path / "state", {"a": 1})  # by another process, say
+        (tmp_path / LEFT).touch()
+        with replaced_files(tmp_path / "two"):
+            pass
+    (tmp_path / LEFT).symlink_to(tmp_path / "other.bin")
+    write_state(tmp_path / "again", {"a": 1})
+    kept = [".hidden.tmp", LEFT, "again", "one", "other.bin", "state", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
 class Part(StateFiles):
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

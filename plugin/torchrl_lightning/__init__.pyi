@@ -1,5 +1,6 @@
 """Every public name and the module that it comes from: read by type checkers, and at run time by ``__init__.py``."""
 
+from torchrl_lightning.callbacks import AtomicCheckpointIO as AtomicCheckpointIO
 from torchrl_lightning.callbacks import BestCheckpoint as BestCheckpoint
 from torchrl_lightning.callbacks import ExperienceLog as ExperienceLog
 from torchrl_lightning.callbacks import FramesProgressBar as FramesProgressBar

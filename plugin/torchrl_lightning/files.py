@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "state.json"
 VERSION = 2
@@ -33,7 +37,7 @@ _CHUNK = 1 << 24  # bytes
 _MANIFEST_LIMIT = 1 << 26
 _ALIGNMENT = 64
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
-_REPLACED = re.compile(r"\.?state-[0-9a-f]{16}\.bin(\.[0-9a-f]{16}\.tmp)?")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
@@ -42,26 +46,82 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Open a temporary file beside each path; when the block ends without an error, flush all, then rename in order.
 
     The temporary files are new and have unpredictable names, so that no symbolic link is followed. Those that a killed
-    process left behind are removed.
+    process left in the same folders are removed.
     """
-    for path in paths:
-        for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
-            old.unlink(missing_ok=True)
-    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in paths]
-    try:
+    folders = {path.parent for path in paths}
+    for folder in folders:
+        remove_leftovers(folder)
+    with contextlib.ExitStack() as held:
+        temporary = [held.enter_context(_aside(path, _new_file)) for path in paths]
         with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(path.open("xb")) for path in temporary]
+            files: list[BinaryIO] = [stack.enter_context(path.open("r+b")) for path in temporary]
             yield files
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
         for path, target in zip(temporary, paths, strict=True):
             os.replace(path, target)
-        for folder in {path.parent for path in paths}:
+        for folder in folders:
             _sync_folder(folder)
-    finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove from a folder the temporary files and folders that processes left behind which were killed.
+
+    Those that a process is writing are locked, and stay.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _TEMPORARY.fullmatch(path.name) and (holder := _hold(path, False)) is not None:
+            with holder:
+                _remove(path)
+
+
+@contextlib.contextmanager
+def _aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Make a temporary file or folder beside the target, hold it, and remove it behind the block if it is there."""
+    while True:
+        path = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        make(path)
+        if (holder := _hold(path, True)) is not None:  # else another process has taken it for a leftover
+            break
+    with holder:
+        try:
+            yield path
+        finally:
+            _remove(path)
+
+
+def _new_file(path: Path) -> None:
+    path.touch(exist_ok=False)
+
+
+def _hold(path: Path, where_none_can: bool) -> contextlib.ExitStack | None:
+    """Lock a temporary file or folder until the stack is closed or the process ends; None if another one holds it.
+
+    Where nothing can be locked, ``where_none_can`` says whether it counts as held.
+    """
+    held = contextlib.ExitStack()
+    if fcntl is None:
+        return held if where_none_can else None
+    try:
+        # Some filesystems lock no file that is open for reading alone.
+        descriptor = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_NOFOLLOW)
+        held.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
+            return held
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        if where_none_can:
+            return held
+    held.close()
+    return None
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -134,16 +194,10 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     if folder.exists():
         _write_into(folder, state)
         return
-    for old in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}"):  # left by a killed process
-        shutil.rmtree(old, ignore_errors=True)
-    aside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
-    aside.mkdir()
-    try:
+    remove_leftovers(folder.parent)
+    with _aside(folder, Path.mkdir) as aside:
         _write_into(aside, state)
         aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     _sync_folder(folder.parent)
 
 
@@ -153,8 +207,8 @@ def _write_into(folder: Path, state: Mapping[str, Any]) -> None:
         content = {"file": name, "state": _encode(state, file, "state"), "size": file.tell()}
         written = {"version": VERSION, "crc32": _checksum(content), "content": content}
         manifest.write(json.dumps(written).encode())
-    for old in folder.iterdir():  # also what a killed process left behind
-        if old.name != name and _REPLACED.fullmatch(old.name):
+    for old in folder.iterdir():  # also what a killed process had completed
+        if old.name != name and _BINARY.fullmatch(old.name):
             old.unlink(missing_ok=True)
 
 

@@ -175,7 +175,7 @@ def test_no_pickle_and_nothing_beside(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".state.0123456789abcdef").mkdir()
+    (tmp_path / ".state.0123456789abcdef.tmp").mkdir()
     one = filled()
     one.dumps(tmp_path / "state")
     (tmp_path / "state" / "state-0123456789abcdef.bin").touch()

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.sparse import SparseCallback
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         self._training = False
         self._began = self._evaluated = -1  # batches of the whole run, when it began and when it was evaluated last
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
+        write_atomically(trainer)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start watching; nothing has been learned by a run that fails earlier."""
         self._training = True
@@ -78,7 +83,11 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         if trainer.world_size > 1:
             logger.warning("stopped by %s; with several ranks only the regular checkpoints are kept.", reason)
             return
-        self._save(trainer)
+        try:
+            self._save(trainer)
+        except OSError as error:  # as on a full disk, which may be what has stopped the run
+            logger.error("stopped by %s; its end was not written: %s", reason, error)
+            return
         logger.warning("stopped by %s; to resume, run the same command with ckpt_path=%s", reason, self.path)
 
     def _save(self, trainer: Trainer) -> None:
@@ -109,6 +118,11 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
     """
 
     on_train_batch_end = ModelCheckpoint.on_train_batch_end
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
+        write_atomically(trainer)
+        super().setup(trainer, pl_module, stage)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import sys
@@ -40,6 +41,10 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
                 not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)
                 or os.environ.get("HYDRA_FULL_ERROR") == "1"
             ):
+                raise
+            sys.exit(f"error: {error}")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:

@@ -48,9 +48,9 @@ class BufferSnapshots:
         return {"folder": str(self.folder), "run": self.run, "name": name}
 
     def _remove_all_but(self, names: list[str]) -> None:
-        # Includes what a killed process had begun (hidden folders), or finished without writing its checkpoint.
+        # Includes what a killed process had finished without writing its checkpoint.
         for old in self.folder.iterdir():
-            if old.name not in names and old.name.lstrip(".").startswith("after_"):
+            if old.name not in names and _NAME.fullmatch(old.name):
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, buffer: ExperienceBuffer, reference: dict[str, Any]) -> None:

@@ -1,0 +1,148 @@
+"""Checkpoints of a process that is killed, and on a disk that is full: the old or the new one, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, files
+from torchrl_lightning.collectors.threads import kept_threads
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder on another filesystem than temporary files, if there is one."""
+    if not SHARED.is_dir() or SHARED.stat().st_dev == os.stat(tempfile.gettempdir()).st_dev:
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir=SHARED) as folder:
+            yield Path(folder)
+
+
+def save_forever(plugin, path, first, report):
+    for number in range(first, 10_000):
+        plugin.save_checkpoint({"number": number, "weights": torch.full((1 << 19,), float(number))}, path)
+        os.write(report, f"{number}\n".encode())
+
+
+def killed_after(seconds, plugin, path, number):
+    """Save on and on in a process that is killed after so long, and return the numbers that it saved."""
+    readable, writable = os.pipe()
+    with kept_threads():
+        torch.set_num_threads(1)  # the child has no others
+        child = os.fork()
+        if not child:
+            try:
+                save_forever(plugin, path, number, writable)
+            finally:
+                os._exit(1)
+    os.close(writable)
+    with os.fdopen(readable) as said:
+        saved = [int(said.readline())]
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return saved + [int(line) for line in said]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_process_that_is_killed_leaves_a_whole_checkpoint(elsewhere):
+    plugin, path, moments, number = AtomicCheckpointIO(), elsewhere / "last.ckpt", random.Random(0), 0
+    for _ in range(20):
+        saved = killed_after(moments.uniform(0.0, 0.03), plugin, path, number)
+        found = plugin.load_checkpoint(path, weights_only=True)
+        assert found["number"] in (saved[-1], saved[-1] + 1)
+        assert (found["weights"] == found["number"]).all()
+        assert len(list(elsewhere.iterdir())) <= 2  # what the next save removes
+        number = found["number"] + 1
+    (elsewhere / ".epoch=1.ckpt.0123456789abcdef.tmp").touch()
+    plugin.save_checkpoint({}, path)
+    assert list(elsewhere.iterdir()) == [path]
+
+
+class Full(io.FileIO):
+    """A file on a disk with little room left."""
+
+    room = 20_000
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Fills the disk, from the call on, for files that are written."""
+    return lambda: monkeypatch.setattr(files.Path, "open", lambda path, mode: Full(path, mode.replace("b", "")))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, full_disk):
+    plugin, path = AtomicCheckpointIO(), tmp_path / "run" / "last.ckpt"
+    plugin.save_checkpoint({"number": 1}, path)
+    full_disk()
+    with pytest.raises(OSError, match=r"No space left on device; no checkpoint was written.*last\.ckpt") as error:
+        plugin.save_checkpoint({"number": 2, "weights": torch.zeros(1 << 16)}, path)
+    assert error.value.errno == errno.ENOSPC
+    assert list(path.parent.iterdir()) == [path]
+    assert torch.load(path, weights_only=True) == {"number": 1}
+
+
+def test_a_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(
+    tmp_path, full_disk, make_data, make_trainer, make_module, caplog
+):
+    class Fill(L.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 2:
+                Full.room = 1000
+                full_disk()
+
+    best = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", save_on_train_epoch_end=False)
+    trainer = make_trainer(
+        max_epochs=4, limit_val_batches=1, enable_checkpointing=True, callbacks=[Fill(), best, LastCheckpoint(tmp_path)]
+    )
+    with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="No space left"):
+        trainer.fit(make_module(), datamodule=make_data())
+    assert "stopped by OSError; its end was not written" in caplog.text
+    for name in ("best.ckpt", "last.ckpt"):
+        assert torch.load(tmp_path / name, weights_only=True)["epoch"] <= 2
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".ckpt", ".ckpt"]
+
+
+def test_a_trainer_gets_it_from_our_callbacks_unless_it_has_another(tmp_path, make_data, make_trainer, make_module):
+    class Own(AtomicCheckpointIO):
+        pass
+
+    for plugin, kind in ((None, AtomicCheckpointIO), (Own(), Own), (AsyncCheckpointIO(), AsyncCheckpointIO)):
+        trainer = make_trainer(
+            max_epochs=1,
+            enable_checkpointing=True,
+            callbacks=[LastCheckpoint(tmp_path)],
+            plugins=None if plugin is None else [plugin],
+        )
+        trainer.fit(make_module(), datamodule=make_data())
+        assert type(trainer.strategy.checkpoint_io) is kind
+
+
+def test_what_is_not_a_local_file_is_written_in_lightnings_way():
+    path = "memory://run/last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"number": 3}, path)
+    assert AtomicCheckpointIO().load_checkpoint(path, weights_only=True) == {"number": 3}
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint({}, path, storage_options={})
