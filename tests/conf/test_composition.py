@@ -21,6 +21,7 @@ from demonstrations.episodes import episode
 from extras import need_extra
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning.trust import check_config
 
 PRIMARY = ("train", "evaluate", "record")
 # The group `hydra` holds one option for each command.
@@ -83,7 +84,14 @@ def test_every_option_of_every_group_composes(compose_train, group, option):
     beside = group in ("debug", "hparams_search", "paths")
     cfg = compose_train(f"{group}={option}") if beside else compose_train(*alone(group, option))
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
-    OmegaConf.to_container(cfg, resolve=True)
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    # What a checkpoint keeps of it may be built without trusting the file.
+    node = {name: plain[name] for name in ("data", "model")}
+    if option == "pets_cartpole_continuous":  # whose environment is a module among the examples
+        with pytest.raises(ValueError, match="ContinuousCartPole-v0' may import a module"):
+            check_config(node, where=option)
+        node["data"]["env"] = "CartPole-v1"
+    check_config(node, where=option, folders=option != "offline")  # which names a folder of the user's
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
-from torchrl_lightning.cli.names import run_folder
+from torchrl_lightning.cli.names import own_run
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 
@@ -163,21 +163,45 @@ def check_command(cfg: DictConfig) -> None:
         )
 
 
-def check_stored_config(path: Path, stored: Mapping[str, Any], cfg: DictConfig) -> None:
-    """Refuse a checkpoint whose config says what neither a file may nor this command or its own run says."""
-    from torchrl_lightning.learn.loading import CONFIG
-    from torchrl_lightning.trust import check_config, texts_in
+def own_config(checkpoint: Path) -> DictConfig:
+    """Return the config that the user's own run was composed to; an empty one for another's checkpoint."""
+    folder = own_run(checkpoint)
+    composed: Any = OmegaConf.create({}) if folder is None else OmegaConf.load(folder / ".hydra" / "config.yaml")
+    return composed
 
-    if CONFIG not in stored:  # a run with a Trainer of one's own
-        return
-    own = texts_in(OmegaConf.to_container(cfg, resolve=True))
-    if (folder := run_folder(path)) is not None:
-        own |= texts_in(OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "config.yaml")))
+
+def own_names(*configs: DictConfig) -> frozenset[str]:
+    """Return the names that configs of the user's give to their data and models: a checkpoint may have them, too."""
+    from torchrl_lightning.trust import texts_in
+
+    nodes = [config[group] for config in configs for group in ("data", "model") if group in config]
+    return frozenset().union(*(texts_in(OmegaConf.to_container(node)) for node in nodes))
+
+
+def read_stored(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint; a file that is none, or damaged, is a mistake of the command."""
+    from torchrl_lightning.learn.loading import read_checkpoint
+
     try:
-        # What is composed now says where this run reads and writes.
-        check_config(stored[CONFIG], where=f"the config in {path}", trusted=cfg.trusted, own=own, folders=False)
+        return read_checkpoint(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def stored_run(cfg: DictConfig) -> dict[str, Any]:
+    """Read the checkpoint to resume; refuse one whose config says what no file may, nor a config of the user's."""
+    from torchrl_lightning.learn.loading import CONFIG, config_in
+
+    path = Path(cfg.ckpt_path)
+    stored = read_stored(path)
+    if CONFIG not in stored:  # a run with a Trainer of one's own
+        return stored
+    try:
+        # Without folders: what is composed now says where this run reads and writes.
+        config_in(stored, path, "data", "model", trusted=cfg.trusted, own=own_names(cfg, own_config(path)))
     except ValueError as error:
         raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
+    return stored
 
 
 def check_checkpoint(
@@ -234,10 +258,9 @@ def _check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[
 
 def _other_settings(checkpoint: Path, config: DictConfig | None) -> list[str]:
     """List the fields of the model that had other values in the run that wrote a checkpoint."""
-    folder = run_folder(checkpoint)
-    if config is None or folder is None:
+    stored = own_config(checkpoint)
+    if config is None or not stored:
         return []
-    stored = OmegaConf.load(folder / ".hydra" / "config.yaml")
     there, here = (_fields(OmegaConf.select(cfg, "model")) for cfg in (stored, config))
     differ = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
     return [f"{key} was {there.get(key, 'absent')} and is {here.get(key, 'absent')} now." for key in differ]
@@ -250,7 +273,7 @@ def _fields(node: Any, prefix: str = "model") -> dict[str, Any]:
 
 
 def _overrides_of(checkpoint: Path) -> str:
-    folder = run_folder(checkpoint)
+    folder = own_run(checkpoint)
     overrides = folder / ".hydra" / "overrides.yaml" if folder is not None else None
     if overrides is None or not overrides.is_file():
         return ""

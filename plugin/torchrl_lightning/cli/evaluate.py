@@ -22,10 +22,9 @@ def main() -> None:
 @in_own_threads
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
-    import torch
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_is_file
+    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_is_file, read_stored
     from torchrl_lightning.cli.parts import check_data
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.learn.loading import policy_in
@@ -37,7 +36,7 @@ def evaluate(cfg: DictConfig) -> float:
         raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
     checkpoint = Path(cfg.ckpt_path)
     check_is_file(checkpoint)
-    stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    stored = read_stored(checkpoint)
     run = run_config(checkpoint, stored, trusted=cfg.trusted)
     use_threads(run.get("torch_threads", 1))
     data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
@@ -75,21 +74,18 @@ def run_config(checkpoint: Path, stored: dict[str, Any], *, trusted: bool) -> An
     """
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.cli.names import run_folder
+    from torchrl_lightning.cli.checks import UsageError, own_config, own_names
     from torchrl_lightning.learn.loading import CONFIG, config_in
-    from torchrl_lightning.trust import texts_in
 
-    folder = run_folder(checkpoint)
-    composed: Any = {} if folder is None else OmegaConf.load(folder / ".hydra" / "config.yaml")
-    if folder is not None and CONFIG not in stored:
+    composed = own_config(checkpoint)
+    if composed and CONFIG not in stored:
         run = composed
     else:
-        own = texts_in(OmegaConf.to_container(OmegaConf.create(composed)))
+        own = own_names(composed)
         try:
             run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=trusted, own=own))
         except ValueError as error:
-            hint = "" if CONFIG not in stored else "; if you trust whoever made it, say trusted=true"
+            hint = "; if you trust whoever made it, say trusted=true" if CONFIG in stored else ""
             raise UsageError(f"{error}{hint}.") from error
         run.torch_threads = composed.get("torch_threads", 1)
     if OmegaConf.select(run, "data.buffer.device") is not None:

@@ -91,15 +91,13 @@ def _environment(cfg: DictConfig) -> Any:
 
 
 def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
-    import torch
-
-    from torchrl_lightning.cli.checks import UsageError, check_is_file
+    from torchrl_lightning.cli.checks import UsageError, check_is_file, read_stored
     from torchrl_lightning.cli.evaluate import rebuilt, run_config
     from torchrl_lightning.learn.loading import policy_in
 
     checkpoint = Path(cfg.ckpt_path)
     check_is_file(checkpoint)
-    stored = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    stored = read_stored(checkpoint)
     run = run_config(checkpoint, stored, trusted=cfg.trusted)
     model = rebuilt(checkpoint, run, "model")
     try:

@@ -22,19 +22,19 @@ def main() -> None:
 @in_own_threads
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
-    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config, check_stored_config
+    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config, stored_run
 
     check_command(cfg)
     check_config(cfg)
     # Now, so that those mistakes are told at once.
     import lightning as L
-    import torch
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
 
     quiet()
     use_threads(cfg.torch_threads)
+    stored = None if cfg.ckpt_path is None else stored_run(cfg)
     L.seed_everything(cfg.seed, verbose=False)
 
     data = build_part(cfg, "data")
@@ -43,10 +43,8 @@ def train(cfg: DictConfig) -> float:
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)
-    if cfg.ckpt_path is not None:
+    if stored is not None:
         # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
-        stored = torch.load(cfg.ckpt_path, weights_only=True, map_location="cpu")
-        check_stored_config(Path(cfg.ckpt_path), stored, cfg)
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
 
     for logger in trainer.loggers:

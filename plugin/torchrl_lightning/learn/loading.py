@@ -103,8 +103,29 @@ def load_policy(
     Example:
         >>> load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
     """
-    stored = torch.load(path, weights_only=True, map_location="cpu")
-    return policy_in(stored, path, module, deterministic=deterministic, trusted=trusted)
+    return policy_in(read_checkpoint(path), path, module, deterministic=deterministic, trusted=trusted)
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint, as data alone.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It is damaged, no checkpoint, or holds more than data.
+    """
+    try:
+        stored = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # a damaged or hostile file makes the readers of zip and pickle raise anything
+        # Not torch's advice to load it all the same.
+        reason = str(error).split("WeightsUnpickler error:")[-1].strip().split("\n")[0]
+        raise ValueError(
+            f"{path} is no whole checkpoint of plain data: {type(error).__name__}: {reason[:200]}"
+        ) from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")
+    return stored
 
 
 def policy_in(
@@ -129,7 +150,11 @@ def policy_in(
                 f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
                 "load_policy(path, module=MyModule(...))"
             ) from error
-        module = instantiate(config["model"])
+        try:
+            module = instantiate(config["model"])
+        except Exception as error:  # by whatever the constructors that the file names raise for what it gives them
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(f"the config in {path} builds no module: {reason[:300]}") from error
     # All that a module reads of its trainer before there is anything to fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
     module.trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)

@@ -1,0 +1,238 @@
+"""A checkpoint is data: whatever its config says, nothing runs, nothing is written, and one line says what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import Callback
+from omegaconf import OmegaConf
+
+import hostile
+from configs.store import only_our_schemas
+from learn.fakes import trainer
+from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
+from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.evaluate import evaluate
+from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.cli.record import record
+from torchrl_lightning.cli.train import train
+from torchrl_lightning.learn import MLPNetwork, PPOModule
+from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.trust import check_config, target_named
+
+PATHS = [f"paths.demonstrations={CONF_DIR}/demonstrations", "paths.output_dir=run"]
+COMMANDS = {"evaluate": evaluate, "record": record, "train": train}
+MODELS, DATAS, RECIPES = hostile.models("CANARY"), hostile.datas("CANARY"), hostile.recipes("CANARY")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> dict[str, Any]:
+    """A checkpoint of a run of one rollout, in an environment that a recipe makes."""
+
+    class Kept(Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            checkpoint[CONFIG] = {"data": hostile.DATA, "model": hostile.MODEL}
+
+    arguments = {name: value for name, value in hostile.DATA.items() if name[0] != "_"}
+    data = OnPolicyDataModule(**{**arguments, "env": EnvironmentRecipe("CartPole-v1")})
+    run = trainer(max_epochs=1, limit_val_batches=0, callbacks=[Kept()])
+    run.fit(PPOModule(MLPNetwork([4])), datamodule=data)
+    path = tmp_path_factory.mktemp("stored") / "a.ckpt"
+    run.save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    """What each command is composed to, once."""
+    with only_our_schemas(), initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return {
+            "evaluate": compose("evaluate", ["ckpt_path=a.ckpt", "histogram=null", "episodes=2"]),
+            "record": compose("record", ["ckpt_path=a.ckpt", "episodes=2", "directory=demos"]),
+            "train": compose("train", ["ckpt_path=a.ckpt", "~callbacks", "+callbacks={}", "logger=none", *PATHS]),
+        }
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch) -> Path:
+    """What must not appear: a file, which also appears when the hostile module is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "canary"
+    (tmp_path / f"{hostile.MODULE}.py").write_text(f"open({str(path)!r}, 'w')\ndef function(*_, **__): ...\n")
+    yield path
+    sys.modules.pop(hostile.MODULE, None)
+
+
+def check_refused(canary: Path, action: Any, *arguments: Any) -> None:
+    """Expect a line that says so, and nothing else."""
+    sys.modules.pop(hostile.MODULE, None)
+    before = {path: path.stat().st_mtime_ns for path in canary.parent.iterdir() if path.name != "__pycache__"}
+    with pytest.raises(
+        ValueError, match=r"what a file may not|which is no \w+Module|holds no config|whole check"
+    ) as raised:
+        action(*arguments)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1500
+    after = {path: path.stat().st_mtime_ns for path in canary.parent.iterdir() if path.name != "__pycache__"}
+    assert after == before
+    assert not canary.exists()
+    assert hostile.MODULE not in sys.modules
+
+
+def save(stored: dict[str, Any], **groups: Any) -> None:
+    torch.save({**stored, CONFIG: {**stored[CONFIG], **groups}}, "a.ckpt")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_a_file_runs_nothing(name, stored, settings, canary):
+    save(stored, model=hostile.models(str(canary))[name])
+    check_refused(canary, load_policy, "a.ckpt")
+    for command, task in COMMANDS.items():
+        check_refused(canary, task, settings[command])
+
+
+@pytest.mark.parametrize("name", DATAS)
+def test_data_of_a_file_run_nothing(name, stored, settings, canary):
+    save(stored, data=hostile.datas(str(canary))[name])
+    for command, task in COMMANDS.items():
+        check_refused(canary, task, settings[command])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_a_file_runs_nothing(name, stored, canary):
+    state = {**stored["OnPolicyDataModule"]}
+    recipe = hostile.recipes(str(canary))[name]
+    state["fingerprint"] = {**state["fingerprint"], "environment": recipe}
+    torch.save({**stored, "OnPolicyDataModule": state}, "a.ckpt")
+    check_refused(canary, load_policy("a.ckpt").recipe)
+    if set(recipe) == {"id"} and isinstance(recipe["id"], str):
+        check_refused(canary, LoadedPolicy(load_policy("a.ckpt").policy, None, environment=recipe["id"]).recipe)
+
+
+def test_a_pickle_runs_nothing(settings, canary):
+    class Payload:
+        def __reduce__(self):
+            return exec, (f"open({str(canary)!r}, 'w')",)
+
+    torch.save({"state_dict": {}, CONFIG: Payload()}, "a.ckpt")
+    check_refused(canary, load_policy, "a.ckpt")
+    for command, task in COMMANDS.items():
+        check_refused(canary, task, settings[command])
+
+
+FOLDERS = {
+    "cells on a disk": {
+        "buffer": {"_target_": "torchrl_lightning.RingStorage", "max_size": 9, "scratch_dir": "CANARY"}
+    },
+    "demonstrations that are written": {
+        "buffer": {"_target_": "torchrl_lightning.PPODBuffer", "_partial_": True, "target_agent_demos_dir": "CANARY"}
+    },
+    "demonstrations that are read": {
+        "buffer": {"_target_": "torchrl_lightning.PPODBuffer", "_partial_": True, "supplementary_demos_dir": "/etc"}
+    },
+    "a data set": {"_target_": "torchrl_lightning.ReplayDataModule", "dataset": "/etc"},
+    "a data set above ours": {
+        "_target_": "torchrl_lightning.ReplayDataModule",
+        "dataset": f"{CONF_DIR}/demonstrations/../../x",
+    },
+    "a data set of Minari's above its own": {
+        "_target_": "torchrl_lightning.ReplayDataModule",
+        "dataset": "minari:../../x",
+    },
+    "states of buffers": {"_target_": "torchrl_lightning.ReplayDataModule", "buffer_dir": "CANARY"},
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_names_no_place_on_the_disk(name, stored, settings, canary):
+    data = {**hostile.DATA, **FOLDERS[name]}
+    check_refused(canary, lambda: check_config(data, where="the config"))
+    check_config(data, where="the config", trusted=True)
+    # To play, none is needed, so that one that was written on another machine is played all the same.
+    on_policy = {**data, "_target_": hostile.DATA["_target_"]}
+    on_policy.pop("dataset", None), on_policy.pop("buffer_dir", None)
+    if on_policy.get("buffer", {}).get("_partial_"):
+        save(stored, data=on_policy)
+        record(settings["record"])
+        assert not canary.exists()
+
+
+def test_trusting_the_file_is_the_only_way_past(stored, settings, canary):
+    (canary.parent / f"{hostile.MODULE}.py").write_text("from torchrl_lightning import MLPNetwork as function")
+    model = {**hostile.MODEL, "network": {"_target_": f"{hostile.MODULE}.function", "hidden_sizes": [4]}}
+    save(stored, model=model)
+    for command, task in COMMANDS.items():
+        check_refused(canary, task, settings[command])
+    assert load_policy("a.ckpt", trusted=True)
+    assert record(OmegaConf.merge(settings["record"], {"trusted": True})) > 0
+
+
+def test_what_the_users_own_run_names_is_taken(stored, settings, canary):
+    (canary.parent / f"{hostile.MODULE}.py").write_text("from torchrl_lightning import MLPNetwork as function")
+    model = {**hostile.MODEL, "network": {"_target_": f"{hostile.MODULE}.function", "hidden_sizes": [4]}}
+    save(stored, model=model)
+    (canary.parent / ".hydra").mkdir()
+    (canary.parent / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml({"model": model}))
+    assert record(settings["record"]) > 0
+    # The folder vouches for its own names alone, not for whatever lies in it.
+    save(stored, model={**model, "optimizer": {"_target_": "os.system", "command": "true"}})
+    check_refused(canary, record, settings["record"])
+
+
+def test_another_folder_is_not_asked(tmp_path):
+    def run(folder: Path, checkpoint: str = "checkpoints/a.ckpt") -> Path:
+        (folder / ".hydra").mkdir(parents=True)
+        (folder / ".hydra" / "config.yaml").write_text("model: {}")
+        (folder / checkpoint).parent.mkdir(parents=True, exist_ok=True)
+        (folder / checkpoint).write_bytes(b"x")
+        return folder / checkpoint
+
+    assert own_run(run(tmp_path / "a")) == tmp_path / "a"
+    assert own_run(run(tmp_path / "b", "last.ckpt")) == tmp_path / "b"
+    assert own_run(run(tmp_path / "c", "some/checkpoints/a.ckpt")) is None
+    assert own_run(run(tmp_path / "d", "elsewhere/a.ckpt")) is None
+    assert own_run(run(tmp_path / "e", "a.pt")) is None
+    # A link is followed to where the file lies.
+    (tmp_path / "link.ckpt").symlink_to(tmp_path / "a" / "checkpoints" / "a.ckpt")
+    assert own_run(tmp_path / "link.ckpt") == tmp_path / "a"
+    linked = run(tmp_path / "f")
+    (tmp_path / "g" / "checkpoints").mkdir(parents=True)
+    shutil.move(linked, tmp_path / "g" / "checkpoints" / "a.ckpt")
+    (tmp_path / "g" / ".hydra").symlink_to(tmp_path / "f" / ".hydra")
+    assert own_run(tmp_path / "g" / "checkpoints" / "a.ckpt") is None
+
+
+@pytest.mark.parametrize("part", [".", ".hydra", ".hydra/config.yaml", "checkpoints", "checkpoints/a.ckpt"])
+def test_the_folder_of_somebody_else_is_not_asked(part, tmp_path, monkeypatch):
+    for folder in (".hydra", "checkpoints"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("model: {}")
+    checkpoint = tmp_path / "checkpoints" / "a.ckpt"
+    checkpoint.write_bytes(b"x")
+    assert own_run(checkpoint) == tmp_path
+    stat = Path.stat
+
+    def of_another(path: Path, **options: Any) -> Any:
+        found = stat(path, **options)
+        if path != tmp_path / part:
+            return found
+        return type("Stat", (), {"st_uid": found.st_uid + 1, "st_mode": found.st_mode})()
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert own_run(checkpoint) is None
+
+
+def test_of_ours_a_file_names_what_is_built_from_plain_values():
+    import torchrl_lightning
+
+    named = {name for name in torchrl_lightning.__all__ if target_named(f"torchrl_lightning.{name}")}
+    assert {"PPOModule", "MLPNetwork", "CrossEntropyPlanner", "WorldModelFit", "GoalReward", "OutsideBox"} <= named
+    assert not named & {"LastCheckpoint", "BestCheckpoint", "ExperienceLog", "FramesProgressBar", "load_policy"}
+    assert not named & {"DemonstrationDirectory", "read_demonstration", "write_demonstration", "minari_demonstrations"}
