@@ -209,9 +209,9 @@ def test_a_resumed_run_continues_its_curve(tmp_path: Path, figures: list[Figure]
         (run / "csv").mkdir(parents=True)
         rows = ["step,eval/return", f"{frames[0] * 1024 - 512},", *(f"{i * 1024},{i}" for i in frames)]
         (run / "csv" / "metrics.csv").write_text("\n".join(rows))
-        # The seed was not given again; the checkpoint was named from the folder that the command ran in.
+        # The seed is that of the checkpoint, which was named from the folder that the command ran in.
         checkpoint, end = f"{origin}/checkpoints/last.ckpt", f"data.total_frames={frames[-1] * 1024}"
-        keep(run, "model.gamma=0.9", f"ckpt_path={checkpoint}", end, ckpt_path=checkpoint)
+        keep(run, "model.gamma=0.9", f"ckpt_path={checkpoint}", end, ckpt_path=checkpoint, seed=3)
     plot_runs([tmp_path], tmp_path / "curve.png")
     ((label, curve),) = lines(figures[0]).items()
     assert label == "ppo_cartpole data.total_frames=20480 model.gamma=0.9"

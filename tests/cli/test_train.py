@@ -60,7 +60,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, run, tmp_path):
     settings = [*TINY, "data.reset_at_each_batch=true", "seed=3"]
     run("train", *settings, "trainer.max_epochs=2", "hydra.run.dir=first")
     half = tmp_path / "first" / "checkpoints" / "last.ckpt"
-    done = run("train", *settings, f"ckpt_path={half}", "hydra.run.dir=second")
+    done = run("train", *settings, "trainer.max_epochs=-1", f"ckpt_path={half}", "hydra.run.dir=second")
     assert last_line(done.stdout)[4] == "512"
     expected, resumed = (weights(path / "checkpoints/last.ckpt") for path in (uninterrupted, tmp_path / "second"))
     assert expected.keys() == resumed.keys()

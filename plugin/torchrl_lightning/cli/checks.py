@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import re
@@ -31,27 +30,34 @@ def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
 
     @wraps(task)
     def plain_task(cfg: Any) -> float:
-        try:
+        with one_line():
             return task(cfg)
-        except ValueError as error:
-            from torchrl_lightning.collectors._faults import EnvironmentFault
-            from torchrl_lightning.demonstrations._faults import DemonstrationFault
-
-            if (
-                not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)
-                or os.environ.get("HYDRA_FULL_ERROR") == "1"
-            ):
-                raise
-            sys.exit(f"error: {error}")
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)  # as the shell counts it
 
     return plain_task
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """End the program as :func:`plain_errors` does."""
+    try:
+        yield
+    except ValueError as error:
+        from torchrl_lightning.collectors._faults import EnvironmentFault
+        from torchrl_lightning.demonstrations._faults import DemonstrationFault
+
+        if (
+            not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)
+            or os.environ.get("HYDRA_FULL_ERROR") == "1"
+        ):
+            raise
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # as the shell counts it
 
 
 @contextmanager
@@ -202,80 +208,3 @@ def stored_run(cfg: DictConfig) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
     return stored
-
-
-def check_checkpoint(
-    path: Path,
-    stored: dict[str, Any],
-    data: Any,
-    model: Any,
-    world_size: int | None = None,
-    config: DictConfig | None = None,
-) -> None:
-    """Refuse a checkpoint of another environment, capacity, network or number of ranks.
-
-    Only a copy of the model is built. No ``world_size`` accepts any; ``config`` tells which of its settings differ.
-    """
-    import torch
-
-    from torchrl_lightning.ranks import state_of_rank
-
-    state = stored.get(type(data).__qualname__)
-    try:
-        if state is None:
-            streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
-            raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
-        if hasattr(data, "check_state"):
-            data.check_state(state)
-        if world_size is not None and "ranks" in state:
-            state_of_rank(state["ranks"], 0, world_size)
-        if hasattr(model, "build"):
-            with torch.random.fork_rng(devices=[]):
-                networks = copy.deepcopy(model).build(data.specs)
-            _check_weights(networks, stored["state_dict"], _other_settings(path, config))
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path)}") from error
-    finally:
-        data.close()
-
-
-def _check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str]) -> None:
-    """Refuse the weights of other networks, by loading them; name the first that differs and what settings do."""
-    try:
-        networks.load_state_dict(stored)
-    except RuntimeError as error:
-        states = (stored, networks.state_dict())
-        there, here = ({name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in states)
-        differ = [
-            f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
-            for name in dict.fromkeys((*there, *here))
-            if there.get(name) != here.get(name)
-        ]
-        more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
-        found = f"the networks differ: {differ[0]}{more}." if differ else str(error)
-        raise ValueError(" ".join([found, *settings])) from error
-
-
-def _other_settings(checkpoint: Path, config: DictConfig | None) -> list[str]:
-    """List the fields of the model that had other values in the run that wrote a checkpoint."""
-    stored = own_config(checkpoint)
-    if config is None or not stored:
-        return []
-    there, here = (_fields(OmegaConf.select(cfg, "model")) for cfg in (stored, config))
-    differ = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    return [f"{key} was {there.get(key, 'absent')} and is {here.get(key, 'absent')} now." for key in differ]
-
-
-def _fields(node: Any, prefix: str = "model") -> dict[str, Any]:
-    if not isinstance(node, DictConfig):
-        return {prefix: node}
-    return {key: value for name in node for key, value in _fields(node[name], f"{prefix}.{name!s}").items()}
-
-
-def _overrides_of(checkpoint: Path) -> str:
-    folder = own_run(checkpoint)
-    overrides = folder / ".hydra" / "overrides.yaml" if folder is not None else None
-    if overrides is None or not overrides.is_file():
-        return ""
-    given = " ".join(OmegaConf.load(overrides))
-    return f"\nThe run of that checkpoint was given: {given or 'no overrides'}"

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -16,8 +16,11 @@ from torchrl_lightning._conf import CONF_DIR
 _behind = ExitStack()  # what a task gives back to the process when it is over
 
 
-def run_command(name: str, task: Callable[[Any], float]) -> None:
-    """Print the help of a command, or let Hydra compose the config of its name and run the task, once or in a sweep."""
+def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
+    """Print the help of a command, or let Hydra compose the config of its name and run the task, once or in a sweep.
+
+    Where the command ``resumes``, a checkpoint brings the settings of its run.
+    """
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.help import help_text
 
@@ -29,10 +32,11 @@ def run_command(name: str, task: Callable[[Any], float]) -> None:
     import hydra
 
     from torchrl_lightning.cli.checks import explain_experiment, plain_errors
+    from torchrl_lightning.cli.composing import resuming
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
-    with explain_experiment():
+    with explain_experiment(), resuming() if resumes else nullcontext():
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, run_folder
+from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -125,14 +125,15 @@ def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | No
         return None
     config = OmegaConf.load(folder / ".hydra" / "config.yaml")
     hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-    choices = dict(hydra.runtime.choices)
-    settings = changed_settings(hydra.overrides.task, choices)
+    choices, overrides = recorded_command(hydra)
+    settings = changed_settings(overrides, choices)
     seed, checkpoint = OmegaConf.select(config, "seed"), OmegaConf.select(config, "ckpt_path")
     origin = None
     if checkpoint is not None:
         origin = _run_of(Path(hydra.runtime.cwd) / checkpoint, continued_by | {folder})
     if origin is not None:
-        seed = origin.seed
+        # A run records its own seed, given or the checkpoint's; those of before recorded what was given alone.
+        seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
         ends = {key: value for key, value in origin.settings.items() if key in ENDS}
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
     return Run(folder, base_name(choices) or default_label(path), settings, seed, origin)

@@ -24,7 +24,8 @@ def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, check_checkpoint, check_is_file, read_stored
+    from torchrl_lightning.cli.checkpoints import check_checkpoint
+    from torchrl_lightning.cli.checks import UsageError, check_is_file, read_stored
     from torchrl_lightning.cli.parts import check_data
     from torchrl_lightning.cli.train import summary
     from torchrl_lightning.learn.loading import policy_in

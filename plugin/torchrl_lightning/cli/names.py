@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
@@ -91,14 +92,23 @@ def own_run(checkpoint: Path) -> Path | None:
     return folder if all(part.stat().st_uid == user for part in parts) else None
 
 
+def recorded_command(hydra: Any) -> tuple[dict[str, str | None], list[str]]:
+    """Return the groups chosen and the overrides given from Hydra's record of a run, as they were written."""
+    from omegaconf import OmegaConf
+
+    choices, overrides = (
+        OmegaConf.to_container(node, resolve=False) for node in (hydra.runtime.choices, hydra.overrides.task)
+    )
+    return choices, overrides  # type: ignore[return-value]
+
+
 def register_run_name() -> None:
     """Register ``${run_name:}``, which Hydra's folders interpolate: the folder name of the current run."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     def run_name() -> str:
-        hydra = HydraConfig.get()
-        return folder_name(hydra.runtime.choices, hydra.overrides.task)
+        return folder_name(*recorded_command(HydraConfig.get()))
 
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checks import UsageError
+from torchrl_lightning.cli.resuming import COMMAND, plain
+from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
@@ -172,12 +174,65 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
 
 
 class KeptConfig(Callback):
-    """Put what environment and module are built from into each checkpoint, so that it is of use wherever it lies."""
+    """Put the config of a run into each checkpoint, so that it is of use wherever it lies.
 
-    def __init__(self, cfg: DictConfig) -> None:
+    Args:
+        cfg: The whole config.
+        choices: The groups of configs that were chosen.
+        overrides: The overrides that were given.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, choices: Mapping[str, str | None] | None = None, overrides: Sequence[str] = ()
+    ) -> None:
         super().__init__()
-        self.config = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("data", "model")}
+        self.config, self.command = plain(cfg), {"choices": dict(choices or {}), "overrides": list(overrides)}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the config."""
-        checkpoint[CONFIG] = self.config
+        """Add config and command."""
+        checkpoint[CONFIG], checkpoint[COMMAND] = self.config, self.command
+
+
+class GivenSettings(Callback):
+    """Let the settings of a resumed run's config win over those that the checkpoint restores.
+
+    Args:
+        rates: Whether those of optimizers and their schedules were changed; else they stay as they were restored.
+    """
+
+    # What a torch scheduler has done so far, beside what it was told to do.
+    _PROGRESS = frozenset(
+        ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+    )
+
+    def __init__(self, *, rates: bool) -> None:
+        super().__init__()
+        self.rates = rates
+        self._groups: list[list[dict[str, Any]]] = []
+        self._schedulers: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what the optimizers and schedulers were made with; their states are restored after this."""
+        self._groups = [[_without_parameters(group) for group in each.param_groups] for each in trainer.optimizers]
+        self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put it into effect, at the place in the schedule that was reached."""
+        if self.rates:
+            self._set_rates(trainer)
+        if isinstance(pl_module, AgentModule):
+            pl_module.follow_schedules()
+
+    def _set_rates(self, trainer: Trainer) -> None:
+        for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):
+            for group, given in zip(optimizer.param_groups, groups, strict=True):
+                initial, wanted = (each.get("initial_lr", each["lr"]) for each in (group, given))
+                reached = group["lr"] / initial if initial else 1.0
+                group.update(given, lr=wanted * reached, **{"initial_lr": wanted} if "initial_lr" in group else {})
+        for config, given in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
+            told = {key: value for key, value in given.items() if key not in self._PROGRESS}
+            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **told})
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
-from torchrl_lightning.cli.names import SCORE
+from torchrl_lightning.cli.names import SCORE, recorded_command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command; a sweeper gets the mean evaluation return of each of its runs, to maximise it."""
-    run_command("train", train)
+    run_command("train", train, resumes=True)
 
 
 @in_own_threads
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
-    from torchrl_lightning.cli.checks import check_checkpoint, check_command, check_config, stored_run
+    from torchrl_lightning.cli.checks import check_command, check_config, stored_run
 
     check_command(cfg)
     check_config(cfg)
     # Now, so that those mistakes are told at once.
     import lightning as L
-    from omegaconf import OmegaConf
+    from hydra.core.hydra_config import HydraConfig
 
-    from torchrl_lightning.cli.parts import KeptConfig, build_part, check_parts
+    from torchrl_lightning.cli.checkpoints import check_checkpoint
+    from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
+    from torchrl_lightning.cli.resuming import changes_rates, told_differences
 
     quiet()
     use_threads(cfg.torch_threads)
@@ -39,16 +41,24 @@ def train(cfg: DictConfig) -> float:
 
     data = build_part(cfg, "data")
     model = build_part(cfg, "model")
-    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), KeptConfig(cfg)]
+    kept = KeptConfig(cfg, *recorded_command(HydraConfig.get()))
+    callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
+    differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
+    if any(name.startswith("model.") for name in differ):
+        callbacks.append(GivenSettings(rates=changes_rates(differ)))
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)
     if stored is not None:
         # Lightning loads weights before the data's state; with another environment its error would name tensor shapes.
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
+        del stored
+    if trainer.is_global_zero:
+        for name, (there, here) in differ.items():
+            print(f"{name}: {there} in the checkpoint, {here} now")
 
     for logger in trainer.loggers:
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+        logger.log_hyperparams(kept.config)
     began = time.perf_counter()
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     seconds = time.perf_counter() - began

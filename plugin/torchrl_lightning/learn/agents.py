@@ -155,6 +155,10 @@ class AgentModule(ReportingModule):
             self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:
+        """Follow the schedules."""
+        self.follow_schedules()
+
+    def follow_schedules(self) -> None:
         """Set learning rates from the frames, so that a resumed run has the same."""
         factor = self.schedule(self.progress)
         for optimizer in self._optimizers():

@@ -187,9 +187,13 @@ class ActorCriticModule(AgentModule):
         return [*super().schedules, *(schedule for _, schedule in self._coefficients.values())]
 
     def on_train_epoch_start(self) -> None:
-        """Set learning rates and coefficients from the frames, so that a resumed run has the same."""
+        """Follow the schedules, and make all updates again."""
         self._stopped = False
         super().on_train_epoch_start()
+
+    def follow_schedules(self) -> None:
+        """Set learning rates and coefficients from the frames, so that a resumed run has the same."""
+        super().follow_schedules()
         for name, (value, schedule) in self._coefficients.items():
             getattr(self, name).fill_(value * schedule(self.progress))
 

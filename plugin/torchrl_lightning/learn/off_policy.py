@@ -168,9 +168,9 @@ class OffPolicyModule(AgentModule):
         others = [parameter for group in groups.values() for parameter in group]
         return self.build_optimizers(others, critic)
 
-    def on_train_epoch_start(self) -> None:
-        """Set learning rates from the frames, so that a resumed run has the same."""
-        super().on_train_epoch_start()
+    def follow_schedules(self) -> None:
+        """Set learning rates and exploration from the frames, so that a resumed run has the same."""
+        super().follow_schedules()
         self.explore()
 
     def explore(self) -> None:

@@ -173,7 +173,7 @@ class SACModule(OffPolicyModule):
         positive(alpha, "alpha")
         if alpha_optimizer is not None and not learn_alpha:
             raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
-        self.num_critics, self.alpha_optimizer = num_critics, alpha_optimizer
+        self.num_critics, self.alpha, self.alpha_optimizer = num_critics, alpha, alpha_optimizer
         self.loss_function, self.target_entropy = one_of(loss_function, "loss_function", DISTANCES), target_entropy
         if learn_alpha:
             self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
@@ -197,6 +197,12 @@ class SACModule(OffPolicyModule):
         if isinstance(self.log_alpha, nn.Parameter) and self.alpha_optimizer is None:
             groups["alpha"] = [self.log_alpha]
         return groups
+
+    def follow_schedules(self) -> None:
+        """Set learning rates, and a temperature that is not learnt: a checkpoint holds the one of its run."""
+        super().follow_schedules()
+        if not isinstance(self.log_alpha, nn.Parameter):
+            self.log_alpha.fill_(math.log(self.alpha))
 
     def terms(self, batch: Transitions) -> tuple[Terms, Tensor]:
         """Return the parts of the loss and diagnostics, and the greatest absolute errors ``[*B]``."""

@@ -1,0 +1,127 @@
+"""Compose the config of a run that resumes a checkpoint by what the checkpoint's run was composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra._internal import hydra as _core
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning.cli.checks import one_line, read_stored
+from torchrl_lightning.cli.resuming import (
+    Record,
+    check_taken,
+    continued,
+    keep_settings,
+    missing_choices,
+    record_in,
+)
+
+
+class ResumingLoader(ConfigLoaderImpl):
+    """Hydra's loader of configs; where ``ckpt_path`` names one of our checkpoints, its run's settings come first.
+
+    So its folder, its record in ``.hydra`` and its name are those of what is trained.
+    """
+
+    def __init__(self, config_search_path: Any) -> None:
+        super().__init__(config_search_path)
+        self._records: dict[Path, Record | None] = {}
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a config, resumed where it says so."""
+
+        def composed(lines: list[str]) -> DictConfig:
+            return ConfigLoaderImpl.load_configuration(
+                self, config_name, lines, run_mode, from_shell, validate_sweep_overrides
+            )
+
+        given, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        paths = [override for override in given if override.key_or_group == "ckpt_path"]
+        if paths:
+            path = None if paths[-1].is_sweep_override() else paths[-1].value()
+        else:
+            config = composed(overrides)
+            path = _selected(config, "ckpt_path")
+            if path is None:
+                return config
+        with one_line():
+            record = self._record(path)
+            if record is None:
+                return composed(overrides)
+            assert isinstance(path, str)
+            return _resumed(record, path, given, composed, repository.group_exists)
+
+    def _record(self, path: Any) -> Record | None:
+        """Read the record of a checkpoint once; None where there is none, which is told where the run begins."""
+        if not isinstance(path, str) or not Path(path).is_file():
+            return None
+        file = Path(path).resolve()
+        if file not in self._records:
+            self._records[file] = record_in(read_stored(path), path)
+        return self._records[file]
+
+
+@contextmanager
+def resuming() -> Iterator[None]:
+    """Have Hydra compose by a :class:`ResumingLoader`; it has no other way to be given one."""
+    before = vars(_core)["ConfigLoaderImpl"]
+    vars(_core)["ConfigLoaderImpl"] = ResumingLoader
+    try:
+        yield
+    finally:
+        vars(_core)["ConfigLoaderImpl"] = before
+
+
+def _resumed(
+    record: Record,
+    path: str,
+    given: list[Override],
+    composed: Callable[[list[str]], DictConfig],
+    is_group: Callable[[str], bool],
+) -> DictConfig:
+    """Compose what the run of a checkpoint was composed of, with the overrides given behind it."""
+    ours = [override for override in given if override.is_hydra_override()]
+    mine = [override for override in given if not override.is_hydra_override()]
+    lines, theirs = (continued(record, path, some, is_group) for some in (given, ours))
+    before = composed(_lines(theirs))
+    # An experiment that is chosen as the run did chooses other groups in its turn.
+    chosen: list[str] = []
+    while missing := missing_choices(record, before.hydra.runtime.choices, chosen):
+        chosen.append(missing[0])
+        before = composed([*chosen, *_lines(theirs)])
+    config = composed([*chosen, *_lines(lines)])
+    alone = [override for override in lines if override in mine or is_group(override.key_or_group)]
+    check_taken(
+        record,
+        path,
+        lambda: OmegaConf.to_container(composed([*chosen, *_lines(alone)])),
+        trusted=config.get("trusted") is True,
+    )
+    keep_settings(config, before, record, mine)
+    return config
+
+
+def _lines(overrides: list[Override]) -> list[str]:
+    return [str(override.input_line) for override in overrides]
+
+
+def _selected(config: DictConfig, key: str) -> Any:
+    try:
+        return config.get(key)
+    except OmegaConfBaseException:
+        return None  # told where the run begins

@@ -1,0 +1,349 @@
+"""What a checkpoint says of the run that wrote it, and how a resumed run is composed of it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_lightning.cli.checks import UsageError, own_config
+from torchrl_lightning.cli.names import own_run
+
+COMMAND = "command"  # where a checkpoint holds the groups chosen and the overrides given
+# Of the present run, whatever the checkpoint says.
+_PRESENT = {"ckpt_path", "trusted", "paths", "hparams_search", "hydra"}
+_PLACES = {"dirpath", "save_dir", "default_root_dir"}
+# What says where files are written is taken from a run of one's own alone.
+_PRIVATE = {"callbacks", "logger", "task_name"}
+# A resumed run may choose these groups anew: what is trained does not depend on them.
+_FREE_GROUPS = {"hparams_search", "hydra", "logger", "paths"}
+_KEY = r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.]+)?"
+# Without interpolations, functions of Hydra's grammar and escapes.
+_PLAIN = re.compile(rf"(?:~{_KEY}|\+{{0,2}}{_KEY}=[^$()\\\n]{{0,2000}})")
+_OPTION = re.compile(r"[\w/-]+")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the run of a checkpoint was composed of: its whole config, the groups chosen, the overrides given.
+
+    ``is_own`` says whether the checkpoint lies in the folder of a run of the user's.
+    """
+
+    config: dict[str, Any]
+    choices: dict[str, str | None]
+    overrides: list[str]
+    is_own: bool = False
+
+    def holds(self, key: str) -> bool:
+        """Return whether a setting of the run is one of a resumed run, too."""
+        first, last = re.split("[./@]", key)[0], key.rpartition(".")[2]
+        if first in _PRESENT or last in _PLACES:
+            return False
+        return self.is_own or (first not in _PRIVATE and last != "target_agent_demos_dir")
+
+
+def plain(node: Any) -> Any:
+    """Return a config as plain data: mappings, lists, strings, numbers, booleans and None."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+    if isinstance(node, Mapping):
+        return {str(key): plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [plain(value) for value in node]
+    return node if node is None or isinstance(node, bool | int | float | str) else str(node)
+
+
+def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
+    """Return the record of a checkpoint that was read already; None where its run was not one of our commands'."""
+    from torchrl_lightning.learn.loading import CONFIG
+
+    config, command = stored.get(CONFIG), stored.get(COMMAND)
+    if config is None or command is None:
+        return None
+    if not (
+        isinstance(config, dict)
+        and isinstance(command, dict)
+        and isinstance(choices := command.get("choices"), dict)
+        and isinstance(overrides := command.get("overrides"), list)
+        and all(isinstance(key, str) and (value is None or _is_option(value)) for key, value in choices.items())
+        and all(isinstance(line, str) for line in overrides)
+    ):
+        raise UsageError(f"{path}: what it says of its run is no plain data.")
+    _check(config, path, trusted=True)
+    return Record(config, choices, overrides, is_own=own_run(Path(path)) is not None)
+
+
+def kept_overrides(record: Record, path: str | Path) -> list[Override]:
+    """Return the overrides of a run that hold for one that resumes it, parsed.
+
+    What is more than a plain value, such as an interpolation, or contradicts the config, is left out: the config has
+    the value. Nothing else than plain text reaches Hydra's grammar.
+    """
+    parser = OverridesParser.create()
+    found: list[Override] = []
+    for line in record.overrides:
+        key = line.lstrip("+~").partition("=")[0]
+        if re.match(r"hydra[./]", key):
+            raise UsageError(f"{path}: its overrides are no settings of a run: {line!r}.")
+        if not _PLAIN.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64:
+            continue
+        if not record.holds(key):
+            continue
+        try:
+            parsed = parser.parse_override(line)
+        except HydraException:
+            continue
+        group = record.choices.get(_key(parsed), "")
+        value = None if parsed.is_delete() else parsed.value()
+        if value == group or (parsed.value_type == ValueType.ELEMENT and _agrees(plain(value), record.config, key)):
+            found.append(parsed)
+    return found
+
+
+def continued(
+    record: Record, path: str | Path, given: Iterable[Override], is_group: Callable[[str], bool]
+) -> list[Override]:
+    """Return the overrides of a resumed run: those of the checkpoint's run, and behind them those of this command.
+
+    Args:
+        record: What the checkpoint says.
+        path: The checkpoint.
+        given: The overrides of this command.
+        is_group: Whether a key is that of a group of configs.
+
+    Raises:
+        UsageError: This command chooses another group than the run did.
+    """
+    mine: list[Override] = []
+    for override in given:
+        group = override.key_or_group
+        if is_group(group) and group.partition("/")[0] not in _FREE_GROUPS and not override.is_sweep_override():
+            chosen = record.choices.get(_key(override))
+            asked = None if override.is_delete() else override.value()
+            if asked != chosen:
+                raise UsageError(
+                    f"{override.input_line} differs from the run of {path}, which has {group}={chosen or 'null'}. "
+                    "A resumed run keeps its groups: leave it out, or start anew without ckpt_path."
+                )
+        else:
+            mine.append(override)
+    keys = {_key(override) for override in mine}
+    return [*(override for override in kept_overrides(record, path) if _key(override) not in keys), *mine]
+
+
+def check_taken(record: Record, path: str | Path, known: Callable[[], Any], *, trusted: bool) -> None:
+    """Refuse a checkpoint whose run was told what neither a file may say nor the user says.
+
+    Args:
+        record: What the checkpoint says.
+        path: The checkpoint.
+        known: Composes what this command says by itself, which may name any class.
+        trusted: Whether the checkpoint may name any class, too.
+
+    Raises:
+        UsageError: It is refused.
+    """
+    from torchrl_lightning.trust import texts_in
+
+    taken = {key: value for key, value in record.config.items() if record.holds(key)}
+    own = texts_in(_config_of_folder(record, path))
+    try:
+        _check(taken, path, trusted=trusted, own=own)
+    except UsageError:
+        _check(taken, path, trusted=trusted, own=own | texts_in(known()))
+
+
+def missing_choices(record: Record, choices: Mapping[str, str | None], chosen: Collection[str]) -> list[str]:
+    """Return overrides for the groups of the run that YAML chooses otherwise by now, but those chosen already."""
+    differing = [
+        f"{group}={option or 'null'}"
+        for group, option in record.choices.items()
+        if group.partition("/")[0] not in _FREE_GROUPS and group in choices and choices[group] != option
+    ]
+    # The experiment first, which chooses others in its turn.
+    return sorted(
+        (line for line in differing if line not in chosen), key=lambda line: not line.startswith("experiment=")
+    )
+
+
+def keep_settings(config: DictConfig, before: DictConfig, record: Record, given: Iterable[Override]) -> None:
+    """Give settings whose YAML has changed since the values of the checkpoint; write them into a composed config.
+
+    Args:
+        config: The config to run, of the run's groups and overrides and this command's.
+        before: That of the run's groups and overrides alone.
+        record: What the checkpoint says. What its config has from ``paths``, as the folder, is of the present run.
+        given: The overrides of this command, which win.
+    """
+    before = before.copy()
+    with open_dict(before):
+        before.paths = record.config.get("paths", {})
+    theirs = {_key(override) for override in given}
+    # What is interpolated follows what it names, as far as that explains how it differs.
+    for interpolated in (False, True):
+        for keys, value in [*_changed(before, record.config, interpolated=interpolated)]:
+            name = ".".join(keys)
+            if not record.holds(name) or any(_within(name, key) or _within(key, name) for key in theirs):
+                continue
+            _assign(before, keys, value)
+            _assign(config, keys, value)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Map the settings that differ between two configs to both values, ``"absent"`` where one has none.
+
+    Example:
+        >>> differences({"model": {"gamma": 0.9, "tau": 1.0}}, {"model": {"gamma": 0.99, "tau": 1.0}})
+        {'model.gamma': (0.9, 0.99)}
+    """
+    before, now = (dict(_settings(config)) for config in (there, here))
+    absent = "absent"
+    return {
+        key: (before.get(key, absent), now.get(key, absent))
+        for key in dict.fromkeys((*before, *now))
+        if before.get(key, absent) != now.get(key, absent)
+    }
+
+
+def told_differences(
+    stored: Mapping[str, Any], path: str | Path, config: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return in what a config differs from that of a checkpoint that was read, but for the folder of its run."""
+    record = record_in(stored, path)
+    if record is None:
+        return {}
+    return {
+        key: values
+        for key, values in differences(record.config, config).items()
+        if key.partition(".")[0] not in _PRESENT and key.rpartition(".")[2] not in _PLACES
+    }
+
+
+def changes_rates(differing: Iterable[str]) -> bool:
+    """Return whether one of these settings is a learning rate, or belongs to an optimizer or a schedule.
+
+    Example:
+        >>> changes_rates(["seed", "model.optimizer.lr"]), changes_rates(["data.buffer.gamma"])
+        (True, False)
+    """
+    return any(re.match(r"model\..*?(lr|rate|schedule|optimizer)", key) for key in differing)
+
+
+def _check(config: Mapping[str, Any], path: str | Path, *, trusted: bool, own: Collection[str] = ()) -> None:
+    from torchrl_lightning.trust import check_config, target_named, texts_in
+
+    where = f"the config in {path}"
+    try:
+        check_config(config, where=where, trusted=trusted, own=own)
+        # Of a class that only the user names, it is hers, too, what it is built from.
+        strange = {} if trusted else {key: config.get(key) for key in ("data", "model")}
+        for node in _nodes(strange):
+            target = node.get("_target_")
+            if isinstance(target, str) and target_named(target) is None and not texts_in(node) <= frozenset(own):
+                raise ValueError(f"{where} builds {target} from other values than this command")
+    except ValueError as error:
+        raise UsageError(f"{error}; if you trust whoever made it, say trusted=true.") from error
+
+
+def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(node, Mapping):
+        yield node
+    for child in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
+        yield from _nodes(child)
+
+
+def _config_of_folder(record: Record, path: str | Path) -> Any:
+    """Return what the folder of the user's own run says, where the checkpoint lies in one: as written, and resolved."""
+    config = own_config(Path(path))
+    written = OmegaConf.to_container(config)
+    try:
+        OmegaConf.update(config, "paths", record.config.get("paths", {}))
+        return [written, plain(config)]
+    except OmegaConfBaseException:
+        return written
+
+
+def _agrees(value: Any, config: Any, key: str) -> bool:
+    """Return whether a config holds this value of a setting, or below it all that a mapping says."""
+    for part in key.split("."):
+        if not isinstance(config, Mapping) or part not in config:
+            return False
+        config = config[part]
+    if isinstance(value, Mapping):
+        return all(_agrees(inside, config, part) for part, inside in value.items())
+    return bool(value == config) or str(value) == str(config)
+
+
+def _is_option(value: Any) -> bool:
+    return isinstance(value, str) and _OPTION.fullmatch(value) is not None
+
+
+def _key(override: Override) -> str:
+    return override.get_key_element().lstrip("+~")
+
+
+def _within(key: str, outer: str) -> bool:
+    return key == outer or key.startswith((f"{outer}.", f"{outer}/"))
+
+
+def _settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _changed(
+    node: DictConfig, kept: Mapping[str, Any], keys: tuple[str, ...] = (), *, interpolated: bool
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Find the settings whose value is not the one that was kept; plain ones, or those with interpolations."""
+    for key, value in kept.items():
+        here = (*keys, key)
+        if key not in node:
+            if not interpolated:
+                yield here, value
+            continue
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and isinstance(value, Mapping) and not OmegaConf.is_interpolation(node, key):
+            if child._is_none() or child._is_missing():
+                yield here, value
+            else:
+                yield from _changed(child, value, here, interpolated=interpolated)
+            continue
+        if OmegaConf.is_missing(node, key):
+            if not interpolated:
+                yield here, value
+            continue
+        text = str(OmegaConf.to_container(child)) if OmegaConf.is_config(child) else str(node._get_node(key))
+        if ("${" in text) != interpolated:
+            continue
+        try:
+            now = plain(OmegaConf.create({"value": node[key]}))["value"]
+        except OmegaConfBaseException:
+            continue  # it is known in a running job alone, as the folder is
+        if now != value:
+            yield here, value
+
+
+def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:
+    """Set a value, unless this command has removed what holds it or its class no longer has it."""
+    *path, last = keys
+    node: Any = config
+    for key in path:
+        node = node.get(key) if isinstance(node, DictConfig) else None
+    if isinstance(node, DictConfig):
+        try:
+            with open_dict(node):
+                node[last] = value
+        except OmegaConfBaseException:
+            return
