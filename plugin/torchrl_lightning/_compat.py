@@ -69,6 +69,12 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
         data.set(name, value)
 
 
+def attached_to(buffer: Any) -> list[Any]:
+    """Return what is attached to a buffer's storage, and told which cells are written."""
+    entities = getattr(getattr(buffer, "storage", None), "_attached_entities_iter", None)
+    return [] if entities is None else list(entities())
+
+
 class _NoLock:
     """Stands for the lock of a number in shared memory, which a process that dies would leave locked.
 

@@ -93,6 +93,10 @@ def test_an_argument_that_does_not_exist_is_named(compose_train):
     ("override", "message"),
     [
         ("data.buffer.gamma=2", "data.buffer.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
+        (
+            "data.buffer.gamma=0.95",
+            "data.buffer.gamma=0.95: gamma=0.95 of the buffer differs from gamma=0.99 of DQNModule, which owns",
+        ),
         ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
         ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
         ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),

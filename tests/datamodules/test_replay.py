@@ -123,7 +123,7 @@ def test_n_step_returns_sum_what_follows(tmp_path):
         return rollouts[-1]
 
     data._next_rollout = keep
-    module, _ = fit(tmp_path, data, dqn(Recorder))
+    module, _ = fit(tmp_path, data, dqn(Recorder, gamma=0.5))
     steps = torch.stack(rollouts, 1)
     for _, frames, _, batch in module.seen:
         newest = frames // 2 - 1

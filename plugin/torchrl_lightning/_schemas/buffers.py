@@ -145,7 +145,7 @@ class PPOBufferSchema:
     obs_dim: int | None = MISSING
     act_dim: int | None = MISSING
     batch_size: int = MISSING
-    gamma: float = 0.99
+    gamma: float | None = None
     lam: float = 0.95
     eps: float = 0.001
     device: str = "cpu"
@@ -176,7 +176,7 @@ class ExperienceBufferSchema:
     writer: Any = None
     sampler: Any = None
     n_steps: int = 1
-    gamma: float = 0.99
+    gamma: float | None = None
     priority_key: Any = "td_error"
     sample_unit: Any = None
     pin_memory: bool = False

@@ -35,7 +35,7 @@ def check_checkpoint(
             streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
             raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
         if hasattr(data, "check_state"):
-            data.check_state(state)
+            data.check_state(state, model)
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if hasattr(model, "build"):

@@ -45,7 +45,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     before = torch.get_rng_state()
     if hasattr(data, "fingerprint"):
         with _named(cfg, "data.buffer"):
-            data.fingerprint()
+            data.fingerprint(model)
     _check_source(cfg, data, model)
     _check_frames(cfg, data)
     _check_goals(cfg, data)
@@ -121,7 +121,7 @@ def _check_source(cfg: DictConfig, data: Any, model: Any) -> None:
     if not isinstance(data, ReplayDataModule):
         return
     with _named(cfg, "data.source"):
-        branches = isinstance(data.trial_source(), BranchedReplay)
+        branches = isinstance(data.trial_source(model), BranchedReplay)
     if branches and not hasattr(model, "imagine"):
         raise UsageError(
             f"{type(model).__name__} imagines no branches for BranchedReplay; choose a learner that does, such as "

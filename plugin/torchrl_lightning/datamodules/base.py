@@ -258,16 +258,12 @@ class ExperienceDataModule(L.LightningDataModule):
         """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
         self._normalization.load_state_dict(state["normalization"])
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse a state that was written with other settings.
-
-        Raises:
-            ValueError: The message names the first difference.
-        """
+    def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
+        """Refuse a state that was written with other settings, by a ValueError that names the first difference."""
         check_state(
             state, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}, "experience", STATE_VERSION
         )
-        stored, here = state["fingerprint"], self.fingerprint()
+        stored, here = state["fingerprint"], self.fingerprint(learner)
         differs = environment_difference(stored.get("environment"), here["environment"])
         if differs:
             raise ValueError(
@@ -285,8 +281,8 @@ class ExperienceDataModule(L.LightningDataModule):
         """Return the number of environment frames after which a state was written."""
         return int(state["ranks"][0]["frames"])
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return what must agree between a checkpoint and the run that resumes from it."""
+    def fingerprint(self, learner: Any = None) -> dict[str, Any]:
+        """Return what must agree between a checkpoint and a run of ``learner``, by default the trainer's module."""
         specs = self.specs
         observation = {str(key): tuple(spec.shape) for key, spec in specs.observation.items(True, True)}
         return {
@@ -354,6 +350,10 @@ class ExperienceDataModule(L.LightningDataModule):
         """Return whether as many frames are collected as were asked for, or as many steps replayed without one."""
         total = self.total_frames
         return total >= 0 and (total <= self.frames or total <= self._replayed.alone)
+
+    @property
+    def _learner(self) -> Any:
+        return self.trainer.lightning_module if self.trainer is not None else None
 
     @property
     def _rank(self) -> int:

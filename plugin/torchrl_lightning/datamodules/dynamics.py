@@ -18,8 +18,9 @@ from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import Batches, FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory, trial_buffer
+from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.parts import passed_on
@@ -182,7 +183,7 @@ class DynamicsDataModule(ExperienceDataModule):
         if stage != "fit":
             return
         if self.buffer is None:
-            self.buffer = self._make_buffer(num_envs=self.num_envs)
+            self.buffer = build_buffer(self._make_buffer, self._learner, num_envs=self.num_envs)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.split.seed, self._order_seed = self._spawn_seed("split"), self._spawn_seed("order")
@@ -338,12 +339,14 @@ class DynamicsDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
-        buffer = trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer
+        buffer = self.buffer
+        if buffer is None:
+            buffer = build_buffer(self._make_buffer, learner or self._learner, trial=True, num_envs=self.num_envs)
         names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
         return {
-            **super().fingerprint(),
+            **super().fingerprint(learner),
             "buffer": type(buffer).__name__,
             "capacity": int(buffer.storage.max_size),
             "input_columns": ", ".join(self.targets.input_columns),

@@ -15,6 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
+from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.entries import REPLAYED
 from torchrl_lightning.parts import passed_on
@@ -38,7 +39,8 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     Args:
         buffer: a callable that takes ``size`` and gives the on-policy buffer, e.g. a partial of
-            :class:`~torchrl_lightning.GAEBuffer` (the default).
+            :class:`~torchrl_lightning.GAEBuffer` (the default). If it takes ``gamma``, it is handed that of a learner
+            that has one.
         num_epochs: passes over each rollout.
         mini_batch_size: samples (time steps times environments) in a mini-batch, at most; derived from
             ``num_mini_batch`` if None.
@@ -104,8 +106,10 @@ class OnPolicyDataModule(ExperienceDataModule):
     def setup(self, stage: str) -> None:
         """Build environment and buffer, once."""
         super().setup(stage)
-        if stage == "fit" and self.buffer is None:
-            self.buffer = self._make_buffer(size=self.rollout_length)
+        if stage == "fit" and self.buffer is not None:
+            check_discount(self.buffer, self._learner)  # it was built for another learner's fit
+        elif stage == "fit":
+            self.buffer = build_buffer(self._make_buffer, self._learner, size=self.rollout_length)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.num_envs)
 
@@ -115,14 +119,16 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer = self._buffer_or_trial()
         return type(buffer).__name__ if buffer.standardize_advantages else None
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
-        buffer = self._buffer_or_trial()
-        return {**super().fingerprint(), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
+        buffer = self._buffer_or_trial(learner)
+        return {**super().fingerprint(learner), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
-    def _buffer_or_trial(self) -> VanillaOnPolicyBuffer:
+    def _buffer_or_trial(self, learner: Any = None) -> VanillaOnPolicyBuffer:
         """Return the buffer, or one like it as long as there is none."""
-        return self._make_buffer(size=self.rollout_length) if self.buffer is None else self.buffer
+        if self.buffer is not None:
+            return self.buffer
+        return build_buffer(self._make_buffer, learner or self._learner, size=self.rollout_length)
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import secrets
 import time
@@ -22,6 +21,7 @@ from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.discounts import build_buffer, check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
@@ -47,14 +47,6 @@ class ReplayBufferFactory(Protocol):
         ...
 
 
-def trial_buffer(make: ReplayBufferFactory, num_envs: int) -> ExperienceBuffer:
-    """Build a buffer to look at, not to keep: the ranks may be forked later, each with its own.
-
-    It is built of copies, because the storage and sampler of a partial serve one buffer.
-    """
-    return copy.deepcopy(make)(num_envs=num_envs)
-
-
 class ReplayDataModule(ExperienceDataModule):
     """Serve the batches of ``updates_per_epoch`` updates each epoch from a replay buffer that grows in step with them.
 
@@ -64,7 +56,8 @@ class ReplayDataModule(ExperienceDataModule):
     priorities that the loss wrote into the batch are taken back.
 
     Args:
-        buffer: a callable that takes ``num_envs`` and gives the replay buffer. Under several ranks each has its own.
+        buffer: a callable that takes ``num_envs`` and gives the replay buffer; if it takes ``gamma``, it is handed that
+            of a learner that has one. Under several ranks each has its own.
         source: a callable that takes the buffer and gives what batches are drawn from, e.g. a partial of
             :class:`~torchrl_lightning.MixedReplay`; the buffer itself if None. If it has a method ``prepare``, that is
             called with the LightningModule before each batch, e.g. to have it imagine experience.
@@ -196,9 +189,9 @@ class ReplayDataModule(ExperienceDataModule):
         """Build environment and buffer, once."""
         super().setup(stage)
         if stage == "fit":
-            if self.buffer is None:
-                self.buffer = self._make_buffer(num_envs=self.num_envs)
-            self._normalization.gamma = self.buffer.gamma
+            self.buffer = self._any_buffer(trial=False)
+            check_discount(self.buffer, self._learner)  # one that was built for another learner's fit
+            self._normalization.gamma = discount_of(self._learner, self.buffer)
             if self.trainer is not None:
                 self._check_module(self.trainer.lightning_module)
                 self._hooks.attach(self.trainer)
@@ -385,9 +378,10 @@ class ReplayDataModule(ExperienceDataModule):
             self._source = self._source_over(self._require_buffer())
         return self._source
 
-    def _source_over(self, buffer: ExperienceBuffer) -> BatchSource:
+    def _source_over(self, buffer: ExperienceBuffer, learner: Any = None) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
         source = buffer if self._make_source is None else self._make_source(buffer)
+        check_discount(source, learner or self._learner)
         wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
         if lacking := [name for name in wanted if not hasattr(source, name)]:
             raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
@@ -403,23 +397,29 @@ class ReplayDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ state
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, and what the ratio of frames to updates depends on."""
-        buffer = trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer
+        buffer = self._any_buffer(learner)
         return {
-            **super().fingerprint(),
+            **super().fingerprint(learner),
             "buffer": type(buffer).__name__,
             "sampler": type(buffer.sampler).__name__,
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
-            "gamma": buffer.gamma,
+            "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
             "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
 
-    def trial_source(self) -> BatchSource:
-        """Build what batches would be drawn from, to see whether it fits, without keeping it."""
-        return self._source_over(trial_buffer(self._make_buffer, self.num_envs) if self.buffer is None else self.buffer)
+    def trial_source(self, learner: Any = None) -> BatchSource:
+        """Build what batches would be drawn from for a learner, to see whether it fits, without keeping it."""
+        return self._source_over(self._any_buffer(learner), learner)
+
+    def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> ExperienceBuffer:
+        """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
+        if self.buffer is not None:
+            return self.buffer
+        return build_buffer(self._make_buffer, learner or self._learner, trial=trial, num_envs=self.num_envs)
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
@@ -450,7 +450,7 @@ class ReplayDataModule(ExperienceDataModule):
         return True
 
     def _restore_rank(self, own: dict[str, Any]) -> None:
-        buffer = self.buffer if self.buffer is not None else self._make_buffer(num_envs=self.num_envs)
+        buffer = self._any_buffer(trial=False)
         refilled = int(own["refilled"])
         if "buffer" in own:
             buffer.load_state_dict(own["buffer"])

@@ -118,7 +118,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         keep_episodic_info: bool | None = None,
         record_episodic_return: bool = False,
         default_return: float = -1000.0,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         reward_clip: Sequence[float] | None = None,
         enable_checkpoint: bool = False,
         name: str = "ReplayBuffer",

@@ -41,7 +41,7 @@ class EpisodicReturn(Nameable):
 
     Args:
         storage: where the rows lie; a :class:`RingWriter` with ``track_episodes=True`` fills it.
-        gamma: the discount.
+        gamma: the discount; 0.99 if None.
         reward_clip: lowest and highest reward that counts in a return; stored rewards stay as they are.
         default_return: the return of a step for which there is none (yet).
         critic: a TensorDictModule that writes ``state_value``, called on the last successors of truncated episodes.
@@ -67,7 +67,7 @@ class EpisodicReturn(Nameable):
         self,
         storage: RingStorage,
         *,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         reward_clip: Sequence[float] | None = None,
         default_return: float = -1000.0,
         critic: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -82,7 +82,7 @@ class EpisodicReturn(Nameable):
             )
         if reward_clip is not None and (len(reward_clip) != 2 or not reward_clip[0] <= reward_clip[1]):
             raise ValueError(f"reward_clip must be (lowest, highest) or None, got {reward_clip!r}.")
-        self.gamma = fraction(gamma, "gamma")
+        self.gamma = fraction(0.99 if gamma is None else gamma, "gamma")
         self.reward_clip = None if reward_clip is None else (float(reward_clip[0]), float(reward_clip[1]))
         self.default_return = float(default_return)
         self.critic, self.key, self.layout = critic, key, layout

@@ -86,7 +86,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         act_dim: length of an action; ``None`` takes what the first step has.
         size: capacity in steps.
         batch_size: steps in a batch of ``sample_batch``.
-        gamma: discount γ.
+        gamma: discount γ; 0.99 by default, as in :class:`GAEBuffer`.
         lam: λ.
         eps: added to the deviation of the advantages.
         device: device of the steps and batches.
@@ -118,7 +118,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         act_dim: int | None,
         size: int,
         batch_size: int,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         lam: float = 0.95,
         eps: float = 1e-3,
         *,

@@ -58,7 +58,7 @@ class ExperienceBuffer(BufferBase):
         num_envs: number of environments of the default writer.
         n_steps: length of the returns that batches hold (see :class:`NStepReturns`), with any sampler; they are made
             when cells are read, so that what is stored are single steps.
-        gamma: their discount.
+        gamma: their discount; 0.99 if None, unless a DataModule hands over its learner's.
         generator: the only source of randomness; seeded from torch's global one by default.
         batch_size: rows (or windows) that ``sample()`` draws, here and below as in TorchRL's
             ``TensorDictReplayBuffer``.
@@ -93,7 +93,7 @@ class ExperienceBuffer(BufferBase):
         sampler: Sampler | None = None,
         num_envs: int | None = None,
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         generator: torch.Generator | None = None,
         batch_size: int | None = None,
         priority_key: NestedKey = "td_error",
@@ -104,9 +104,9 @@ class ExperienceBuffer(BufferBase):
         transform: Transform | Callable[[Any], Any] | None = None,
         shared: bool = False,
     ) -> None:
-        returns = NStepReturns(n_steps, gamma)
+        returns = NStepReturns(n_steps, 0.99 if gamma is None else gamma)
         self._n_step = returns if n_steps > 1 else None
-        self.n_steps, self.gamma = n_steps, gamma
+        self.n_steps, self.gamma = n_steps, returns.gamma
         if storage is None:
             storage = RingStorage(1000)
         if writer is None:

@@ -1,0 +1,95 @@
+"""The discount of a run: the learner owns it where it has one, and the buffer is built with it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from numbers import Real
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torchrl_lightning._compat import attached_to
+from torchrl_lightning.ranges import fraction
+
+B = TypeVar("B")
+NAMES = ("gamma", "gamma_intrinsic")
+
+
+def learner_discounts(learner: Any) -> dict[str, float]:
+    """Return the discounts that a learner has, by name: none of a learner that leaves them to its buffer.
+
+    Raises:
+        ValueError: one is not between 0 and 1.
+
+    Example:
+        >>> from torchrl_lightning import DQNModule, PPOModule
+        >>> learner_discounts(DQNModule(gamma=0.9)), learner_discounts(PPOModule())
+        ({'gamma': 0.9}, {})
+    """
+    found = {name: getattr(learner, name, None) for name in NAMES}
+    return {
+        name: float(fraction(value, f"{type(learner).__name__}.{name}"))
+        for name, value in found.items()
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, **sizes: int) -> B:
+    """Call a buffer factory with sizes and, as far as it takes them, the learner's discounts.
+
+    Args:
+        make: the factory; what is bound to a partial, or what LightningCLI makes of its options, is the buffer's own.
+        learner: the LightningModule; None, or one without discounts, leaves them to the factory.
+        trial: build of copies, because storage and sampler of a partial serve one buffer, and this one is not kept.
+        sizes: what else the DataModule hands over.
+
+    Raises:
+        ValueError: a discount of the buffer's own differs from the learner's.
+    """
+    bound: dict[str, Any] = make.keywords if isinstance(make, partial) else {}
+    taken, handed = {*inspect.signature(make).parameters, *bound}, dict[str, Any](sizes)
+    for name, discount in learner_discounts(learner).items():
+        if bound.get(name) is not None:
+            _check(name, fraction(bound[name], name), discount, learner)
+        if name in taken:
+            handed[name] = discount
+    buffer = (copy.deepcopy(make) if trial else make)(**handed)
+    check_discount(buffer, learner)
+    return buffer
+
+
+def check_discount(source: Any, learner: Any) -> None:
+    """Refuse a buffer, or a source over several, that discounts otherwise than the learner, by a ValueError."""
+    discount = learner_discounts(learner).get("gamma")
+    for buffer in getattr(source, "buffers", [source]) if discount is not None else ():
+        for own in _applied(buffer):
+            _check("gamma", own, discount, learner)
+
+
+def discount_of(learner: Any, buffer: Any) -> float:
+    """Return the discount of a run: the learner's, else the buffer's."""
+    discount: float = learner_discounts(learner).get("gamma", buffer.gamma)
+    return discount
+
+
+def _applied(buffer: Any) -> Iterator[float]:
+    """Yield the discounts that make a difference to what is read: that of single steps makes none."""
+    if getattr(buffer, "n_steps", 2) > 1 and hasattr(buffer, "gamma"):
+        yield buffer.gamma
+    for returns in attached_to(buffer):
+        if returns is not buffer and hasattr(returns, "gamma"):
+            yield returns.gamma
+
+
+def _check(name: str, own: float, discount: float | None, learner: Any) -> None:
+    if discount is not None and not math.isclose(own, discount, rel_tol=1e-6):
+        kind = type(learner).__name__
+        raise ValueError(
+            f"{name}={own:g} of the buffer differs from {name}={discount:g} of {kind}, which owns the discount. Leave "
+            f"the buffer's out, and say {kind}({name}={own:g}) or model.{name}={own:g} if that is meant; a callable "
+            f"that builds the buffer is handed the learner's if it takes {name}."
+        )
