@@ -258,13 +258,25 @@ def test_stored_paths_come_out_as_mini_batches_too() -> None:
     assert float(advantage.mean()) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_stored_paths_are_standardised_by_the_first_read() -> None:
+    buffer = build(6)
+    for t in range(4):
+        buffer.store(step(t, reward=float(t), done=t == 3))
+        if t == 2:
+            with pytest.raises(RuntimeError, match=r"3 steps is open; call finish_path"):
+                buffer.sample(2)
+    buffer.finish_path()
+    read = buffer[:]["advantage"]
+    buffer.before_gradients()
+    assert torch.equal(read, buffer.rollout["advantage"])
+    assert float(read.mean()) == pytest.approx(0.0, abs=1e-6)
+
+
 def test_a_whole_rollout_gets_rewards_to_go_and_documented_batches() -> None:
     buffer = PPOBuffer(None, None, size=5, batch_size=4, gamma=0.9, lam=0.8, critic=make_critic())
     rollout = make_rollout(5, 3)
     buffer.insert_data_slice(rollout)
-    with pytest.raises(RuntimeError, match="before_gradients"):
-        buffer.sample_batch()
-    buffer.before_gradients()
+    assert buffer.sample_batch()["act"].shape == (4, 1)
     flat = buffer.rollout
     value, following = flat["state_value"], flat["next", "state_value"]
     trace, togo = torch.zeros(3, 1), following[-1]
@@ -276,7 +288,6 @@ def test_a_whole_rollout_gets_rewards_to_go_and_documented_batches() -> None:
         torch.testing.assert_close(flat["value_target"][t], togo)
     assert float(flat["advantage"].mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(flat["advantage"].std(correction=0)) == pytest.approx(1.0, abs=1e-2)
-    assert buffer.sample_batch()["act"].shape == (4, 1)
     assert sum(len(b) for b in buffer.generate_batches(3)) == 15
 
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
-from rollout.helpers import make_rollout
+from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 
 def filled(steps: int = 5, envs: int = 3, **kwargs) -> GAEBuffer:
-    buffer = GAEBuffer(steps, **kwargs)
+    buffer = GAEBuffer(steps, critic=make_critic(), **kwargs)
     buffer.insert_data_slice(make_rollout(steps, envs))
     return buffer
 

@@ -5,7 +5,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
-from rollout.helpers import make_rollout
+from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 
@@ -58,7 +58,7 @@ def test_unnamed_batch_is_never_guessed() -> None:
 
 
 def test_overflow_names_both_numbers_and_changes_nothing() -> None:
-    buffer = GAEBuffer(5)
+    buffer = GAEBuffer(5, critic=make_critic())
     buffer.insert_data_slice(make_rollout(4))
     before = buffer.get_all_buffer_data()
     with pytest.raises(ValueError, match="6 steps does not fit into size=5"):

@@ -325,7 +325,7 @@ class PPOBuffer(Configurable, GAEBuffer):
 
         Raises:
             ValueError: fewer steps are finished than ``batch_size``; names both numbers.
-            RuntimeError: a whole rollout was inserted and ``before_gradients`` is missing.
+            RuntimeError: a whole rollout was inserted, and its advantages need a critic that is missing.
         """
         cells, advantage = self._finished()
         wanted = self.batch_size
@@ -352,7 +352,7 @@ class PPOBuffer(Configurable, GAEBuffer):
         if not self._stored:
             if not self.step:
                 return torch.zeros(0, dtype=torch.int64, device=self.device), torch.zeros(0, device=self.device)
-            cells = torch.arange(self.rollout.numel(), device=self.device)
+            cells = torch.arange(self.estimated().numel(), device=self.device)
             return cells, self._column("adv", cells).flatten()
         if self._drawable is None:
             data = self._data
@@ -370,14 +370,21 @@ class PPOBuffer(Configurable, GAEBuffer):
         estimator.eps = self.eps if self.standardize_advantages else None
         return estimator
 
-    def before_gradients(self) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Whether an inserted rollout has no advantages yet, or a path is open, or not standardised."""
+        if not self._stored:
+            return super().is_due
+        return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
+
+    def write_estimates(self) -> None:
         """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
 
         Raises:
             RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
         """
         if not self._stored:
-            super().before_gradients()
+            super().write_estimates()
             return
         if self.path_length:
             raise RuntimeError(f"A path of {self.path_length} steps is open; call finish_path first.")

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
@@ -23,6 +22,7 @@ from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
+from torchrl_lightning.rollout.reads import EstimatedReads
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values, is_recurrent
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
@@ -35,12 +35,12 @@ HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
 RESULTS = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target", "current_action_log_prob")
 
 
-class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, DocumentedVerbs):
+class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, DocumentedVerbs):
     """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
 
     Write a rollout with ``insert_data_slice`` (or step by step with ``insert_transition``), compute values,
-    ``advantage`` and ``value_target`` with ``before_gradients``, and read it with ``generate_batches``. All data is
-    time-major.
+    ``advantage`` and ``value_target`` with ``before_gradients``, and read it with ``generate_batches``. With TorchRL's
+    ``extend`` and ``sample`` alone the first read after a write computes them. All data is time-major.
 
     Args:
         size: capacity along time.
@@ -180,11 +180,6 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         return self.storage.num_steps
 
     @property
-    def rollout(self) -> TensorDict:
-        """The stored rollout, ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
-        return self.storage.rollout
-
-    @property
     def is_recurrent(self) -> bool:
         """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
         if self.recurrent is not None:
@@ -286,10 +281,10 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def _all_data(self) -> TensorDictBase:
-        schema = self.storage.schema
-        given = [key for key in self._values_in(self.rollout) if key in schema and path_of(key)[0] != "next"]
+        rollout, schema = self.estimated(), self.storage.schema
+        given = [key for key in self._values_in(rollout) if key in schema and path_of(key)[0] != "next"]
         told = [key for key in (next_key(key) for key in given) if key not in schema]
-        return self.rollout.exclude(*told).clone()
+        return rollout.exclude(*told).clone()
 
     def _batches(
         self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
@@ -297,6 +292,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         rollout, whole = self.rollout, self.is_recurrent
         units = rollout.shape[1] if whole else rollout.numel()
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
+        self.estimated()
         hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = to_tensordict(tree, rollout.batch_size) if whole else None
@@ -343,6 +339,10 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer, Do
         Raises:
             RuntimeError: nothing is stored, or a critic is needed and missing.
         """
+        self.write_estimates()
+
+    def write_estimates(self) -> None:
+        """Write values, advantages and targets; the first read after a write does so."""
         self.fill_values()
         self.estimate()
 

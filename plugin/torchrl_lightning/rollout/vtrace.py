@@ -122,7 +122,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         """Entries that the policy must write."""
         return [self.action_key, self.log_prob_key]
 
-    def before_gradients(self) -> None:
+    def write_estimates(self) -> None:
         """Evaluate the current policy and write V-trace targets and advantages over the filled steps.
 
         Raises:

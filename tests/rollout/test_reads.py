@@ -1,0 +1,187 @@
+"""TorchRL's verbs alone: the first read of a rollout computes its advantages and targets, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+
+from rollout.helpers import brute_gae, brute_returns, linear_actor, make_critic, make_rollout
+from torchrl_lightning import GAEBuffer, PPOBuffer, PPODBuffer, VanillaOnPolicyBuffer, VTraceBuffer
+
+STEPS, ENVS = 40, 5
+BUFFERS: list[Any] = [
+    VanillaOnPolicyBuffer,
+    GAEBuffer,
+    partial(VTraceBuffer, actor=linear_actor()),
+    PPODBuffer,
+    partial(PPOBuffer, None, None),
+]
+READS: dict[str, Callable[[Any], Any]] = {
+    "sample": lambda buffer: buffer.sample(),
+    "iteration": lambda buffer: torch.cat([*buffer]),
+    "index": lambda buffer: buffer[:],
+    "mini-batches": lambda buffer: torch.cat([*buffer.generate_batches(4)]),
+    "all data": lambda buffer: buffer.get_all_buffer_data(),
+}
+
+
+def extended(make: Any, critic: Any = None, data: TensorDict | None = None, **options: Any) -> Any:
+    """A buffer that TorchRL's verb has filled, and nothing else was done to."""
+    buffer = make(size=STEPS, critic=critic, batch_size=8, **options)
+    buffer.extend(make_rollout(STEPS, ENVS) if data is None else data)
+    return buffer
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("make", BUFFERS)
+def test_every_read_finds_what_before_gradients_writes(make: Any, read: str) -> None:
+    buffer, twin = (extended(make, make_critic()) for _ in range(2))
+    twin.before_gradients()
+    expected = twin.rollout
+    batch = READS[read](buffer)
+    step = batch["observation"].long().flatten()  # observations count the steps
+    for key in ("advantage", "value_target"):
+        torch.testing.assert_close(batch[key].flatten(), expected[key].flatten()[step])
+
+
+def test_samples_hold_the_true_advantages() -> None:
+    buffer = extended(GAEBuffer, make_critic(), standardize_advantages=False)
+    data = make_rollout(STEPS, ENVS).transpose(0, 1)
+    value, following = 0.1 * data["observation"], 0.1 * data["next", "observation"]
+    done, terminated = data["next", "done"], data["next", "terminated"]
+    # Where the episode goes on, the next value is that of the next step.
+    following[:-1] = torch.where(done[:-1], following[:-1], value[1:])
+    truth = brute_gae(data["next", "reward"], value, following, terminated, done, 0.99, 0.95).flatten()
+    samples = torch.cat([buffer.sample() for _ in range(STEPS * ENVS // 8)])
+    step = samples["observation"].long().flatten()
+    assert step.sort().values.tolist() == list(range(STEPS * ENVS))
+    found = samples["advantage"].flatten()
+    assert float(torch.corrcoef(torch.stack((found, truth[step])))[0, 1]) > 0.999
+    torch.testing.assert_close(found, truth[step], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(samples["value_target"].flatten(), found + value.flatten()[step], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [VanillaOnPolicyBuffer, GAEBuffer])
+def test_targets_are_those_of_the_documented_verb(make: Any) -> None:
+    data = make_rollout(STEPS, ENVS)
+    data["next", "done"] = data["next", "terminated"].clone()
+    data["next", "truncated"] = torch.zeros_like(data["next", "done"])
+    data["is_init"] = torch.zeros_like(data["is_init"])
+    buffer = extended(make, make_critic(), data)
+    rows = data.transpose(0, 1)
+    values = torch.cat((0.1 * rows["observation"], 0.1 * rows["next", "observation"][-1:]))
+    flags = rows["next", "terminated"]
+    returns = buffer.compute_returns(rows["next", "reward"], None, values, flags, 0.99)
+    torch.testing.assert_close(buffer[:]["value_target"], returns, rtol=1e-4, atol=1e-4)
+    if make is VanillaOnPolicyBuffer:
+        following = values[1:]
+        expected = brute_returns(rows["next", "reward"], following, flags, flags, 0.99)
+        torch.testing.assert_close(returns, expected, rtol=1e-4, atol=1e-4)
+
+
+def ppo_loss() -> ClipPPOLoss:
+    torch.manual_seed(0)
+    actor = ProbabilisticActor(
+        TensorDictModule(nn.Linear(1, 2), ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    loss = ClipPPOLoss(actor, ValueOperator(nn.Linear(1, 1)), entropy_bonus=False)
+    loss.set_keys(sample_log_prob="action_log_prob")
+    return loss
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_torchrls_loss_learns_from_samples_what_it_learns_from_mini_batches(make: Any) -> None:
+    loss, buffer = ppo_loss(), extended(make, make_critic())
+    samples = torch.cat([buffer.sample() for _ in range(STEPS * ENVS // 8)])
+    (batch,) = extended(make, make_critic()).generate_batches(1)
+    for name in ("loss_objective", "loss_critic"):
+        torch.testing.assert_close(loss(samples)[name], loss(batch)[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", BUFFERS)
+def test_estimates_are_computed_once_for_each_write(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    critic = make_critic()
+    buffer = extended(make, critic)
+    for read in READS.values():
+        read(buffer)
+        seen = len(critic.module.seen)
+        assert seen > 0
+        for again in READS.values():
+            again(buffer)
+        assert len(critic.module.seen) == seen
+    buffer.empty()
+    buffer.extend(make_rollout(STEPS, ENVS, seed=1))
+    assert buffer.sample()["advantage"].shape == (8, 1)
+    assert len(critic.module.seen) == 2 * seen
+
+
+def test_a_further_write_makes_them_due_again() -> None:
+    buffer, whole = (GAEBuffer(6, critic=make_critic(), batch_size=4) for _ in range(2))
+    first, second = make_rollout(6, 2).split([3, 3], 1)
+    buffer.extend(first)
+    buffer.sample()
+    buffer.extend(second)
+    whole.extend(make_rollout(6, 2))
+    torch.testing.assert_close(buffer[:]["advantage"], whole[:]["advantage"])
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("make", [make for make in BUFFERS if not isinstance(make, partial) or make.args])
+def test_without_critic_and_values_a_read_is_refused(make: Any, read: str) -> None:
+    buffer = extended(make)
+    with pytest.raises(RuntimeError, match=r"'state_value' are needed.*critic=.* or let the policy write them"):
+        READS[read](buffer)
+    assert buffer.step == STEPS
+    buffer.critic = make_critic()
+    assert READS[read](buffer)["advantage"].isfinite().all()
+
+
+def test_without_an_actor_v_trace_is_refused() -> None:
+    buffer = extended(VTraceBuffer, make_critic())
+    with pytest.raises(RuntimeError, match="actor is needed"):
+        buffer.sample()
+
+
+def test_returns_need_no_critic_without_bootstrap() -> None:
+    batch = extended(VanillaOnPolicyBuffer, bootstrap=False).sample()
+    assert batch["advantage"].shape == batch["value_target"].shape == (8, 1)
+
+
+def test_values_that_came_with_the_data_suffice() -> None:
+    data = make_rollout(STEPS, ENVS)
+    data["state_value"], data["next", "state_value"] = 0.1 * data["observation"], 0.1 * data["next", "observation"]
+    assert extended(GAEBuffer, None, data).sample()["advantage"].isfinite().all()
+
+
+def test_advantages_of_ones_own_are_kept() -> None:
+    data = make_rollout(STEPS, ENVS)
+    data["advantage"] = data["value_target"] = data["observation"].clone()
+    batch = extended(GAEBuffer, None, data).sample()
+    torch.testing.assert_close(batch["advantage"], batch["observation"])
+
+
+def test_a_restored_buffer_estimates_nothing_anew() -> None:
+    critic = make_critic()
+    buffer = extended(GAEBuffer, make_critic())
+    buffer.sample()
+    restored = GAEBuffer(STEPS, critic=critic, batch_size=8)
+    restored.load_state_dict(buffer.state_dict())
+    assert torch.equal(restored.sample()["advantage"], buffer.sample()["advantage"])
+    assert critic.module.seen == []
+
+
+def test_an_empty_buffer_says_so() -> None:
+    with pytest.raises(RuntimeError, match="nothing to sample"):
+        GAEBuffer(3, batch_size=2).sample()
