@@ -56,14 +56,9 @@ def demonstrate(env: Any, id: str, seed: int) -> Demonstration:
     shown = TensorDict({key: np.stack([each[key] for each in entries]) for key in entries[0]}, [len(entries)])
     steps = shown[:-1].clone()
     steps["action"], steps["next", "reward"] = torch.tensor(actions), torch.tensor(rewards)[:, None]
-    return Demonstration(
-        steps,
-        shown[-1].clone(),
-        is_human=True,  # given, not found by an agent
-        terminated=True,
-        truncated=False,
-        metadata={"environment": id, "seed": seed},
-    )
+    last, metadata = shown[-1].clone(), {"environment": id, "seed": seed}
+    human = True  # given, not found by an agent
+    return Demonstration(steps, last, is_human=human, terminated=True, truncated=False, metadata=metadata)
 
 
 def record(env: Any, id: str, folder: Path, seeds: range) -> None:

@@ -74,7 +74,41 @@ def test_branches_grow_and_those_of_the_last_fits_are_kept() -> None:
         source.prepare(dreamer)
         sizes.append((source.imagined.storage.max_size, len(source.imagined)))
         source.buffer.extend(real(torch.full((10,), 50.0)))
-    assert sizes == [(60, 30), (60, 60), (180, 150), (180, 180), (180, 180)]
+    assert sizes == [(60, 30), (60, 60), (180, 120), (180, 180), (180, 180)]
+
+
+@pytest.mark.parametrize("fits_kept", [1, 2, 3])
+def test_those_of_the_last_fits_are_kept_also_where_branches_end_early(fits_kept: int) -> None:
+    class Ending(Dreamer):
+        def imagine(self, start: TensorDict, length: int) -> TensorDict:
+            rows = 5 + 7 * (len(self.fits) % 3)  # of the 60 that there might be
+            return real(torch.full((rows,), 1000.0 * len(self.fits)))
+
+    source, dreamer = filled(fits_kept=fits_kept, first_length=2, last_length=2), Ending()
+    for number in range(1, 8):
+        if number == 4:  # a resumed run goes on
+            other = filled(fits_kept=fits_kept, first_length=2, last_length=2)
+            other.buffer.load_state_dict(source.buffer.state_dict())
+            other.load_state_dict(source.state_dict())
+            source = other
+        source.prepare(dreamer)
+        expected = {1000.0 * each for each in range(max(1, number - fits_kept + 1), number + 1)}
+        held = source.imagined.storage.get(source.imagined.writer.filled_cells())["a"]
+        assert set(held.tolist()) == expected
+        assert len(held) == sum(5 + 7 * (int(each) // 1000 % 3) for each in expected)
+        assert set(source.draw(400)["a"].tolist()) - expected <= set(range(100))
+        source.buffer.extend(real(torch.full((10,), 50.0)))
+
+
+def test_a_state_without_the_rows_of_each_fit_is_one_of_full_fits() -> None:
+    source, other = filled(fits_kept=2), filled(fits_kept=2)
+    for _ in range(2):
+        source.prepare(Dreamer())
+        source.buffer.extend(real(torch.full((10,), 50.0)))
+    state = source.state_dict()
+    del state["rows"]
+    other.load_state_dict(state)
+    assert other._rows == [30, 30]
 
 
 def test_a_shorter_length_keeps_the_newest() -> None:
@@ -82,9 +116,10 @@ def test_a_shorter_length_keeps_the_newest() -> None:
     for _ in range(2):
         source.prepare(dreamer)
         source.buffer.extend(real(torch.full((10,), 50.0)))
-    assert source.imagined.storage.max_size == len(source.imagined) == 30
+    assert len(source.imagined) == 30
     expected = torch.tensor(dreamer.starts[1]) + 1000.0
-    assert source.imagined[:]["a"].sort().values.tolist() == expected.sort().values.tolist()
+    held = source.imagined.storage.get(source.imagined.writer.filled_cells())["a"]
+    assert held.sort().values.tolist() == expected.sort().values.tolist()
 
 
 def test_a_state_goes_on_with_the_same_batches() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning import ExperienceBuffer, HoldoutSplit, RingStorage
+from torchrl_lightning import ExperienceBuffer, HoldoutSplit, MBReplayBuffer, RingStorage
 
 
 def ring(size=200, envs=1):
@@ -70,6 +70,44 @@ def test_no_more_than_the_limit_and_new_ones_when_old_ones_are_overwritten():
     newest = int(buffer.writer.positions[0])
     assert {position for _, position in held(split, buffer)} <= set(range(newest - 100, newest))
     assert len(held(split, buffer)) == 10
+
+
+@pytest.mark.parametrize(("envs", "written"), [(1, 0), (3, 0), (1, 9), (3, 9)])
+@pytest.mark.parametrize("sizes", [(60, 20), (20, 60), (30, 12, 50)])
+def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, sizes):
+    buffer, split = MBReplayBuffer(sizes[0], num_envs=envs), HoldoutSplit(0.4, max_validation=25, seed=2)
+
+    def rows(count, ids=None):
+        shape = [count, envs if ids is None else len(ids)]
+        name = torch.arange(rows.at, rows.at + shape[0] * shape[1]).view(shape).double()[..., None]
+        rows.at += name.numel()
+        after = {"observation": name, "reward": name, "done": torch.zeros_like(name, dtype=torch.bool)}
+        data = TensorDict({"observation": name, "action": name, "next": after}, shape)
+        buffer.extend(data, ids, time_dim=0)
+
+    def sides():
+        cells = buffer.writer.filled_cells()
+        names = [buffer.storage.get(part)["observation"].flatten().tolist() for part in split.parts(cells)]
+        return {name: side for side, part in enumerate(names) for name in part}
+
+    rows.at = 0
+    rows(25)
+    if envs > 1:
+        rows(4, torch.tensor([1]))  # unevenly filled
+    split.extend(buffer.writer)
+    before = sides()
+    for size in sizes[1:]:
+        buffer.max_size = size
+        count = buffer.writer.write_count
+        if written:
+            rows(written)
+            assert buffer.writer.write_count == count + written * envs
+        split.extend(buffer.writer)
+        now = sides()
+        assert all(now[name] == side for name, side in before.items() if name in now)
+        assert set(before) & set(now)
+        assert sum(now.values()) <= 25
+        before = now
 
 
 def test_an_emptied_buffer_begins_anew():

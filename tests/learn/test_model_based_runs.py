@@ -9,10 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import CEMPlanner
 
 from learn.fakes import trainer
 from torchrl_lightning import DynamicsDataModule, MBReplayBuffer, load_policy
+from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, RandomShootingPlanner
 
 TINY = partial(CrossEntropyPlanner, horizon=2, candidates=8, elites=2, iterations=2)
@@ -110,6 +112,7 @@ def test_resuming_in_the_middle_of_a_fit_is_exact(tmp_path: Path, moment: str, e
     assert (again.frames, again.fits) == (stream.frames, stream.fits) == (60, 3)
     expected, actual = whole.state_dict(), resumed.state_dict()
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+    assert torch.equal(resumed.policy.generator.get_state(), whole.policy.generator.get_state())
     assert resumed.epochs_waited == whole.epochs_waited
     assert not torch.equal(part.best_errors, whole.best_errors)
 
@@ -120,10 +123,23 @@ def test_a_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "last.ckpt")
     policy = load_policy(tmp_path / "last.ckpt", module(planner=TINY))
     start = stream.specs.observation.rand([3])
-    torch.manual_seed(1)
-    expected = agent.policy(start.clone())["action"]
-    torch.manual_seed(1)
-    assert torch.equal(policy(start.clone())["action"], expected)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        expected = agent.policy(start.clone())["action"]
+    for _ in range(2):
+        assert torch.equal(policy(start.clone())["action"], expected)
+    assert len(list(policy.parameters())) == len(list(agent.world_model.parameters()))
+    copied = load_policy(tmp_path / "last.ckpt", module(planner=TINY))
+    for parameter in copied.parameters():
+        parameter.data.add_(0.1)
+    assert not torch.equal(copied(start.clone())["action"], expected)
+    copied.load_state_dict(policy.state_dict())
+    assert torch.equal(copied(start.clone())["action"], expected)
+    earlier = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    del earlier["dynamics_ensemble"]["planner"]
+    torch.save(earlier, tmp_path / "earlier.ckpt")
+    policy = load_policy(tmp_path / "earlier.ckpt", module(planner=TINY))
+    assert torch.equal(policy(start.clone())["action"], policy(start.clone())["action"])
+    assert spawn_seed(0, "planner") == agent.policy.generator.initial_seed()
     run.validate(agent, datamodule=stream, verbose=False)
     assert run.callback_metrics["eval/return"] < 0.0
     stream.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torchrl_lightning.learn import (
 )
 
 BOX = OutsideBox([-1.0, None], [1.0, None])
+PLANNERS = [partial(CrossEntropyPlanner, candidates=40, elites=4), partial(RandomShootingPlanner, candidates=40)]
 
 
 def observed(*shape: int) -> TensorDict:
@@ -81,10 +84,11 @@ def test_cross_entropy_takes_the_actions_of_torchrl_s_planner(
     ours = CrossEntropyPlanner(env, horizon=4, candidates=20, elites=5, iterations=3)
     theirs = CEMPlanner(env, planning_horizon=4, optim_steps=3, num_candidates=20, top_k=5)
     for seed in range(3):
-        torch.manual_seed(seed)
-        expected = theirs(observed(*shape))["action"]
-        torch.manual_seed(1)  # which `observed` sets
-        torch.testing.assert_close(ours(observed(*shape))["action"], expected)
+        start = observed(*shape)
+        torch.manual_seed(int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(seed))))
+        expected = theirs(start.clone())["action"]
+        ours.generator.manual_seed(seed)
+        torch.testing.assert_close(ours(start.clone())["action"], expected)
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
@@ -157,19 +161,67 @@ def test_noise_is_for_exploring_alone_and_stays_within_the_bounds() -> None:
         assert planner(start.clone())["action"].min() > 0.5
 
 
-def test_sequences_that_diverge_are_not_chosen() -> None:
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_sequences_that_diverge_are_not_chosen(planner: Any, wrong: float) -> None:
     class Diverging(Counting):
         def returns(self, observation: Tensor, actions: Tensor) -> Tensor:
             first = actions[0, :, 0]
-            return torch.where(first > 0.0, torch.nan, first)
+            return torch.where(first > 0.0, wrong, first)
 
     world = model()
     env = WorldModelEnvironment(Diverging(world.ensemble, world.targets))
-    assert (CrossEntropyPlanner(env, candidates=40, elites=4)(observed(3))["action"] <= 0.0).all()
+    assert (planner(env)(observed(3))["action"] <= 0.0).all()
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert (planner(env, particles=2)(observed(3))["action"] <= 0.0).all()
 
 
-def test_planners_are_not_part_of_the_model_s_state() -> None:
-    assert not counting().state_dict()
+@pytest.mark.parametrize("propagation", ["step", "trajectory"])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_are_drawn_by_the_planner_s_own_generator(planner: Any, propagation: str) -> None:
+    policy, start = planner(WorldModelEnvironment(model(propagation=propagation, sample=True))), observed(3)
+    policy.generator.manual_seed(5)
+    state, before = policy.generator.get_state(), torch.get_rng_state()
+    first, second = (policy(start.clone())["action"] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(77)
+    policy.generator.set_state(state)
+    assert torch.equal(policy(start.clone())["action"], first)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_explores(planner: Any) -> None:
+    policy, start = planner(WorldModelEnvironment(model(sample=True))), observed(3)
+    policy.generator.manual_seed(5)
+    state = policy.generator.get_state()
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        first = policy(start.clone())["action"]
+        policy(observed(2))
+        assert torch.equal(policy(start.clone())["action"], first)
+    assert torch.equal(policy.generator.get_state(), state)
+    policy.generator.manual_seed(6)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert not torch.equal(policy(start.clone())["action"], first)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -> None:
+    policy, other = (planner(WorldModelEnvironment(model())) for _ in range(2))
+    for parameter in other.parameters():
+        parameter.data.add_(0.5)
+    policy(observed(2))
+    assert [id(each) for each in policy.parameters()] == [id(each) for each in policy.model.parameters()]
+    file = io.BytesIO()
+    torch.save(policy.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(observed(2))["action"], policy(observed(2))["action"])
+    with pytest.raises(ValueError, match="planner state"):
+        other.set_extra_state({"generator": torch.zeros(3)})
+    moved = policy.to("meta")
+    assert {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())} == {"meta"}
+    assert moved.action_spec.device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
-from torchrl_lightning.state import check_state, mapping, whole
+from torchrl_lightning.state import check_state, mapping, sequence, whole
 from torchrl_lightning.trust import Nameable
 
 
@@ -98,6 +98,7 @@ class BranchedReplay(Nameable):
         self.fits = 0
         self._fitted_at = 0  # rows written
         self._length = self.length(0)
+        self._rows: list[int] = []  # that each of the last fits imagined
         self._mixed = self._mixture(self._imagined(self._length))
 
     @property
@@ -121,7 +122,7 @@ class BranchedReplay(Nameable):
 
     def _imagined(self, length: int, old: ExperienceBuffer | None = None) -> ExperienceBuffer:
         """Return a buffer for branches of a length, with what another one holds."""
-        size = self.fits_kept * self.branches_per_fit * length
+        size = self.fits_kept * self.branches_per_fit * max(length, self.first_length)
         storage = RingStorage(size, device=self.buffer.storage.device)
         # Seeded by the first fit.
         made = ExperienceBuffer(storage=storage, generator=torch.Generator() if old is None else old.generator)
@@ -166,7 +167,11 @@ class BranchedReplay(Nameable):
             )
         if length != self._length:
             self._mixed.buffers[1] = self._imagined(length, self.imagined)
+        kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
+        if (surplus := len(self.imagined) - sum(kept)) > 0:  # of earlier fits
+            self.imagined.writer.drop(surplus)
         self.imagined.extend(branches.select(*keys).to(storage.device))
+        self._rows = [*kept, len(branches)]
         self.fits, self._fitted_at, self._length = self.fits + 1, written, length
 
     # ------------------------------------------------------------------ a source of batches
@@ -194,6 +199,7 @@ class BranchedReplay(Nameable):
             "fits": self.fits,
             "fitted_at": self._fitted_at,
             "length": self._length,
+            "rows": list(self._rows),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,8 +210,19 @@ class BranchedReplay(Nameable):
         """
         schema = {"mixed": mapping, "split": mapping, "fits": whole(), "fitted_at": whole(), "length": whole(1)}
         check_state(state_dict, schema, "branched replay")
+        rows = state_dict.get("rows")
+        check_state({"rows": rows}, {"rows": optional(sequence)}, "branched replay")
+        for number in rows or ():
+            whole()(number, "rows")
         mixed = self._mixture(self._imagined(state_dict["length"]))
         mixed.load_state_dict(state_dict["mixed"])
         self.split.load_state_dict(state_dict["split"])
         self._mixed, self.fits = mixed, state_dict["fits"]
         self._fitted_at, self._length = state_dict["fitted_at"], state_dict["length"]
+        self._rows = self._full_fits() if rows is None else list(rows)
+
+    def _full_fits(self) -> list[int]:
+        """Return what each fit imagined if no branch ended early, as earlier states are read."""
+        full = self.branches_per_fit * self._length
+        fits, rest = divmod(len(self.imagined), full)
+        return [*([rest] if rest else []), *[full] * fits]

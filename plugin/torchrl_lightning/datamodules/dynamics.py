@@ -39,6 +39,9 @@ class DynamicsModule(Protocol):
     def begin_fit(self, targets: DynamicsTargets) -> None:
         """Take note that a fit begins: frames were collected, the scalers of ``targets`` fitted, the split extended."""
 
+    def check_transitions(self, rows: TensorDictBase) -> None:
+        """Look at all transitions ``[N]`` that are stored when a fit begins, before :meth:`begin_fit`."""
+
     @property
     def fit_is_over(self) -> bool:
         """Whether the fit ends with this epoch; decided at the end of each validation epoch, False at a fit's begin."""
@@ -244,6 +247,9 @@ class DynamicsDataModule(ExperienceDataModule):
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
+            if hasattr(module, "check_transitions"):
+                storage = self._require_buffer().storage
+                module.check_transitions(storage.get(self._require_buffer().writer.filled_cells()))
             if hasattr(module, "begin_fit"):
                 module.begin_fit(self.targets)
         self.epochs_of_fit += 1

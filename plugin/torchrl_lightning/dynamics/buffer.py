@@ -270,12 +270,15 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         storage = RingStorage(size * (num_envs or 1), device=self.storage.device)
         writer = RingWriter(num_envs or 1)
         writer.register_storage(storage)
+        if num_envs == self.writer.num_envs:
+            writer.go_on_from(self.writer)
         if self.storage.data is not None and num_envs is not None:
             storage.allocate(self.storage.data[:1])
         for env in range(self.writer.num_envs if self.size else 0):
             cells = self._cells_of(env)
             if len(cells):
                 writer.extend(self.storage.get(cells), torch.tensor([env]))
+        writer.write_count = self.writer.write_count  # they are not written, but moved
         with self.locked():
             self.set_storage(storage)
             self.set_writer(writer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingWriter
-from torchrl_lightning.replay.rings import steps_between
+from torchrl_lightning.replay.rings import Rings, steps_between
 from torchrl_lightning.state import check_state, same, tensor, whole
 from torchrl_lightning.trust import Nameable
 
@@ -24,9 +24,9 @@ class HoldoutSplit(Nameable):
     """Split the rows in rings into a training and a validation part, where no row ever changes sides.
 
     The side of a row is decided when it is first seen, by a hash of the seed, its environment and its ever-increasing
-    position, and is kept beside its cell until another row takes the cell. So the same rows are split alike in every
-    run with the same seed, however they came in. Where as many as ``max_validation`` rows are held out, all further
-    ones train until held out rows are overwritten.
+    position, and is kept until another row takes its cell, also where the rings are laid anew for another ``max_size``.
+    So the same rows are split alike in every run with the same seed, however they came in. Where as many as
+    ``max_validation`` rows are held out, all further ones train until held out rows are overwritten.
 
     Args:
         validation_fraction: share of the rows that is held out.
@@ -64,20 +64,30 @@ class HoldoutSplit(Nameable):
         """Decide the sides of all rows that were written since the last time."""
         stamps, positions = writer.snapshot().numpy(), writer.positions.numpy()
         era = int(stamps[0] - positions[0])
-        if len(self._held) != writer.length * writer.num_envs or len(self._seen) != writer.num_envs:
-            self._held = torch.zeros(writer.length * writer.num_envs, dtype=torch.bool)
-            self._seen = np.zeros(writer.num_envs, np.int64)
-        if era != self._era:  # the rings were emptied
-            self._held.zero_()
-        env, stamp, _ = steps_between(np.maximum(self._seen, stamps - writer.filled.numpy()), stamps - 1)
+        oldest = stamps - writer.filled.numpy()
+        cells = writer.length * writer.num_envs
+        if len(self._seen) != writer.num_envs:
+            self._held, self._seen = torch.zeros(cells, dtype=torch.bool), np.zeros(writer.num_envs, np.int64)
+        elif era != self._era or len(self._held) != cells:  # the rings were emptied, or laid anew
+            self._move(writer, torch.from_numpy(oldest), era)
+        env, stamp, _ = steps_between(np.maximum(self._seen, oldest), stamps - 1)
         order = np.lexsort((env, stamp))
         env, stamp = env[order], stamp[order]
-        cells = writer.cell(torch.from_numpy(env), torch.from_numpy(stamp - era))
-        self._held[cells] = False
+        written = writer.cell(torch.from_numpy(env), torch.from_numpy(stamp - era))
+        self._held[written] = False
         room = self.max_validation - int(self._held.sum())
         drawn = _shares(self.seed, env, stamp) < self.validation_fraction
-        self._held[cells] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
+        self._held[written] = torch.from_numpy(drawn & (drawn.cumsum() <= room))
         self._seen, self._era = stamps.copy(), era
+
+    def _move(self, writer: RingWriter, oldest: Tensor, era: int) -> None:
+        """Find the held out rows that are still stored, whose stamps stay, in the cells where they are now."""
+        before = Rings.at(len(self._held) // len(self._seen), torch.from_numpy(self._seen - self._era))
+        cells = self._held.nonzero().squeeze(1)
+        env, stamp = before.env_of(cells), before.position_of(cells) + self._era
+        there = stamp >= oldest[env]
+        self._held = torch.zeros(writer.length * writer.num_envs, dtype=torch.bool)
+        self._held[writer.cell(env[there], stamp[there] - era)] = True
 
     def parts(self, cells: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of these cells train, and which validate, in their order.

@@ -12,12 +12,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_lightning._modules import clock_of
+from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.ensembles import GaussianEnsemble
-from torchrl_lightning.learn.planners import CrossEntropyPlanner
+from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanner
 from torchrl_lightning.learn.schedules import Schedule
+from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
 from torchrl_lightning.parts import passed_on
@@ -52,7 +54,8 @@ class DynamicsEnsemble(AgentModule):
         propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
         sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
         terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
-            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None.
+            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None. A warning says where it
+            disagrees with the stored transitions.
         planner: A callable that takes the world model as a TorchRL environment and gives the policy, such as a partial
             of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
         weight_decay: Factor of the squared weights in the loss.
@@ -111,6 +114,7 @@ class DynamicsEnsemble(AgentModule):
         self.epochs_waited = 0
         self._sums: Tensor | None = None
         self._rows = 0
+        self._check_terminations = TerminationCheck()
         self._is_judged = False  # whether held out rows have judged members in this fit
 
     # -- networks ---------------------------------------------------------------------------------------------------
@@ -166,9 +170,19 @@ class DynamicsEnsemble(AgentModule):
         planner = self.__dict__.get("_policy")
         if planner is None or self.__dict__["_policy_device"] != model.elites.device:
             # Not registered: a state dict holds the networks once.
-            planner = self.planner(WorldModelEnvironment(model, model.elites.device))
+            built = self.planner(WorldModelEnvironment(model, model.elites.device))
+            if isinstance(built, ShootingPlanner):
+                self._seed_planner(built, planner)
+            planner = built
             self.__dict__["_policy"], self.__dict__["_policy_device"] = planner, model.elites.device
         return planner
+
+    def _seed_planner(self, planner: ShootingPlanner, before: Any) -> None:
+        """Let a planner draw as the one before it would have, or by the run's seed."""
+        if isinstance(before, ShootingPlanner):
+            planner.generator = before.generator
+        elif (seed := getattr(self._data, "seed", None)) is not None:
+            planner.generator.manual_seed(spawn_seed(seed, "planner"))
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizer of all members."""
@@ -183,6 +197,10 @@ class DynamicsEnsemble(AgentModule):
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
         self.best_errors.fill_(torch.inf)
         self.epochs_waited, self._is_judged = 0, False
+
+    def check_transitions(self, rows: TensorDictBase) -> None:
+        """Compare the termination function with stored transitions ``[N]``, and warn once where they disagree."""
+        self._check_terminations(self.require_built(self.world_model), rows)
 
     @property
     def fit_is_over(self) -> bool:
@@ -245,6 +263,8 @@ class DynamicsEnsemble(AgentModule):
             "epochs_waited": self.epochs_waited,
             "is_judged": self._is_judged,
         }
+        if isinstance(self.policy, ShootingPlanner):
+            checkpoint[STATE]["planner"] = self.policy.get_extra_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore it; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module.
@@ -268,3 +288,5 @@ class DynamicsEnsemble(AgentModule):
             targets = DynamicsTargets(specs.observation, specs.action, observation_keys=keys)
             self.build(specs, num_members=members, targets=targets)
         self.epochs_waited, self._is_judged = int(state["epochs_waited"]), bool(state["is_judged"])
+        if "planner" in state and isinstance(self.policy, ShootingPlanner):  # earlier checkpoints have none
+            self.policy.set_extra_state(state["planner"])

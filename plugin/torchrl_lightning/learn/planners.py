@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -12,17 +14,27 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorSpec
 
+from torchrl_lightning.collectors.seeds import IsolatedRng
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.action_heads import action_name
 from torchrl_lightning.learn.exploration import DETERMINISTIC
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel
+from torchrl_lightning.parts import OwnGenerator
 from torchrl_lightning.ranges import boolean, integer, not_negative, positive
+from torchrl_lightning.state import check_state
+from torchrl_lightning.state import generator as generator_state
 
 
-class ShootingPlanner(TensorDictModuleBase):
+class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
     """Base of planners, which write ``action`` for observations ``[]`` or ``[N]``.
+
+    A planner draws what it tries. While exploring, each plan takes a seed from :attr:`generator`, whose state is part
+    of the planner's. Under deterministic exploration all plans take the seed that the generator began with, so that the
+    same observations give the same actions. Torch's global generator stays as it is.
+
+    The world model is a part of the planner: it has its parameters, moves with it, and is in its state dict.
 
     Args:
         env: The world model as an environment.
@@ -33,14 +45,16 @@ class ShootingPlanner(TensorDictModuleBase):
 
     model: WorldModel
     targets: DynamicsTargets
+    origin: Tensor
 
     def __init__(self, env: WorldModelEnvironment, *, horizon: int, candidates: int, particles: int) -> None:
         super().__init__()
         self.horizon = integer(horizon, "horizon")
         self.candidates = integer(candidates, "candidates")
         self.particles = integer(particles, "particles")
-        # Not registered: both are their owners'.
-        self.__dict__["model"], self.__dict__["targets"] = env.world_model, env.targets
+        self.model = env.world_model
+        # Not registered: the state of the transform is its owner's.
+        self.__dict__["targets"] = env.targets
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]
@@ -55,7 +69,9 @@ class ShootingPlanner(TensorDictModuleBase):
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
         """Return the action of a step by key, writing nothing."""
         observation, starts = self.targets.observation(step), step.get("is_init", None)
-        action = self.plan(observation.reshape(-1, observation.shape[-1]), None if starts is None else starts.flatten())
+        rows = observation.reshape(-1, observation.shape[-1])
+        with IsolatedRng(self._next_seed(), self.origin.device):
+            action = self.plan(rows, None if starts is None else starts.flatten())
         return {"action": action.reshape(*observation.shape[:-1], *action.shape[1:])}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -68,8 +84,28 @@ class ShootingPlanner(TensorDictModuleBase):
         rows = observation[:, None, None].expand(*shape, -1).flatten(0, 2)
         tried = actions.movedim(2, 0).unsqueeze(3).expand(self.horizon, *shape, *actions.shape[3:]).flatten(1, 3)
         returns = self.model.returns(rows, tried).view(shape).mean(-1)
-        # Where a model diverges, the sequence is no good one; sorting would take NaN for the largest.
-        return returns.nan_to_num(nan=-torch.inf)
+        # Where a model diverges, the sequence is no good one; sorting would take infinity or NaN for the largest.
+        return returns.where(returns.isfinite(), -torch.inf)
+
+    def _next_seed(self) -> int:
+        """Return what the next plan is drawn by."""
+        if interaction_type() in DETERMINISTIC:
+            return self.generator.initial_seed()
+        return int(torch.randint(2**62, (), generator=self.generator))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        moved = super()._apply(fn, recurse)
+        self.action_spec = self.action_spec.to(self.origin.device)
+        return moved
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Return the generator's state."""
+        return {"generator": self.generator.get_state()}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore it; a ValueError if it is none."""
+        check_state(state, {"generator": generator_state(self.generator.device)}, "planner")
+        self.generator.set_state(state["generator"].cpu())
 
 
 class RandomShootingPlanner(ShootingPlanner):
@@ -119,6 +155,9 @@ class CrossEntropyPlanner(ShootingPlanner):
         TypeError: The actions are not bounded floating-point vectors.
     """
 
+    center: Tensor
+    half_range: Tensor
+
     def __init__(
         self,
         env: WorldModelEnvironment,
@@ -139,12 +178,14 @@ class CrossEntropyPlanner(ShootingPlanner):
         self.initial_std, self.noise = positive(initial_std, "initial_std"), not_negative(noise, "noise")
         self.warm_start = boolean(warm_start, "warm_start")
         try:
-            self.center, self.half_range = action_range(self.action_spec)
+            center, half_range = action_range(self.action_spec)
         except TypeError:
             raise TypeError(
                 "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "
                 f"{action_name(self.action_spec)}; use RandomShootingPlanner"
             ) from None
+        self.register_buffer("center", center, persistent=False)
+        self.register_buffer("half_range", half_range, persistent=False)
         # Evaluation in between must not disturb the plans of exploration.
         self._plans: dict[bool, Tensor] = {}
 
@@ -172,6 +213,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         """Return the first means ``[N, 1, H, A]``: the middle, or where a plan goes on."""
         middle = self.center.expand(rows, 1, self.horizon, -1)
         plan = self._plans.get(explores)
+        plan = None if plan is None else plan.to(middle.device)
         if not self.warm_start or starts is None or plan is None or len(plan) != rows:
             return middle
         shifted = torch.cat((plan[:, :, 1:], middle[:, :, :1]), 2)

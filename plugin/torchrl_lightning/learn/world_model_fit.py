@@ -15,6 +15,7 @@ from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters
+from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
 from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, positive
 from torchrl_lightning.trust import Nameable
@@ -35,7 +36,8 @@ class WorldModelFit(Nameable):
         num_elites: How many of the best members the world model consists of.
         propagation: As of :class:`~torchrl_lightning.DynamicsEnsemble`, here and in the next two.
         sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
-        terminated: The termination function; the world model never terminates if None.
+        terminated: The termination function; the world model never terminates if None. A warning says where it
+            disagrees with the stored transitions.
         learning_rate: Of Adam.
         weight_decay: Factor of the squared weights in the loss.
         batch_size: Rows of each member in a batch.
@@ -88,6 +90,7 @@ class WorldModelFit(Nameable):
         self.max_epochs = integer(max_epochs, "max_epochs")
         self.patience = integer(patience, "patience")
         self.min_improvement = fraction(min_improvement, "min_improvement")
+        self._check_terminations = TerminationCheck()
 
     def build(self, specs: Any) -> WorldModel:
         """Build the world model of an environment, whose reward it learns, for its ``EnvironmentSpecs``."""
@@ -111,6 +114,7 @@ class WorldModelFit(Nameable):
             RuntimeError: The fit diverged.
         """
         device, targets = model.elites.device, model.targets.fit(training)
+        self._check_terminations(model, training, validation)
         training, validation = (rows[targets.usable(rows)] for rows in (training, validation))
         ensemble = copy.deepcopy(model.ensemble).requires_grad_(True)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)

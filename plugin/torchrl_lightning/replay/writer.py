@@ -361,6 +361,17 @@ class RingWriter(WriterBase, SharedRings):
             self.index.clear()
         self._note_change()
 
+    def go_on_from(self, other: RingWriter) -> None:
+        """Give the steps to come the numbers of those that another writer of as many rings holds, from its oldest on.
+
+        Written here in their order, they keep their stamps. To be called before anything is written.
+        """
+        oldest = other._oldest()
+        first = oldest.min()
+        self._positions[:] = self._floor[:] = oldest - first
+        self._counters[1] = other._era + first
+        self._refresh()
+
     # ------------------------------------------------------------------ stamps
 
     def stamp(self, index: Tensor) -> Tensor:
