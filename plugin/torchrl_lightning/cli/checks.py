@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,11 @@ def one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # as the shell counts it
+    except SystemExit as end:
+        if type(end).__name__ != "SIGTERMException":  # Lightning's, which is not imported for it
+            raise
+        print("terminated", file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -57,8 +57,13 @@ def use_threads(number: int) -> None:
 
     from torchrl_lightning.collectors.threads import kept_threads
 
-    _behind.enter_context(kept_threads())
+    until_the_end(kept_threads())
     torch.set_num_threads(number)
+
+
+def until_the_end(context: AbstractContextManager[Any]) -> None:
+    """Enter a context that is left when the task is over."""
+    _behind.enter_context(context)
 
 
 def quiet() -> None:

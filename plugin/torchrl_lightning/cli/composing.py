@@ -9,11 +9,12 @@ from typing import Any
 
 from hydra._internal import hydra as _core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
 from torchrl_lightning.cli.checks import one_line, read_stored
 from torchrl_lightning.cli.resuming import (
     Record,
@@ -23,6 +24,7 @@ from torchrl_lightning.cli.resuming import (
     missing_choices,
     record_in,
 )
+from torchrl_lightning.cli.slurm import is_requeued
 
 
 class ResumingLoader(ConfigLoaderImpl):
@@ -57,8 +59,18 @@ class ResumingLoader(ConfigLoaderImpl):
         else:
             config = composed(overrides)
             path = _selected(config, "ckpt_path")
-            if path is None:
+            if path is None and not is_requeued():
                 return config
+        if path == AUTO or (not paths and path is None):
+            if run_mode == RunMode.MULTIRUN:
+                return composed(overrides)  # each of its runs looks for its own
+            others = [str(override.input_line) for override in given if override not in paths]
+            with one_line():
+                found = newest_checkpoint(composed([*others, "ckpt_path=null"]), this_job=path is None)
+            path = None if found is None else str(found)
+            value = "null" if path is None else QuotedString(path, Quote.single).with_quotes()
+            overrides = [*others, f"ckpt_path={value}"]
+            given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         with one_line():
             record = self._record(path)
             if record is None:

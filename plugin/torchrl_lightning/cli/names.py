@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from torchrl_lightning.cli.slurm import job_id
 
 # What ends a run: a resumed run is given a later end than the run that it continues.
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
@@ -70,6 +73,25 @@ def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> 
     return "-".join(word for word in words if word)[:120].rstrip("-_.") or "run"
 
 
+def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
+    """Return the folder name of a run; in a batch job of SLURM with a hash of all overrides and the id of the job."""
+    job, name = job_id(), folder_name(choices, overrides := list(overrides))
+    if job is None:
+        return name
+    return f"{name}-{sha256(chr(10).join(told(overrides)).encode()).hexdigest()[:8]}-job_{job}"
+
+
+def told(overrides: Iterable[str]) -> list[str]:
+    """Sort what a run is told, the last word on each setting, without the checkpoint that it resumes.
+
+    Example:
+        >>> told(["seed=3", "ckpt_path=auto", "env=acrobot", "seed=4"])
+        ['env=acrobot', 'seed=4']
+    """
+    last = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    return sorted(override for key, override in last.items() if key not in ("ckpt_path", "trusted"))
+
+
 def run_folder(path: Path) -> Path | None:
     """Find the folder of the run that wrote a file: the next one above that holds Hydra's config."""
     parents = path.resolve().parents
@@ -108,7 +130,7 @@ def register_run_name() -> None:
     from omegaconf import OmegaConf
 
     def run_name() -> str:
-        return folder_name(*recorded_command(HydraConfig.get()))
+        return job_name(*recorded_command(HydraConfig.get()))
 
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, until_the_end, use_threads
 from torchrl_lightning.cli.names import SCORE, recorded_command
 
 if TYPE_CHECKING:
@@ -29,10 +30,13 @@ def train(cfg: DictConfig) -> float:
     # Now, so that those mistakes are told at once.
     import lightning as L
     from hydra.core.hydra_config import HydraConfig
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from torchrl_lightning.cli.checkpoints import check_checkpoint
+    from torchrl_lightning.cli.locks import locked
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
     from torchrl_lightning.cli.resuming import changes_rates, told_differences
+    from torchrl_lightning.cli.slurm import requeued_on_signal
 
     quiet()
     use_threads(cfg.torch_threads)
@@ -41,7 +45,7 @@ def train(cfg: DictConfig) -> float:
 
     data = build_part(cfg, "data")
     model = build_part(cfg, "model")
-    kept = KeptConfig(cfg, *recorded_command(HydraConfig.get()))
+    kept = KeptConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
     differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
     if any(name.startswith("model.") for name in differ):
@@ -54,13 +58,17 @@ def train(cfg: DictConfig) -> float:
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
         del stored
     if trainer.is_global_zero:
+        until_the_end(locked(Path(cfg.paths.output_dir)))
         for name, (there, here) in differ.items():
             print(f"{name}: {there} in the checkpoint, {here} now")
 
     for logger in trainer.loggers:
         logger.log_hyperparams(kept.config)
     began = time.perf_counter()
-    trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+    with requeued_on_signal() if trainer.world_size == 1 else nullcontext():
+        trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+        if trainer.received_sigterm:  # in the last batch
+            raise SIGTERMException
     seconds = time.perf_counter() - began
 
     checkpoint = load_weights(model, data, trainer, cfg.eval_checkpoint)

@@ -1,0 +1,65 @@
+"""Batch jobs of SLURM, by the variables that it sets. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_log = logging.getLogger(__name__)
+
+
+def job_id() -> str | None:
+    """Return the id of the batch job that this process is part of; None elsewhere and in an interactive session."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    # As Lightning tells them apart.
+    return job if job.isdecimal() and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive") else None
+
+
+def is_requeued() -> bool:
+    """Return whether SLURM has started this job before."""
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return job_id() is not None and count.isdecimal() and int(count) > 0
+
+
+@contextmanager
+def requeued_on_signal() -> Iterator[None]:
+    """Let SIGUSR1, by which SLURM announces the end of a job's time, end the block as SIGTERM does; requeue the job.
+
+    Lightning's own handler saves in the midst of whatever is going on, and goes on. With SIGTERM a batch ends and the
+    state is saved before the job is put back.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.raise_signal(signal.SIGTERM)
+
+    if job_id() is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        if asked:
+            _requeue()
+
+
+def _requeue() -> None:
+    array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
+    job = f"{array}_{task}" if array and task else str(job_id())
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], check=False)
+    except OSError as error:
+        _log.warning("job %s cannot be requeued: %s", job, error)
+        return
+    if done.returncode:
+        _log.warning("job %s cannot be requeued: scontrol ended with status %d", job, done.returncode)
