@@ -19,9 +19,6 @@ Path = tuple[str, ...]
 Schema = dict[NestedKey, tuple[Any, ...]]
 """Feature shape and dtype of each leaf, and its device where that matters."""
 
-REPLAYED: NestedKey = ("demo", "mask")
-"""Which steps were replayed, such as a demonstration's: neither the policy nor the environment made them."""
-
 
 def nested_key(key: Any) -> NestedKey:
     """Read a key from YAML or code: a string, or a list or tuple of strings; anything else is a TypeError."""

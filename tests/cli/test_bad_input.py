@@ -36,6 +36,10 @@ from configs.processes import environment
         (["data.normalize_clip=0"], "error: data.normalize_clip=0.0: normalize_clip must be above 0, got 0.0."),
         (["env=recipe", "data.env.frame_stack=2"], "error: data.env.frame_stack=2: frame_stack=2 stacks images, but"),
         (["env=recipe", "data.env.drop=[sight]"], "error: data.env.drop=['sight']: drop=['sight'] names entries of"),
+        (
+            ["env=recipe", "data.env.rename={gamma: reward}"],
+            "error: data.env.rename={'gamma': 'reward'}: rename={'gamma': 'reward'} takes 'reward', which a run keeps",
+        ),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],

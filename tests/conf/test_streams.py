@@ -12,6 +12,7 @@ import torch
 from hydra.utils import instantiate
 
 from torchrl_lightning import ReplayDataModule
+from torchrl_lightning.keys import RESERVED
 
 SMALL = ("data.num_envs=2", "data.eval_episodes=1", "data.eval_num_envs=1")
 REPLAY = ("data.updates_per_epoch=6", "data.warmup_frames=40", "data.batch_size=8")
@@ -33,6 +34,9 @@ def fit(compose_train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
         trainer = L.Trainer(max_epochs=1, accelerator="cpu", limit_val_batches=0, default_root_dir=tmp_path, **quiet)
         trainer.fit(module, datamodule=data)
+        for batch in served:
+            own = {*batch.keys(), *batch.get("next", {}).keys()} - set(data.specs.observation.keys())
+            assert own <= RESERVED
         return data, module, served
 
     return run

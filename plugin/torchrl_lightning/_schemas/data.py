@@ -109,6 +109,7 @@ class EnvironmentRecipeSchema:
     wrappers: Any = field(default_factory=list)
     keep: list[str] | None = None
     drop: list[str] = field(default_factory=list)
+    rename: Any = None
     observe: list[int] | None = None
     flatten: bool = False
     frame_stack: int = 1

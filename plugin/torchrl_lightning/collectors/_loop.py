@@ -19,9 +19,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.replayed import Array, Replay, ReplayedRows, ReplaySource
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
-
-FLAGS = ("done", "terminated", "truncated")
-LOG_PROB = "action_log_prob"
+from torchrl_lightning.keys import FLAGS, LOG_PROB
 
 
 class RolloutLoop:

@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
 
-ENV_IDS = ("collector", "env_ids")
-TRAJ_IDS = ("collector", "traj_ids")
+logger = logging.getLogger(__name__)
 
 
 class RowOrigins:

@@ -16,6 +16,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
 from torchrl_lightning.collectors.frame_stack import FrameStack
+from torchrl_lightning.collectors.rename import RenameObservation, check_rename
 from torchrl_lightning.ranges import integer, one_of, optional, positive
 from torchrl_lightning.trust import Nameable
 
@@ -39,6 +40,8 @@ class EnvironmentRecipe(Nameable):
             a transform, for a TorchRL environment.
         keep: entries of a Dict observation that are shown; all if None.
         drop: entries of a Dict observation that are not shown.
+        rename: other names for entries of a Dict observation that are shown: a run keeps some, such as ``reward``, for
+            entries of its own. All of ``wrappers``, ``keep`` and ``drop`` see the names before.
         observe: numbers of a flat observation that are shown, in this order; all if None.
         flatten: show the observation as one vector.
         frame_stack: show this many images, the newest last, along their channels.
@@ -72,6 +75,7 @@ class EnvironmentRecipe(Nameable):
         wrappers: Sequence[Wrapper | Mapping[str, Any]] = (),
         keep: Sequence[str] | None = None,
         drop: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
         observe: Sequence[int] | None = None,
         flatten: bool = False,
         frame_stack: int = 1,
@@ -91,6 +95,7 @@ class EnvironmentRecipe(Nameable):
         self.wrappers = [wrapper if callable(wrapper) else dict(wrapper) for wrapper in wrappers]
         self.keep = None if keep is None else list(keep)
         self.drop = list(drop)
+        self.rename = check_rename({} if rename is None else rename)
         self.observe = None if observe is None else list(observe)
         self.flatten = flatten
         self.frame_stack = integer(frame_stack, "frame_stack")
@@ -116,6 +121,8 @@ class EnvironmentRecipe(Nameable):
             env = _wrapped(env, _resolved(wrapper, f"wrappers[{number}]"), f"wrappers[{number}]={plain(wrapper)}")
         if self.keep is not None or self.drop:
             env = FilterObservation(env, _shown(env.observation_space, self.keep, self.drop))
+        if self.rename:
+            env = RenameObservation(env, self.rename)
         if self.observe is not None:
             env = SelectObservation(env, self.observe)
         if self.flatten:

@@ -14,14 +14,13 @@ from gymnasium.vector import VectorEnv
 from tensordict.utils import NestedKey
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, TensorSpec, Unbounded
 from torchrl.data.utils import numpy_to_torch_dtype_dict
-from torchrl.envs import EnvBase, Transform, TransformedEnv, transforms
+from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.collectors.threads import close_environment, note_threads
 from torchrl_lightning.entries import Path, join, path_of
+from torchrl_lightning.keys import BOOKKEEPING, DEMO, check_observed
 
-# TorchRL's transforms write these beside the observations; no network should read them as observations.
-_BOOKKEEPING = {"is_init", "step_count", "recurrent_state"}
 COUNTERS = (
     transforms.InitTracker,
     transforms.StepCounter,
@@ -58,6 +57,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
+        ValueError: An observation is named as an entry of a run's own.
 
     Example:
         >>> from torchrl_lightning import make_vector_env
@@ -65,8 +65,12 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
         >>> specs.keys, specs.observation["observation"].shape, specs.action.n
         (['observation'], torch.Size([4]), 2)
     """
-    if isinstance(env, EnvBase):
-        return _torchrl_specs(env)
+    specs = torchrl_specs(env) if isinstance(env, EnvBase) else _gymnasium_specs(env)
+    check_observed(specs.observation.keys())
+    return specs
+
+
+def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
     if not isinstance(env, VectorEnv):
         raise TypeError(
             f"Expected a gymnasium.vector.VectorEnv or a torchrl EnvBase, got {type(env).__name__}; "
@@ -159,13 +163,17 @@ def _box(space: spaces.Box, name: str) -> TensorSpec:
     return Bounded(low, high, shape, dtype=dtype)
 
 
-def _torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
+def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
+    """Read the specs of a TorchRL environment, whatever its observations are called."""
     observation = env.observation_spec_unbatched.clone().clear_device_()
-    with layers(env) as (_, around):
+    with layers(env) as (base, around):
         counted = {key for transform in around for key in _counted(transform)}
+        # What Gymnasium's observe is no bookkeeping.
+        observed = set(base.observation_spec.keys()) if isinstance(base, GymWrapper) else set()
     for key in list(observation.keys(include_nested=True, leaves_only=True)):
         path = path_of(key)
-        if {path[0], path[-1]} & _BOOKKEEPING or key in counted or (path[0] == "demo" and len(path) > 1):
+        kept = bool({path[0], path[-1]}.intersection(BOOKKEEPING)) or (path[0] == DEMO and len(path) > 1)
+        if key in counted or (kept and path[0] not in observed):
             del observation[key]
     for key, spec in list(observation.items()):
         if isinstance(spec, Composite) and spec.is_empty():

@@ -11,6 +11,7 @@ from torchrl.envs import (
     EnvBase,
     ExcludeTransform,
     FlattenObservation,
+    RenameTransform,
     RewardClipping,
     StepCounter,
     Transform,
@@ -18,8 +19,10 @@ from torchrl.envs import (
 )
 
 from torchrl_lightning.collectors.frame_stack import channels_are_last
-from torchrl_lightning.collectors.specs import environment_specs, layers
+from torchrl_lightning.collectors.rename import WITHIN, new_names
+from torchrl_lightning.collectors.specs import layers, torchrl_specs
 from torchrl_lightning.collectors.threads import close_environment, note_threads
+from torchrl_lightning.keys import NEXT
 
 
 def transformed(
@@ -30,6 +33,7 @@ def transformed(
     wrappers: Mapping[str, Callable[..., Any]],
     keep: Sequence[str] | None,
     drop: Sequence[str],
+    rename: Mapping[str, str],
     observe: Sequence[int] | None,
     flatten: bool,
     frame_stack: int,
@@ -60,6 +64,8 @@ def transformed(
             _lay(env, _transform(make, what), what)
         if keep is not None or drop:
             _lay(env, _without(env, keep, drop), "drop" if drop else "keep")
+        if rename:
+            _lay(env, _renaming(env, rename), f"rename={dict(rename)}")
         if observe is not None:
             raise ValueError(
                 f"observe={list(observe)} is for Gymnasium's environments. Take a transform of your own among wrappers="
@@ -82,9 +88,11 @@ def _lay(env: TransformedEnv, transform: Transform, what: str) -> None:
         with layers(env) as (_, around):
             if any(isinstance(each, StepCounter) for each in around):
                 raise ValueError(f"{what} adds a StepCounter, but there is one already; leave one of them out.")
+        if "step_count" in torchrl_specs(env).observation.keys():  # noqa: SIM118
+            raise ValueError(f"{what} would overwrite the observation 'step_count'. {WITHIN}")
     try:
         env.append_transform(transform)
-        environment_specs(env)
+        torchrl_specs(env)
         env.fake_tensordict()
     except Exception as error:
         raise ValueError(f"{what} does not fit {env.base_env}: {error}") from error
@@ -103,7 +111,7 @@ def _transform(make: Callable[..., Any], what: str) -> Transform:
 
 
 def _without(env: EnvBase, keep: Sequence[str] | None, drop: Sequence[str]) -> ExcludeTransform:
-    names = list(environment_specs(env).observation.keys())
+    names = list(torchrl_specs(env).observation.keys())
     asked, argument = (drop, "drop") if keep is None else (keep, "keep")
     missing = [name for name in asked if name not in names]
     hidden = [name for name in names if (name in asked) == (keep is None)]
@@ -113,8 +121,15 @@ def _without(env: EnvBase, keep: Sequence[str] | None, drop: Sequence[str]) -> E
     return ExcludeTransform(*hidden)
 
 
+def _renaming(env: EnvBase, rename: Mapping[str, str]) -> RenameTransform:
+    new_names(torchrl_specs(env).observation.keys(), rename)
+    if NEXT in rename:
+        raise ValueError(f"{NEXT!r} is what TorchRL's environments keep the outcome of a step under. {WITHIN}")
+    return RenameTransform(list(rename), list(rename.values()))
+
+
 def _flatten(env: TransformedEnv) -> None:
-    specs = environment_specs(env)
+    specs = torchrl_specs(env)
     if len(specs.keys) > 1:
         raise ValueError(
             f"flatten=True makes one vector of one entry, but the environment observes {sorted(map(str, specs.keys))}. "
@@ -126,7 +141,7 @@ def _flatten(env: TransformedEnv) -> None:
 
 
 def _stack(env: TransformedEnv, count: int) -> None:
-    observation = environment_specs(env).observation
+    observation = torchrl_specs(env).observation
     shapes = {key: tuple(spec.shape) for key, spec in observation.items(True, True)}
     images = {key: shape for key, shape in shapes.items() if len(shape) == 3}
     if not images:

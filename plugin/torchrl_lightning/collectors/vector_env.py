@@ -11,6 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from torchrl_lightning.collectors._faults import CheckedEnv
 from torchrl_lightning.collectors.recipe import EnvironmentRecipe
+from torchrl_lightning.collectors.rename import WITHIN
 from torchrl_lightning.collectors.replayed import ResumableVectorEnv
 from torchrl_lightning.ranges import integer, one_of
 
@@ -192,6 +193,12 @@ class _SingleEnv:
             ) from error
         except gymnasium.error.Error as error:  # of an id that a factory looks up
             raise ValueError(f"The environment {self.env!r} cannot be made: {error}") from error
+        except RuntimeError as error:
+            if "keys of one spec collides" not in str(error):
+                raise
+            raise ValueError(
+                f"TorchRL keeps an entry of its own under the name of an observation: {error} {WITHIN}"
+            ) from error
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:

@@ -20,9 +20,10 @@ from torchrl_lightning.datamodules.adapters import Batches, FitHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.replay import LEFT_OUT, ReplayBufferFactory
+from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
+from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import ExperienceBuffer
@@ -281,7 +282,7 @@ class DynamicsDataModule(ExperienceDataModule):
             ends = ends_of(rollout)
             self._count(rollout, ends["replayed"])
             self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
-            buffer.extend(rollout.exclude(*LEFT_OUT), env_ids=ids)
+            buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
             if self.frames + self._replayed.count >= due:
                 return True
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.entries import REPLAYED
+from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.state import LARGEST, check_state, tensor
 
 

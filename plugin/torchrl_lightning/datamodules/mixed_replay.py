@@ -12,12 +12,12 @@ from tensordict.utils import NestedKey
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import is_tensordict, level_of
+from torchrl_lightning.keys import SOURCE
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.state import check_state, sequence
 from torchrl_lightning.trust import Nameable
 
 # Says which buffer each row came from: 0 is the first one.
-SOURCE = "source"
 
 
 class BatchSource(Protocol):

@@ -13,12 +13,12 @@ from torch import Tensor
 from torchrl_lightning.collectors import EnvironmentSpecs
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.datamodules.reward_scale import RewardScale
+from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import positive
 from torchrl_lightning.ranks import gathered
 from torchrl_lightning.state import check_state, mapping, sequence, whole
 
-_REWARD = ("next", "reward")
 _CHUNK = 256  # rows that are reduced to moments at a time, where they come one by one
 
 
@@ -132,7 +132,7 @@ class Normalization:
                 self._reduce_rows()
         if self.reward:
             reward, done = self._ends
-            self._add(_REWARD, self._scale.note(reward, done, env_ids))
+            self._add(REWARD, self._scale.note(reward, done, env_ids))
             if cut:
                 self.forget_unfinished()
 
@@ -144,7 +144,7 @@ class Normalization:
     def advance(self) -> None:
         """Take what all ranks have noted into the statistics."""
         self._reduce_rows()
-        self._add(_REWARD, self._scale.reduced())
+        self._add(REWARD, self._scale.reduced())
         noted, self._noted = self._noted, {}
         self._total, self._count = self._total + self._count, 0
         ranks: list[dict[Any, Moments]] = gathered(noted)
@@ -152,14 +152,14 @@ class Normalization:
         for rank in ranks:
             for key, moments in rank.items():
                 merged[key] = merged[key].merged(moments) if key in merged else moments
-        if _REWARD in merged:
-            self._scale.advance(merged.pop(_REWARD))
+        if REWARD in merged:
+            self._scale.advance(merged.pop(REWARD))
         if self._normalizer is not None:
             self._normalizer.advance(merged)
 
     def forget_unfinished(self) -> None:
         """Let the next rewards be the first of their episodes."""
-        self._add(_REWARD, self._scale.reduced())
+        self._add(REWARD, self._scale.reduced())
         self._scale.cut()
 
     def _reduce_rows(self) -> None:
@@ -221,7 +221,7 @@ class Normalization:
     def _shapes(self) -> dict[NestedKey, tuple[int, ...]]:
         """Return the shape of each entry's moments, the reward's last."""
         observed = {} if self._normalizer is None else self._normalizer.moments
-        return {**{key: tuple(moments.mean.shape) for key, moments in observed.items()}, _REWARD: ()}
+        return {**{key: tuple(moments.mean.shape) for key, moments in observed.items()}, REWARD: ()}
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

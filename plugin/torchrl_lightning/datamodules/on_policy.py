@@ -17,7 +17,7 @@ from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.entries import REPLAYED
+from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer

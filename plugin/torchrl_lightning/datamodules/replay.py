@@ -26,6 +26,7 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
+from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, one_of, positive
 from torchrl_lightning.ranks import of_first_rank
@@ -34,9 +35,6 @@ from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
-
-# Entries that repeat the previous step or serve bookkeeping alone are not stored.
-LEFT_OUT = ("collector", "done", "terminated", "truncated")
 
 
 class ReplayBufferFactory(Protocol):
@@ -371,7 +369,7 @@ class ReplayDataModule(ExperienceDataModule):
     def _left_out(buffer: ExperienceBuffer) -> list[str]:
         key = getattr(buffer.sampler, "traj_key", None)
         needed = key[0] if isinstance(key, tuple) else key
-        return [name for name in LEFT_OUT if name != needed]
+        return [name for name in REPEATED if name != needed]
 
     def _require_source(self) -> BatchSource:
         if self._source is None:

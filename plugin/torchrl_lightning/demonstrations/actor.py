@@ -11,9 +11,8 @@ from tensordict.utils import NestedKey
 from torchrl_lightning.collectors._loop import policy_outputs
 from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.demonstrations.replay import LogProb
-from torchrl_lightning.demonstrations.replay_transform import DEMO_ACTION, MASK
-from torchrl_lightning.demonstrations.trajectory import ACTION
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.keys import ACTION, DEMO_ACTION, REPLAYED
 from torchrl_lightning.ranges import one_of
 
 
@@ -61,7 +60,7 @@ class DemonstrationActor(TensorDictModuleBase):
         """Return what is written into a step, and write nothing."""
         bare = bare_call(self.policy)
         outputs = policy_outputs(self.policy, step.copy()) if bare is None else bare(step)
-        mask = step.get(MASK, None)
+        mask = step.get(REPLAYED, None)
         if mask is None or not mask.any():
             return outputs
         where, replaced = mask.view(step.batch_size), dict(outputs)

@@ -14,8 +14,9 @@ from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
 from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.players import Player
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.keys import ACTION, REWARD
 
 MINARI = "minari:"
 

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, observation_leaves, space_to_spec
 from torchrl_lightning.demonstrations.files import as_environment
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.keys import ACTION, REWARD
 
 
 def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:

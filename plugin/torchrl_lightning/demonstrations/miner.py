@@ -14,16 +14,16 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.collectors import EnvironmentSpecs
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, ends_at, newest_frames
+from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.entries import nested_key, path_of, to_tensordict
+from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.state import check_state, mapping, number, same, sequence, whole
 
 STATE_VERSION = 1
-SERIAL = ("demo", "serial")
 OWN = -1  # in the place of a serial number, where the environment plays
 
 
@@ -109,7 +109,7 @@ class DemonstrationMiner:
                 f"named {list(rollout.names)}."
             )
         done, starts = rows["next", "done"].flatten(1), rows["is_init"].flatten(1)
-        values, serials = self._values(rows, done.shape), rows.get(SERIAL, None)
+        values, serials = self._values(rows, done.shape), rows.get(DEMO_SERIAL, None)
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
         steps, following = self._observed(rows).update(rows.select(ACTION, REWARD)), self._observed(rows.get("next"))
         running: list[_Episode | None] = [*self._running]

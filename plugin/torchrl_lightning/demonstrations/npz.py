@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.keys import ACTION, REWARD
 
 ARRAYS = ("Observation", "Action", "Reward", "FrameSkip")
 # PyTorch counts with few unsigned integers.

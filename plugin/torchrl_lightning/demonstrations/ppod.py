@@ -24,12 +24,13 @@ from torchrl_lightning.demonstrations.files import read_demonstration
 from torchrl_lightning.demonstrations.miner import DemonstrationMiner
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
-from torchrl_lightning.demonstrations.replay_transform import MASK, DemonstrationReplayTransform
+from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, check_saved_dtypes, saved_dtypes, with_saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
+from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, not_negative, optional
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
@@ -487,7 +488,7 @@ class PPODBuffer(GAEBuffer):
         }
         if self.reward_threshold > -float("inf"):
             figures["demos/threshold"] = self.reward_threshold
-        replayed = self.rollout.get(MASK, None) if self.step else None
+        replayed = self.rollout.get(REPLAYED, None) if self.step else None
         if replayed is not None:
             figures["demos/replayed"] = replayed.float().mean().item()
         if self._success is not None:

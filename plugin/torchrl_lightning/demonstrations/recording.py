@@ -23,7 +23,8 @@ from torchrl_lightning.collectors import (
 from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors._policy import Policy
 from torchrl_lightning.collectors.recipe import plain
-from torchrl_lightning.demonstrations.trajectory import ACTION, REWARD, Demonstration, ends_at, newest_frames
+from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 
 _FRAMES = 64  # steps collected at a time

@@ -15,12 +15,9 @@ from torchrl.envs import ConditionalSkip, EnvBase, Transform, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.collectors import ReplayedRows
-from torchrl_lightning.demonstrations.miner import OWN, SERIAL
+from torchrl_lightning.demonstrations.miner import OWN
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
-from torchrl_lightning.demonstrations.trajectory import ACTION
-from torchrl_lightning.entries import REPLAYED
-
-MASK, DEMO_ACTION = REPLAYED, ("demo", "action")
+from torchrl_lightning.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLAYED
 
 
 class DemonstrationReplayTransform(Transform):
@@ -53,7 +50,7 @@ class DemonstrationReplayTransform(Transform):
     """
 
     def __init__(self, replay: DemonstrationReplay) -> None:
-        super().__init__(in_keys=[], out_keys=[MASK, DEMO_ACTION, SERIAL])
+        super().__init__(in_keys=[], out_keys=[REPLAYED, DEMO_ACTION, DEMO_SERIAL])
         self.replay = replay
         self._rows: ReplayedRows | None = None
         self._nothing = TensorDict()  # what is told where nothing is replayed
@@ -139,7 +136,8 @@ class DemonstrationReplayTransform(Transform):
         rows = self._rows = self.replay.peek()
         tensordict["demo"] = self._nothing.clone()
         if rows is not None:
-            for key, values in ((MASK, rows.mask[rows.mask]), (DEMO_ACTION, rows.action), (SERIAL, rows.serial)):
+            told = {REPLAYED: rows.mask[rows.mask], DEMO_ACTION: rows.action, DEMO_SERIAL: rows.serial}
+            for key, values in told.items():
                 _put(tensordict, key, values, rows.mask)
         return rows
 

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import boolean, integer, optional
-
-ACTION = "action"
-REWARD = ("next", "reward")
 
 
 @dataclass(frozen=True, eq=False)

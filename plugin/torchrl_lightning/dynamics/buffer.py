@@ -19,12 +19,11 @@ from torchrl_lightning.collectors import environment_specs
 from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
 from torchrl_lightning.entries import check_tensordict, entry_of, keyed_leaves, next_key, path_of
+from torchrl_lightning.keys import BOOKKEEPING, NEXT, REPEATED
 from torchrl_lightning.ranges import Check, boolean, integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 from torchrl_lightning.rollout.names import to_documented
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
-
-NO_OBSERVATION = ("done", "terminated", "truncated", "is_init", "recurrent_state", "collector")
 
 
 def _anything(value: Any, name: str) -> Any:
@@ -425,7 +424,7 @@ def _observations(data: TensorDictBase) -> dict[Any, Tensor]:
     return {
         key: leaf
         for key, leaf in keyed_leaves(data)
-        if path_of(key)[0] not in ("next", *NO_OBSERVATION) and entry_of(data, next_key(key)) is not None
+        if path_of(key)[0] not in (NEXT, *BOOKKEEPING, *REPEATED) and entry_of(data, next_key(key)) is not None
     }
 
 

@@ -15,9 +15,10 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
 from torchrl_lightning.entries import entry_of, nested_key, nested_keys, next_key, path_of
+from torchrl_lightning.keys import INPUTS, IS_INIT, NEXT, TARGETS
 from torchrl_lightning.ranges import boolean
 
-IS_RESET = ("next", "is_init")
+IS_RESET = (NEXT, IS_INIT)
 
 
 class DynamicsTargets(Transform):
@@ -172,8 +173,8 @@ class DynamicsTargets(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add ``inputs``, ``targets`` and, if asked for, ``terminated`` to a batch."""
-        tensordict.set("inputs", self.inputs(tensordict))
-        tensordict.set("targets", self.target_scaler(self.raw_targets(tensordict)))
+        tensordict.set(INPUTS, self.inputs(tensordict))
+        tensordict.set(TARGETS, self.target_scaler(self.raw_targets(tensordict)))
         if self.has_terminated:
             tensordict.set("terminated", self.terminated(tensordict))
         return tensordict

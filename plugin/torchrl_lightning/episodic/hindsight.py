@@ -12,10 +12,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import entry_of, nested_key, next_key
+from torchrl_lightning.keys import DONE, TERMINATED, TRUNCATED
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
-TERMINATED, TRUNCATED, DONE = ("next", "terminated"), ("next", "truncated"), ("next", "done")
 NEAR = 0.05
 GoalFunction = Callable[[Any, Any, dict[str, Any]], Any]
 """As ``compute_reward`` of a goal environment: of achieved and desired goals, ``[n, ...]`` each, and an empty info."""

@@ -23,6 +23,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.keys import DONE, IS_INIT, REWARD, STEP_TYPE, TERMINATED
 from torchrl_lightning.replay.episode_index import Flags, flag_of
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.trust import Nameable
@@ -42,10 +43,10 @@ class StepLayout(Nameable):
         time_steps: whether a row is a time step, with the reward of the transition into it.
     """
 
-    reward: NestedKey = ("next", "reward")
-    done: NestedKey = ("next", "done")
-    init: NestedKey = "is_init"
-    terminated: NestedKey = ("next", "terminated")
+    reward: NestedKey = REWARD
+    done: NestedKey = DONE
+    init: NestedKey = IS_INIT
+    terminated: NestedKey = TERMINATED
     time_steps: bool = False
 
     def terminates(self, value: Tensor) -> Flags:
@@ -60,7 +61,7 @@ class StepLayout(Nameable):
 
 
 TRANSITIONS = StepLayout()
-TIME_STEPS = StepLayout("reward", "step_type", "step_type", "discount", time_steps=True)
+TIME_STEPS = StepLayout(REWARD[-1], STEP_TYPE, STEP_TYPE, "discount", time_steps=True)
 
 
 class TimeStepWriter(RingWriter):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_lightning.entries import entry_of, join, keyed_leaves, path_of
 from torchrl_lightning.estimators import discounted_returns, gae
+from torchrl_lightning.keys import DONE, FINISHED, REWARD, TERMINATED, TRUNCATED
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
 from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
@@ -24,10 +25,7 @@ from torchrl_lightning.replay.rows import vector
 from torchrl_lightning.rollout.advantages import AdvantageTransform, GeneralizedAdvantages, flags
 from torchrl_lightning.rollout.gae import GAEBuffer
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, value_keys
-from torchrl_lightning.rollout.writer import DONE, REWARD, TERMINATED
 from torchrl_lightning.state import check_state, flag, mapping, whole
-
-TRUNCATED, FINISHED = ("next", "truncated"), "finished"
 
 logger = logging.getLogger(__name__)
 

@@ -10,19 +10,20 @@ from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.keys import ADVANTAGE, LOG_PROB, NEXT, OBSERVATION, REWARD, TARGET, TERMINATED, VALUE
 from torchrl_lightning.replay.rows import flag, vector
 
 STEP = ("obs", "next_obs", "act", "rew", "done", "truncated")
 COLUMNS: dict[str, NestedKey] = {
-    "obs": "observation",
-    "obs2": ("next", "observation"),
+    "obs": OBSERVATION,
+    "obs2": (NEXT, OBSERVATION),
     "act": "action",
-    "rew": ("next", "reward"),
-    "done": ("next", "terminated"),
-    "ret": "value_target",
-    "adv": "advantage",
-    "val": "state_value",
-    "logp": "action_log_prob",
+    "rew": REWARD,
+    "done": TERMINATED,
+    "ret": TARGET,
+    "adv": ADVANTAGE,
+    "val": VALUE,
+    "logp": LOG_PROB,
 }
 """The documented names of a batch, and the keys they stand for."""
 

@@ -15,9 +15,9 @@ from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.keys import BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, build_head
 from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
-from torchrl_lightning.learn.trunks import FEATURES
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
 
@@ -124,8 +124,7 @@ def linear_head(network: Network, features: int, size: int) -> nn.Module:
 def observation_entries(specs: Any) -> tuple[list[Any], list[TensorSpec]]:
     """Return the observation's sorted keys and leaf specs without bookkeeping entries; a ValueError if none is left."""
     leaves = dict(specs.observation.items(include_nested=True, leaves_only=True))
-    skip = {"is_init", "recurrent_state", "step_count"}
-    keys = sorted((key for key in leaves if path_of(key)[0] not in skip), key=str)
+    keys = sorted((key for key in leaves if path_of(key)[0] not in BOOKKEEPING), key=str)
     if not keys:
         raise ValueError(f"the observation spec has no entries: {specs.observation}")
     return keys, [leaves[key] for key in keys]

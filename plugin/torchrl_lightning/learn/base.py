@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
+from torchrl_lightning.keys import INTRINSIC_TARGET, INTRINSIC_VALUE, TARGET, VALUE
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.losses import DISTANCES, critic_loss, standardized
@@ -28,7 +29,7 @@ from torchrl_lightning.ranges import boolean, one_of, optional, positive
 logger = logging.getLogger(__name__)
 
 STATE = "on_policy"
-_TARGETS = {"state_value": "value_target", "intrinsic_state_value": "intrinsic_value_target"}
+_TARGETS = {VALUE: TARGET, INTRINSIC_VALUE: INTRINSIC_TARGET}
 
 
 class ActorCriticModule(AgentModule):

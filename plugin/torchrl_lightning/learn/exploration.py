@@ -11,7 +11,8 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from torchrl_lightning.learn.trunks import FEATURES, RecurrentTrunk
+from torchrl_lightning.keys import FEATURES
+from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 DETERMINISTIC = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 

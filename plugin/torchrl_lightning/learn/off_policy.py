@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
 from torchrl_lightning.learn.exploration import ExploringPolicy
@@ -29,7 +30,6 @@ from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
 # Input of networks behind a memory; not ``features``, which their own trunks write.
-REMEMBERED = "remembered"
 Terms = dict[str, Tensor]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.entries import REPLAYED
+from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss

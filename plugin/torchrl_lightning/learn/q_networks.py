@@ -12,12 +12,12 @@ from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
+from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.learn.transitions import Entries
-from torchrl_lightning.learn.trunks import FEATURES
 
 
 class DuelingHead(nn.Module):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
+from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, action_name, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
-from torchrl_lightning.learn.trunks import FEATURES
 
 DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
 LOG_STD_RANGE = (-20.0, 2.0)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchrl.modules import GRUModule, LSTMModule, recurrent_mode
 
 from torchrl_lightning.entries import next_key
-
-FEATURES = "features"
+from torchrl_lightning.keys import FEATURES
 
 
 class Trunk(TensorDictModuleBase):

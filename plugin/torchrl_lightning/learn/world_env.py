@@ -13,10 +13,9 @@ from torchrl.envs.model_based import ModelBasedEnvBase
 
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import entry_of
+from torchrl_lightning.keys import MEMBER
 from torchrl_lightning.learn.world_models import WorldModel
 from torchrl_lightning.parts import OwnSignature
-
-MEMBER = "member"
 
 
 class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):

@@ -13,10 +13,11 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import Path, join, nested_key, next_key, path_of
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
+from torchrl_lightning.keys import REWARD, TERMINATED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, fill_values, require, value_keys
-from torchrl_lightning.rollout.writer import REWARD, TERMINATED, check_flags, time_axis, time_major
+from torchrl_lightning.rollout.writer import check_flags, time_axis, time_major
 
 
 class AdvantageTransform(Transform):

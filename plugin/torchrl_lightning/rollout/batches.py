@@ -11,7 +11,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import REPLAYED, Tree, next_key, path_of
+from torchrl_lightning.entries import Tree, next_key, path_of
+from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.ranges import integer
 
 NAMES = (None, "time")

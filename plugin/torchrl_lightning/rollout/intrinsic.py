@@ -14,11 +14,10 @@ from torch import Tensor
 from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.entries import nested_keys
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
+from torchrl_lightning.keys import NORMALIZED_REWARD
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.rollout.advantages import AdvantageTransform, log_probs
-
-NORMALIZED = ("next", "normalized_intrinsic_reward")
 
 
 class IntrinsicReturns(AdvantageTransform):
@@ -89,11 +88,11 @@ class IntrinsicReturns(AdvantageTransform):
             raise KeyError(f"{self.reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
         if self.normalize:
             reward = self.normalizer.normalize(reward, env_ids(rollout, time_dim=0))
-        rollout.set(NORMALIZED, reward)
+        rollout.set(NORMALIZED_REWARD, reward)
 
     def reward(self, rollout: TensorDictBase) -> Tensor:
         """Return the normalised intrinsic reward."""
-        reward: Tensor = rollout.get(NORMALIZED)
+        reward: Tensor = rollout.get(NORMALIZED_REWARD)
         return reward
 
     def advantages(

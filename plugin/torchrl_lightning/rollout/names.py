@@ -11,26 +11,44 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import next_key, path_of
+from torchrl_lightning.keys import (
+    ACTION,
+    ADVANTAGE,
+    INTRINSIC_ADVANTAGE,
+    INTRINSIC_REWARD,
+    INTRINSIC_TARGET,
+    INTRINSIC_VALUE,
+    IS_INIT,
+    LOG_PROB,
+    OBSERVATION,
+    RECURRENT_STATE,
+    REPEATED,
+    REWARD,
+    TARGET,
+    TERMINATED,
+    TRUNCATED,
+    VALUE,
+)
 
 DOCUMENTED: dict[str, NestedKey] = {
-    "Observation": "observation",
-    "RecurrentHiddenStates": "recurrent_state",
-    "Done": ("next", "terminated"),
-    "Action": "action",
-    "Reward": ("next", "reward"),
-    "IntrinsicReward": ("next", "intrinsic_reward"),
-    "ExternalReturn": "value_target",
-    "IntrinsicReturn": "intrinsic_value_target",
-    "Value": "state_value",
-    "IntrinsicValue": "intrinsic_state_value",
-    "LogProbability": "action_log_prob",
-    "Advantage": "advantage",
-    "IntrinsicAdvantage": "intrinsic_advantage",
+    "Observation": OBSERVATION,
+    "RecurrentHiddenStates": RECURRENT_STATE,
+    "Done": TERMINATED,
+    "Action": ACTION,
+    "Reward": REWARD,
+    "IntrinsicReward": INTRINSIC_REWARD,
+    "ExternalReturn": TARGET,
+    "IntrinsicReturn": INTRINSIC_TARGET,
+    "Value": VALUE,
+    "IntrinsicValue": INTRINSIC_VALUE,
+    "LogProbability": LOG_PROB,
+    "Advantage": ADVANTAGE,
+    "IntrinsicAdvantage": INTRINSIC_ADVANTAGE,
 }
 """The 13 documented names. ``Done`` means terminated; an optional ``Truncated`` refines it."""
 
 WITH_SUCCESSORS = ("Observation", "RecurrentHiddenStates", "Value", "IntrinsicValue")
-REFINEMENTS: dict[str, NestedKey] = {"Truncated": ("next", "truncated"), "EpisodeStart": "is_init"}
+REFINEMENTS: dict[str, NestedKey] = {"Truncated": TRUNCATED, "EpisodeStart": IS_INIT}
 FLAGS = {"Done", "NextDone", "Truncated", "NextTruncated", "EpisodeStart"}
 COLUMNS = {*FLAGS, "Reward", "IntrinsicReward", "Value", "IntrinsicValue", "NextValue", "NextIntrinsicValue"}
 KNOWN = sorted({*DOCUMENTED, *FLAGS, *(f"Next{name}" for name in WITH_SUCCESSORS)})
@@ -114,7 +132,7 @@ def to_documented(data: TensorDictBase, keys: Mapping[str, NestedKey] = DOCUMENT
     names = {**keys, **{f"Next{name}": key_of(f"Next{name}", keys) for name in WITH_SUCCESSORS}, **REFINEMENTS}
     following = data.get("next", None)
     taken = {path_of(key)[0] for key in (*keys.values(), *REFINEMENTS.values())}
-    rest = taken - {"observation"} | {"collector", "done", "terminated", "truncated"}
+    rest = taken - {OBSERVATION} | set(REPEATED)
     observed = [] if following is None else [key for key in data.keys() if key in following.keys() and key not in rest]  # noqa: SIM118
     parts = [] if observed == ["observation"] else observed
     out: dict[str, Any] = {}

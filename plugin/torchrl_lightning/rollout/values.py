@@ -14,11 +14,11 @@ from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._modules import EvaluationMode, device_of
 from torchrl_lightning.entries import join, keyed_leaves, next_key, to_tensordict, under
+from torchrl_lightning.keys import DONE, RECURRENT_STATE, TERMINATED
 from torchrl_lightning.rollout.batches import device_in, sequences
 from torchrl_lightning.rollout.storage import flatten_tree, gather
-from torchrl_lightning.rollout.writer import DONE, TERMINATED
 
-RECURRENT_KEYS: tuple[NestedKey, ...] = ("recurrent_state",)
+RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 
 
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:

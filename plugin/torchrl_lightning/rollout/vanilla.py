@@ -14,12 +14,21 @@ from torch import Tensor
 from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.files import StateFiles
+from torchrl_lightning.keys import (
+    ADVANTAGE,
+    CURRENT_LOG_PROB,
+    INTRINSIC_ADVANTAGE,
+    INTRINSIC_TARGET,
+    NORMALIZED_REWARD,
+    REPEATED,
+    TARGET,
+)
 from torchrl_lightning.parts import OwnSignature, fresh_generator
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
 from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import AdvantageTransform, DiscountedReturns
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
-from torchrl_lightning.rollout.intrinsic import NORMALIZED, IntrinsicReturns
+from torchrl_lightning.rollout.intrinsic import IntrinsicReturns
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.reads import EstimatedReads
@@ -31,8 +40,7 @@ from torchrl_lightning.state import check_state, flag, generator, mapping
 
 Values = Tensor | Mapping[str, Tensor]
 PARTS = ("storage", "sampler", "writer")
-HIDDEN: tuple[NestedKey, ...] = ("collector", "done", "terminated", "truncated")
-RESULTS = ("advantage", "value_target", "intrinsic_advantage", "intrinsic_value_target", "current_action_log_prob")
+RESULTS = (ADVANTAGE, TARGET, INTRINSIC_ADVANTAGE, INTRINSIC_TARGET, CURRENT_LOG_PROB)
 
 
 class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, DocumentedVerbs):
@@ -293,7 +301,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, Documented
         units = rollout.shape[1] if whole else rollout.numel()
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
         self.estimated()
-        hidden = [*HIDDEN, *(next_key(key) for key in self.computed_keys)]
+        hidden = [*REPEATED, *(next_key(key) for key in self.computed_keys)]
         tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
         source = to_tensordict(tree, rollout.batch_size) if whole else None
 
@@ -320,7 +328,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, Documented
     @property
     def result_keys(self) -> list[NestedKey]:
         """Entries that the estimates write, by their configured names."""
-        return [*RESULTS, NORMALIZED, self.advantage_key, self.value_target_key]
+        return [*RESULTS, NORMALIZED_REWARD, self.advantage_key, self.value_target_key]
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -385,7 +393,7 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, Documented
         Raises:
             KeyError: the rollout has no intrinsic rewards.
         """
-        if NORMALIZED in self.rollout.keys(include_nested=True):
+        if NORMALIZED_REWARD in self.rollout.keys(include_nested=True):
             return
         self.intrinsic.normalize = self.normalize_intrinsic
         self.intrinsic.normalize_rewards(self.rollout)

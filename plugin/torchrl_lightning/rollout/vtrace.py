@@ -11,13 +11,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import nested_key
+from torchrl_lightning.keys import POLICY_VERSION
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction, optional, positive
 from torchrl_lightning.rollout.advantages import VTraceAdvantages, check_behaviour
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, current_log_prob, require
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
-
-POLICY_VERSION = ("collector", "policy_version")
 
 
 def _threshold(value: float, name: str) -> float:

@@ -20,13 +20,9 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
+from torchrl_lightning.keys import DONE, REWARD, TERMINATED, VALID
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import check_state, whole
-
-REWARD: NestedKey = ("next", "reward")
-DONE = ("next", "done")
-TERMINATED = ("next", "terminated")
-MASK = ("collector", "mask")
 
 
 class RolloutWriter(WriterBase):
@@ -183,10 +179,10 @@ class RolloutWriter(WriterBase):
         if storage.num_envs is not None and envs != storage.num_envs:
             raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
         check_flags(data)
-        mask = data.get(MASK, None)
+        mask = data.get(VALID, None)
         if mask is not None and not bool(mask.all()):
             raise ValueError(
-                f"{MASK!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
+                f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
                 "unsplit batches (split_trajs=False)."
             )
         schema = describe(data, batch_dims)

@@ -1,0 +1,80 @@
+"""The names of all entries of a run, for every room: what the environment's observations must not be called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NEXT = "next"
+OBSERVATION = "observation"
+
+# What a step is.
+ACTION, LOG_PROB, IS_INIT, RECURRENT_STATE = "action", "action_log_prob", "is_init", "recurrent_state"
+FLAGS = ("done", "terminated", "truncated")
+REWARD = (NEXT, "reward")
+DONE, TERMINATED, TRUNCATED = ((NEXT, flag) for flag in FLAGS)
+COLLECTOR = "collector"
+ENV_IDS, TRAJ_IDS, VALID, POLICY_VERSION = (
+    (COLLECTOR, name) for name in ("env_ids", "traj_ids", "mask", "policy_version")
+)
+DEMO = "demo"
+# Which steps were replayed, such as a demonstration's: neither the policy nor the environment made them.
+REPLAYED, DEMO_ACTION, DEMO_SERIAL = ((DEMO, name) for name in ("mask", "action", "serial"))
+
+# TorchRL's transforms write these beside the observations; no network should read them as observations.
+BOOKKEEPING = (IS_INIT, "step_count", RECURRENT_STATE)
+# What repeats the step before, or serves bookkeeping alone.
+REPEATED = (COLLECTOR, *FLAGS)
+
+# What estimators make of a rollout.
+VALUE, TARGET, ADVANTAGE = "state_value", "value_target", "advantage"
+INTRINSIC_REWARD, NORMALIZED_REWARD = (NEXT, "intrinsic_reward"), (NEXT, "normalized_intrinsic_reward")
+INTRINSIC_VALUE, INTRINSIC_TARGET = "intrinsic_state_value", "intrinsic_value_target"
+INTRINSIC_ADVANTAGE, CURRENT_LOG_PROB = "intrinsic_advantage", "current_action_log_prob"
+FINISHED = "finished"
+
+# What comes with a batch.
+INDEX, MASK, WEIGHT, TD_ERROR, SOURCE = "index", "mask", "priority_weight", "td_error", "source"
+STAMPS = ("write_position", "write_generation", "importance_weights")
+FOLDED = ("steps_to_next_obs", "gamma")
+RETURN, STEP_TYPE = "discounted_return", "step_type"
+INPUTS, TARGETS = "inputs", "targets"
+
+# What networks and models hand on within a TensorDict.
+FEATURES, ACTION_VALUE, MEMBER, REMEMBERED = "features", "action_value", "member", "remembered"
+# And TorchRL's, in the same TensorDicts.
+TORCHRL = ("_reset", "episode_reward", "sample_log_prob", "chosen_action_value", "logits", "loc", "scale")
+
+RESERVED = frozenset(
+    {
+        *(NEXT, ACTION, LOG_PROB, REWARD[-1], *BOOKKEEPING, *REPEATED, DEMO),
+        *(VALUE, TARGET, ADVANTAGE, INTRINSIC_REWARD[-1], NORMALIZED_REWARD[-1]),
+        *(INTRINSIC_VALUE, INTRINSIC_TARGET, INTRINSIC_ADVANTAGE, CURRENT_LOG_PROB, FINISHED),
+        *(INDEX, MASK, WEIGHT, TD_ERROR, SOURCE, *STAMPS, *FOLDED, RETURN, STEP_TYPE, INPUTS, TARGETS),
+        *(FEATURES, ACTION_VALUE, MEMBER, REMEMBERED, *TORCHRL),
+    }
+)
+"""Names at the root of a TensorDict, or under ``"next"``, that are a run's own."""
+
+
+def check_observed(names: Iterable[str]) -> None:
+    """Refuse, by a ValueError, entries of an observation that are named as a run's own.
+
+    Example:
+        >>> check_observed(["observation", "gamma"])
+        Traceback (most recent call last):
+        ValueError: the environment observes 'gamma', but a run keeps an entry of its own under this name, which would \
+overwrite it. Give it another name by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \
+data.env.rename=...), or leave it out by its drop=.
+    """
+    if taken := sorted(RESERVED.intersection(names)):
+        mend = ", ".join(f"{name}: last_{name.removeprefix('_')}" for name in taken)
+        own, one = (
+            ("entries of its own under these names", "them")
+            if taken[1:]
+            else ("an entry of its own under this name", "it")
+        )
+        raise ValueError(
+            f"the environment observes {', '.join(map(repr, taken))}, but a run keeps {own}, which would overwrite "
+            f"{one}. Give {one} another name by rename={{{mend}}} of an EnvironmentRecipe (in a command, env=recipe "
+            f"data.env.rename=...), or leave {one} out by its drop=."
+        )

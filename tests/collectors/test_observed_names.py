@@ -1,0 +1,185 @@
+"""Entries of an observation that are named as a run's own are refused, and renamed by the recipe."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torchrl.envs import GymWrapper
+
+from torchrl_lightning import (
+    AsynchronousCollector,
+    EnvironmentRecipe,
+    GymnasiumCollector,
+    OnPolicyDataModule,
+    environment_specs,
+    play_episodes,
+)
+from torchrl_lightning.collectors import make_environment
+from torchrl_lightning.datamodules.arguments import environment_fields
+from torchrl_lightning.keys import RESERVED
+from torchrl_lightning.rollout import GAEBuffer
+
+SEEN = spaces.Box(-100, 100, (2,), np.float32)
+
+
+class Telling(gym.Env[Any, Any]):
+    """Rewards each step with 1, and shows 77 under a name."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, name: str = "reward", nested: bool = False) -> None:
+        self.name, self.nested = name, nested
+        entry = spaces.Dict({"here": SEEN}) if nested else SEEN
+        self.observation_space = spaces.Dict({"observation": SEEN, name: entry})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self._seen(), 1.0, False, self.steps == 3, {}
+
+    def _seen(self) -> Any:
+        told = np.full(2, 77, np.float32)
+        return {"observation": np.full(2, self.steps, np.float32), self.name: {"here": told} if self.nested else told}
+
+
+def ready(name: str) -> SyncVectorEnv:
+    return SyncVectorEnv([partial(Telling, name)] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def torchrl(name: str, nested: bool = False) -> GymWrapper:
+    return GymWrapper(Telling(name, nested), categorical_action_encoding=True)
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_a_name_of_ours_is_refused_with_what_mends_it(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"observes '{name}', .*rename={{{name}: last_{name.strip('_')}}}"):
+        environment_specs(ready(name))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: environment_specs(make_environment(EnvironmentRecipe(Telling))),
+        lambda: OnPolicyDataModule(Telling, buffer=partial(GAEBuffer, 8), num_envs=2, frames_per_batch=16).specs,
+        lambda: (
+            OnPolicyDataModule(
+                ready("reward"), eval_env=Telling, buffer=partial(GAEBuffer, 8), num_envs=2, frames_per_batch=16
+            ).specs
+        ),
+        lambda: GymnasiumCollector(Telling, frames_per_batch=4).rollout(),
+        lambda: AsynchronousCollector(Telling, num_workers=1, frames_per_batch=4).specs,
+        lambda: play_episodes(Telling, None, 1),
+        lambda: environment_specs(make_environment(partial(torchrl, "is_init"), 2)),
+        lambda: environment_specs(make_environment(partial(torchrl, "gamma"), 2)),
+        lambda: environment_specs(make_environment(partial(torchrl, "demo", nested=True), 2)),
+        lambda: make_environment(partial(torchrl, "reward"), 2),
+        lambda: make_environment(EnvironmentRecipe(partial(torchrl, "done")), 2),
+    ],
+)
+def test_every_way_to_read_specs_refuses(read: Any) -> None:
+    with pytest.raises(ValueError, match=r"rename="):
+        read()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["reward", "action", "is_init", "done", "next", "index"])
+def test_a_renamed_entry_is_an_observation_and_the_run_keeps_its_own(name: str, nested: bool) -> None:
+    recipe = EnvironmentRecipe(Telling, {"name": name, "nested": nested}, rename={name: "told"})
+    collector = GymnasiumCollector(pickle.loads(pickle.dumps(recipe)), num_envs=2, frames_per_batch=16)
+    batch = collector.rollout()
+    collector.shutdown()
+    told = ("told", "here") if nested else "told"
+    assert sorted(collector.specs.observation.keys()) == ["observation", "told"]
+    for part in (batch, batch["next"]):
+        assert (part[told] == 77).all()
+    assert (batch["next", "reward"] == 1).all()
+    assert batch["is_init"].sum() == 6
+    assert play_episodes(recipe, lambda step: step.set("action", torch.zeros(len(step), dtype=torch.int64)), 2)[
+        "episode_return"
+    ].tolist() == [3.0, 3.0]
+    assert environment_fields(recipe)["rename"] == {name: "told"}
+
+
+@pytest.mark.parametrize("name", ["is_init", "gamma", "action", "step_count", "_reset"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_torchrls_environments_rename_too(name: str, nested: bool) -> None:
+    recipe = EnvironmentRecipe(partial(torchrl, name, nested), rename={name: "told"}, keep=["observation", name])
+    env = make_environment(recipe, 2)
+    told = ("told", "here") if nested else "told"
+    assert environment_specs(env).keys == ["observation", told]
+    rollout = env.rollout(3)
+    assert (rollout[told] == 77).all()
+    assert (rollout["next", told] == 77).all()
+    env.close()
+
+
+def test_names_are_those_before_and_what_follows_sees_the_new_ones() -> None:
+    recipe = EnvironmentRecipe(Telling, keep=["reward"], rename={"reward": "told"})
+    assert list(recipe().observation_space.spaces) == ["told"]
+    swapped = EnvironmentRecipe(partial(Telling, "other"), rename={"other": "observation", "observation": "other"})()
+    first, _ = swapped.reset()
+    assert first["observation"][0] == 77
+    assert first["other"][0] == 0
+    assert EnvironmentRecipe(Telling, rename={"reward": "told"}, flatten=True)().observation_space.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (
+            lambda: EnvironmentRecipe(Telling, rename={"rewrd": "told"})(),
+            ValueError,
+            r"rename=.*\['rewrd'\].*not there",
+        ),
+        (
+            lambda: EnvironmentRecipe(Telling, drop=["reward"], rename={"reward": "told"})(),
+            ValueError,
+            r"rename=.*\['reward'\].*not there; the environment observes \['observation'\]",
+        ),
+        (
+            lambda: EnvironmentRecipe(Telling, rename={"reward": "observation"})(),
+            ValueError,
+            "two entries.*'observation'",
+        ),
+        (lambda: EnvironmentRecipe("A-v0", rename={"a": "c", "b": "c"}), ValueError, "two entries.*'c'"),
+        (lambda: EnvironmentRecipe("A-v0", rename={"reward": "gamma"}), ValueError, "'gamma'.*keeps"),
+        (lambda: EnvironmentRecipe("A-v0", rename={"reward": 3}), TypeError, "rename=.*names"),
+        (lambda: EnvironmentRecipe("A-v0", rename=["reward"]), TypeError, "rename=.*names"),
+        (lambda: EnvironmentRecipe("CartPole-v1", rename={"a": "b"})(), ValueError, "rename=.*entries of a Dict"),
+        (
+            lambda: EnvironmentRecipe(partial(torchrl, "gamma"), rename={"gama": "told"})(),
+            ValueError,
+            r"rename=.*\['gama'\].*not there",
+        ),
+        (
+            lambda: EnvironmentRecipe(partial(torchrl, "gamma"), rename={"gamma": "observation"})(),
+            ValueError,
+            "two entries.*'observation'",
+        ),
+        (
+            lambda: EnvironmentRecipe(partial(torchrl, "next"), rename={"next": "told"})(),
+            ValueError,
+            "within the environment",
+        ),
+        (
+            lambda: EnvironmentRecipe(partial(torchrl, "step_count"), rename={"step_count": "told"}, time_limit=3)(),
+            ValueError,
+            "time_limit=3 .*step_count",
+        ),
+    ],
+)
+def test_a_renaming_that_does_not_fit_is_named(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
