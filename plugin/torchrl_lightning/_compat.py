@@ -199,6 +199,11 @@ class StorageBase(OwnFiles, LazyTensorStorage):
         self.clear()
 
 
+def attached(storage: Any) -> Iterator[Any]:
+    """Yield what is attached to a storage, to hear of what is written."""
+    yield from storage._attached_entities_iter()
+
+
 class WriterBase(StateFiles, Writer):
     """``Writer`` with its private hooks under public names."""
 
@@ -221,7 +226,7 @@ class WriterBase(StateFiles, Writer):
 
     def notify(self, index: Tensor) -> None:
         """Tell every entity attached to the storage which cells were written."""
-        for entity in self._storage._attached_entities_iter():
+        for entity in attached(self._storage):
             entity.mark_update(index)
 
     def clear(self, empty_write_count: bool = True) -> None:

@@ -58,7 +58,8 @@ def steps(count: int) -> dict[str, Any]:
 def ours(data: dict[str, Any], count: int) -> ExperienceBuffer:
     now, after = ({key: torch.from_numpy(value) for key, value in data[name].items()} for name in ("now", "after"))
     done = torch.from_numpy(data["done"]).unsqueeze(1)
-    after |= {"reward": -torch.ones(count, 1), "done": done, "truncated": done, "terminated": torch.zeros_like(done)}
+    reward = torch.from_numpy(Goals().compute_reward(data["after"]["achieved_goal"], data["after"]["desired_goal"], {}))
+    after |= {"reward": reward.unsqueeze(1), "done": done, "truncated": done, "terminated": torch.zeros_like(done)}
     buffer = ExperienceBuffer(storage=RingStorage(count), transform=HindsightRelabel(0.8), batch_size=BATCH)
     buffer.extend(TensorDict({**now, "action": torch.from_numpy(data["action"]), "next": after}, [count]))
     return buffer

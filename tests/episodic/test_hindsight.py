@@ -102,8 +102,8 @@ def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
     done = torch.zeros_like(place, dtype=torch.bool)
     done[torch.tensor(lengths).cumsum(0) - 1] = True
     goals = torch.full_like(place, goal)
-    after = {"achieved_goal": place + 1, "desired_goal": goals, "reward": goals, "done": done, "terminated": done}
-    after["truncated"] = torch.zeros_like(done)
+    after = {"achieved_goal": place + 1, "desired_goal": goals, "reward": -torch.ones_like(place), "done": done}
+    after |= {"terminated": torch.zeros_like(done), "truncated": done}
     return TensorDict({"achieved_goal": place, "desired_goal": goals, "next": after}, [len(place)])
 
 
@@ -137,7 +137,7 @@ def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
     batch = buffer.sample()
     relabelled = batch["desired_goal"].squeeze(-1) != -5
     assert abs(int(relabelled.sum()) - 2500) < 5 * (10_000 * 0.25 * 0.75) ** 0.5
-    assert (batch["next", "reward"].squeeze(-1)[~relabelled] == -5).all()
+    assert (batch["next", "reward"].squeeze(-1)[~relabelled] == -1).all()
     reached = batch["next", "achieved_goal"] == batch["desired_goal"]
     assert torch.equal(batch["next", "reward"][relabelled], reached[relabelled].float() - 1)
     assert torch.equal(batch["next", "desired_goal"], batch["desired_goal"])
@@ -202,6 +202,7 @@ def test_goals_may_be_made_of_whole_observations():
     buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=50)
     data = walk([6]).exclude("achieved_goal", ("next", "achieved_goal"))
     data["state"], data["next", "state"] = torch.rand(6, 2), torch.rand(6, 2)
+    data["next", "reward"] = torch.ones(6, 1)  # all are above their goal
     buffer.extend(data)
     batch = buffer.sample()
     assert torch.isin(batch["desired_goal"], data["next", "state"][:, 1:]).all()
@@ -250,6 +251,7 @@ def test_what_cannot_be_relabelled_is_refused():
         transform(walk([4]))
     with pytest.raises(KeyError, match=r"HindsightRelabel needs the entry .*desired_goal"):
         transform(walk([4]).exclude("desired_goal").set("index", torch.arange(4)))
-    transform.compute_reward = lambda achieved, desired, info: torch.zeros(3)
+    three = HindsightRelabel(1.0, compute_reward=lambda achieved, desired, info: torch.zeros(3))
+    ExperienceBuffer(storage=RingStorage(32), transform=three).extend(walk([4]))
     with pytest.raises(ValueError, match=r"is \[4, 1\], got \[3\]"):
-        transform(walk([4]).set("index", torch.arange(4)))
+        three(walk([4]).set("index", torch.arange(4)))

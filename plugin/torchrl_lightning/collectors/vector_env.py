@@ -85,7 +85,7 @@ def make_vector_env(
             )
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
-    factory = _SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
+    factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
         factories = [_CheckedFactory(factory, index) for index in range(num_envs)]
@@ -172,7 +172,7 @@ class NoGymnasiumEnvironmentError(TypeError):
         self.env = env
 
 
-class _SingleEnv:
+class SingleEnv:
     """A factory of one environment; a class rather than a closure, so that it can be pickled for another process."""
 
     def __init__(
@@ -184,6 +184,7 @@ class _SingleEnv:
         self.env, self.kwargs, self.wrappers = env, kwargs, wrappers
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
+        """Make it."""
         try:
             env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
         except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
@@ -209,7 +210,7 @@ class _SingleEnv:
 class _CheckedFactory:
     """A factory of an environment that runs in a process of its own."""
 
-    def __init__(self, factory: _SingleEnv, index: int) -> None:
+    def __init__(self, factory: SingleEnv, index: int) -> None:
         self.factory, self.index = factory, index
 
     def __call__(self) -> gymnasium.Env[Any, Any]:

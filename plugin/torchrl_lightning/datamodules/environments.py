@@ -16,6 +16,7 @@ from torchrl_lightning.collectors import (
     environment_specs,
     make_environment,
 )
+from torchrl_lightning.collectors.goals import EnvironmentGoals
 from torchrl_lightning.collectors.vector_env import vectorization_of
 from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
 
@@ -43,6 +44,8 @@ class RunEnvironments:
         self._eval_env_given = eval_env is not None
         self._built: VectorEnv | EnvBase | None = None
         self._specs: EnvironmentSpecs | None = None
+        self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
+        """What the environment says of goals, by one of its own."""
 
     @property
     def specs(self) -> EnvironmentSpecs:
@@ -96,6 +99,7 @@ class RunEnvironments:
 
     def close(self) -> None:
         """Close what was built here: a ready environment is closed by whoever made it."""
+        self.goals.close()
         env, self._built = self._built, None
         if env is not None and env is not self.env:
             close_environment(env)

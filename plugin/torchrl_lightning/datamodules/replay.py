@@ -31,6 +31,7 @@ from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, one_of, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.replay.episode_transform import tell
 from torchrl_lightning.replay.prepared import PreparedRows
 from torchrl_lightning.updates import UpdateBatches
 
@@ -188,6 +189,7 @@ class ReplayDataModule(ExperienceDataModule):
         super().setup(stage)
         if stage == "fit":
             self.buffer = self._any_buffer(trial=False)
+            tell(self.buffer.transform, self._environments.goals)
             check_discount(self.buffer, self._learner)  # one that was built for another learner's fit
             self._normalization.gamma = discount_of(self._learner, self.buffer)
             if self.trainer is not None:

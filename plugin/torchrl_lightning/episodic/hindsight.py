@@ -11,14 +11,19 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning._compat import attached
+from torchrl_lightning.collectors.goals import EnvironmentGoals, GoalFunction
 from torchrl_lightning.entries import entry_of, nested_key, next_key
+from torchrl_lightning.episodic.goal_functions import EnvironmentFunction, GivenFunction, check_recomputed, is_near
+from torchrl_lightning.episodic.returns import EpisodicReturn
+from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
 from torchrl_lightning.keys import DONE, TERMINATED, TRUNCATED
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
-NEAR = 0.05
-GoalFunction = Callable[[Any, Any, dict[str, Any]], Any]
-"""As ``compute_reward`` of a goal environment: of achieved and desired goals, ``[n, ...]`` each, and an empty info."""
+Function = EnvironmentFunction | GivenFunction
+_Functions = tuple[Function, Function | None, dict[str, float]]
+"""Of rewards and of flags, and the returns of other goals by their names."""
 
 
 class HindsightRelabel(EpisodeTransform):
@@ -34,21 +39,30 @@ class HindsightRelabel(EpisodeTransform):
     What is achieved after a step is read under ``"next"``; where the stored steps have no such entry, they are time
     steps as of dm_env, whose reward is that of the step before, and what is achieved stands beside the goal.
 
+    Rewards come from the environment's own ``compute_reward``, its wrappers' included, which a DataModule hands over
+    (:meth:`use_environment`) or ``compute_reward=env.unwrapped.compute_reward`` gives. The steps of the first batches,
+    and of ever fewer later ones, must have the rewards that it gives for their own goals. Where goals are another, a
+    stored return (:class:`EpisodicReturn`) is unknown: it is ``default_return``.
+
     Args:
         her_proportion: probability with which a sample is relabelled.
         achieved_goal_key: what a goal is read from.
         desired_goal_key: the goal, replaced also under ``"next"``.
-        reward_key: the reward.
+        reward_key: the reward; of time steps ``"reward"``, unless another is given.
         goal: makes goals of achieved entries ``[n, ...]``, where these are, for instance, whole observations.
-        compute_reward: called as ``compute_reward(achieved, desired, {})`` with goals ``[n, ...]`` or
-            ``[n, T, ...]``, e.g. that of a goal environment; 0 within a distance of 0.05 and -1 elsewhere if None.
-        compute_terminated: the same for ``("next", "terminated")``, with which ``("next", "done")`` is made again. If
-            None, both flags stay as they are stored: right where an episode goes on at the goal, or ends for reasons of
-            its own. Where it ends at the goal, give it, else a value is bootstrapped from behind the goal.
+        compute_reward: called as ``compute_reward(achieved, desired, info)`` with goals ``[n, ...]`` or
+            ``[n, T, ...]``; a method of an environment gets arrays, and single steps if it takes no other. ``info`` has
+            the observations after the step by name. If None, that of the environment; where it has none, 0 within a
+            distance of 0.05 and -1 elsewhere.
+        compute_terminated: the same for ``("next", "terminated")``, with which ``("next", "done")`` is made again (of
+            time steps, ``discount`` and ``step_type``). If None, that of the environment, if it depends on goals; else
+            flags stay as they are stored: right where an episode goes on at the goal, or ends for reasons of its own.
+            Where it ends at the goal, give it, else a value is bootstrapped from behind the goal.
 
     Raises:
         ValueError: ``her_proportion`` is no probability; when sampling: it is in no buffer, nothing tracks episodes,
-            steps are folded (``n_steps``), or a function gives another number of values than there are steps.
+            steps are folded (``n_steps``), a function gives another number of values than there are steps, or other
+            numbers for stored steps than they have.
         KeyError: when sampling: an entry is missing.
 
     Example:
@@ -82,8 +96,14 @@ class HindsightRelabel(EpisodeTransform):
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
         self.goal = goal
-        self.compute_reward = _is_near if compute_reward is None else compute_reward
-        self.compute_terminated = compute_terminated
+        self._given = {"compute_reward": _apart(compute_reward), "compute_terminated": _apart(compute_terminated)}
+        self._environment: EnvironmentGoals | None = None
+        self._functions: _Functions | None = None  # once they are needed
+        self._batches = [0, 1]  # how many there were, and which is checked next; a list, as a module's attributes cost
+
+    def use_environment(self, goals: EnvironmentGoals) -> None:
+        """Compute by an environment's functions what is not given; a DataModule hands over those of its own."""
+        self._environment, self._functions = goals, None
 
     def draw(self, count: int) -> Tensor:
         """Draw uniform numbers from [0, 1): one for each sample, then one for each that is relabelled."""
@@ -99,6 +119,11 @@ class HindsightRelabel(EpisodeTransform):
         (first_env, first), (env, last) = episodes.steps_of(places[:, 0]), episodes.steps_of(places[:, -1])
         begin, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(last), clip=False)
         is_whole = (first_env == env) & (begin.numpy() <= first) & (first <= last)
+        batches = self._batches
+        batches[0] += 1
+        if batches[0] == batches[1] and self.her_proportion:
+            batches[1] *= 2
+            self._check(tensordict)
         rows = np.flatnonzero((self.draw(len(places)).numpy() < self.her_proportion) & is_whole)
         if len(rows):
             env, last, left = env[rows], last[rows], (end.numpy() - last)[rows]
@@ -107,8 +132,7 @@ class HindsightRelabel(EpisodeTransform):
         return tensordict
 
     def _relabel(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
-        after = next_key(self.achieved_goal_key)
-        achieved_key = after if entry_of(batch, after) is not None else self.achieved_goal_key
+        achieved_key, reward_key, time_steps = self._layout(batch)
         (_, stored), *_ = self.storage.leaves(achieved_key)
         goals = self._goals(_rows(stored, cells))
         achieved = self._goals(_rows(_require(batch, achieved_key), rows))
@@ -117,20 +141,100 @@ class HindsightRelabel(EpisodeTransform):
         _replace(batch, self.desired_goal_key, rows, goals)
         if entry_of(batch, next_key(self.desired_goal_key)) is not None:
             _replace(batch, next_key(self.desired_goal_key), rows, goals)
-        _replace(batch, self.reward_key, rows, self.compute_reward(achieved, goals, {}))
-        if self.compute_terminated is not None:
-            terminated, done = (_rows(_require(batch, key), rows) for key in (TERMINATED, DONE))
-            truncated = entry_of(batch, TRUNCATED)
-            other = done & ~terminated if truncated is None else _rows(truncated, rows)
-            _replace(batch, TERMINATED, rows, self.compute_terminated(achieved, goals, {}))
-            _replace(batch, DONE, rows, _rows(_require(batch, TERMINATED), rows) | other)
+
+        def seen(name: str) -> Tensor | None:
+            entry = entry_of(batch, name if time_steps else next_key(name))
+            return None if entry is None else _rows(entry, rows)
+
+        reward, terminated, unknown = self._functions or self._computing()
+        _replace(batch, reward_key, rows, reward(achieved, goals, seen, len(steps)))
+        for key, value in unknown.items():
+            if (returns := entry_of(batch, key)) is not None:
+                batch.set(key, returns.index_fill(0, rows.to(returns.device), value))
+        if terminated is not None:
+            ends = torch.as_tensor(terminated(achieved, goals, seen, len(steps)))
+            (_end_time_steps if time_steps else _end_transitions)(batch, rows, ends)
+
+    def _computing(self) -> _Functions:
+        """Find what gives rewards and, if it does, flags: what is given, or the environment's own."""
+        reward, terminated = (self._function(name) for name in ("compute_reward", "compute_terminated"))
+        returns = {each.key: each.default_return for each in attached(self.storage) if isinstance(each, EpisodicReturn)}
+        self._functions = reward or GivenFunction(is_near), terminated, returns
+        return self._functions
+
+    def _function(self, name: str) -> Function | None:
+        given = self._given[name]
+        if given is not None and not isinstance(given, tuple):
+            return GivenFunction(given)
+        goals, called = (self._environment, name) if given is None else given
+        method = None if goals is None else goals.find(called)
+        function = None if method is None else EnvironmentFunction(method)
+        # What is given is meant, whatever it looks at.
+        return function if function is None or given is not None or function.depends_on_goals() else None
+
+    def _layout(self, batch: TensorDictBase) -> tuple[NestedKey, NestedKey, bool]:
+        """Return where achieved goals and rewards are, and whether the rows are time steps."""
+        after = next_key(self.achieved_goal_key)
+        if entry_of(batch, after) is not None:
+            return after, self.reward_key, False
+        own = self.reward_key if self.reward_key != TRANSITIONS.reward else TIME_STEPS.reward
+        return self.achieved_goal_key, own, True
+
+    def _check(self, batch: TensorDictBase) -> None:
+        """Refuse functions that do not give stored steps what they have."""
+        achieved_key, reward_key, time_steps = self._layout(batch)
+        after = entry_of(batch, next_key(self.desired_goal_key))  # by which the environment has rewarded
+        goals = _require(batch, self.desired_goal_key) if after is None else after
+        achieved = self._goals(_require(batch, achieved_key))
+
+        def seen(name: str) -> Tensor | None:
+            return entry_of(batch, name if time_steps else next_key(name))
+
+        env, position = self.episodes.steps_of(self.cells_of(batch).numpy().ravel())
+        begin, _ = self.episodes.bounds(torch.from_numpy(env), torch.from_numpy(position), clip=False)
+        # What a time step begins with was not earned.
+        counts = torch.from_numpy(begin.numpy() < position) if time_steps else torch.ones(len(env), dtype=torch.bool)
+        reward, terminated, _ = self._functions or self._computing()
+        found = {"reward": (_require(batch, reward_key), reward)}
+        if terminated is not None:
+            ends = _require(batch, TIME_STEPS.terminated) == 0 if time_steps else _require(batch, TERMINATED)
+            found["terminated"] = ends, terminated
+        for what, (stored, function) in found.items():
+            given = torch.as_tensor(function(achieved, goals, seen, batch.ndim))
+            if given.numel() == stored.numel() == len(counts):
+                check_recomputed(what, stored.flatten()[counts.to(stored.device)], given.flatten().cpu()[counts])
 
     def _goals(self, achieved: Tensor) -> Tensor:
         return achieved if self.goal is None else self.goal(achieved)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_functions": None}
 
-def _is_near(achieved: Tensor, desired: Tensor, info: dict[str, Any]) -> Tensor:
-    return (torch.linalg.vector_norm(achieved - desired, dim=-1) < NEAR).float() - 1
+
+def _apart(function: GoalFunction | None) -> Any:
+    """Return a method of an environment as its name and what makes the environment, which copies can take along."""
+    goals = None if function is None else EnvironmentGoals.of(function)
+    return function if function is None or goals is None else (goals, function.__name__)
+
+
+def _end_transitions(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
+    terminated, done = (_rows(_require(batch, key), rows) for key in (TERMINATED, DONE))
+    truncated = entry_of(batch, TRUNCATED)
+    other = done & ~terminated if truncated is None else _rows(truncated, rows)
+    _replace(batch, TERMINATED, rows, ends)
+    _replace(batch, DONE, rows, _rows(_require(batch, TERMINATED), rows) | other)
+
+
+def _end_time_steps(batch: TensorDictBase, rows: Tensor, ends: Tensor) -> None:
+    """Let time steps end an episode where they terminate, and go on where they did and do not any more."""
+    discount, kind = (_rows(_require(batch, key), rows) for key in (TIME_STEPS.terminated, TIME_STEPS.done))
+    began = kind == FIRST
+    ended = discount == 0
+    now = ends.to(kind.device).bool().view(kind.shape) & ~began
+    value = torch.where(now.view(discount.shape), 0.0, torch.where(ended, 1.0, discount))
+    goes_on = torch.where((kind == LAST) & ended.view(kind.shape), MID, kind)
+    _replace(batch, TIME_STEPS.terminated, rows, torch.where(began.view(discount.shape), discount, value))
+    _replace(batch, TIME_STEPS.done, rows, torch.where(now, LAST, goes_on))
 
 
 def _rows(entry: Tensor, rows: Tensor) -> Tensor:

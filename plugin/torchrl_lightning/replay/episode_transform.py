@@ -61,6 +61,13 @@ class EpisodeTransform(Transform):
         return copied
 
 
+def tell(transform: Any, goals: Any) -> None:
+    """Hand on what an environment says of goals to the transforms that ask for it, by a method ``use_environment``."""
+    for each in transform.modules() if isinstance(transform, nn.Module) else ():
+        if (use := getattr(each, "use_environment", None)) is not None:
+            use(goals)
+
+
 def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = None) -> None:
     """Let the transforms of a buffer read its storage; a ValueError if one of them belongs to another buffer."""
     modules = transform.modules() if isinstance(transform, nn.Module) else ()

@@ -1,0 +1,91 @@
+"""What an environment says of goals: its ``compute_reward`` and ``compute_terminated``, apart from those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import gymnasium as gym
+from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
+from torchrl.envs import EnvBase, GymWrapper
+
+from torchrl_lightning.collectors.specs import layers
+from torchrl_lightning.collectors.threads import close_environment
+from torchrl_lightning.collectors.vector_env import NoGymnasiumEnvironmentError, SingleEnv
+
+GoalFunction = Callable[[Any, Any, Any], Any]
+"""As ``compute_reward`` of a goal environment: of achieved and desired goals, and the step's info."""
+READY = (gym.Env, VectorEnv, EnvBase)
+
+
+class EnvironmentGoals:
+    """Look up an environment's functions of goals, through its wrappers.
+
+    The environment is one of its own, built when a function is looked up first, so that nothing that is stepped
+    changes. A copy, or what another process gets, takes along how it is made: no simulator is pickled.
+
+    Args:
+        source: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one.
+
+    Example:
+        >>> EnvironmentGoals("CartPole-v1").find("compute_reward") is None
+        True
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._env: Any = None
+        self._is_own = True  # built here
+
+    @classmethod
+    def of(cls, method: GoalFunction) -> Self | None:
+        """Return the goals of the environment that a bound method belongs to; None if it belongs to none."""
+        owner = getattr(method, "__self__", None)
+        if not isinstance(owner, gym.Env):
+            return None
+        goals = cls(owner if owner.spec is None else partial(gym.make, owner.spec))
+        goals._env, goals._is_own = owner, False
+        return goals
+
+    def find(self, name: str) -> GoalFunction | None:
+        """Return the outermost method of this name; None where there is none."""
+        if self._env is None:
+            self._env, self._is_own = _single(self._source), not isinstance(self._source, READY)
+            if self._is_own and isinstance(self._env, gym.Env):
+                self._env.reset(seed=0)  # some know no goal before
+        try:
+            found: GoalFunction = (
+                self._env.get_wrapper_attr(name) if isinstance(self._env, gym.Env) else getattr(self._env, name)
+            )
+        except AttributeError:
+            return None
+        return found
+
+    def close(self) -> None:
+        """Close what was built here; the next look builds it anew."""
+        env, self._env = self._env, None
+        if env is not None and self._is_own:
+            close_environment(env)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_env": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _single(source: Any) -> Any:
+    """Return one environment of a source: Gymnasium's with its wrappers, or the innermost one of TorchRL's."""
+    env = source
+    if not isinstance(source, READY):
+        try:
+            return SingleEnv(source, {}, ())()
+        except NoGymnasiumEnvironmentError as found:
+            env = found.env
+    if isinstance(env, EnvBase):
+        with layers(env) as (base, _):
+            return base._env if isinstance(base, GymWrapper) else base
+    while isinstance(env, VectorWrapper):
+        env = env.env
+    return env.envs[0] if isinstance(env, SyncVectorEnv) else env

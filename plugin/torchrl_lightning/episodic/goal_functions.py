@@ -1,0 +1,137 @@
+"""Rewards and ends of many steps, by functions that an environment computes for one or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_lightning.collectors._faults import EnvironmentFault
+from torchrl_lightning.collectors.goals import GoalFunction
+
+NEAR = 0.05
+Lookup = Callable[[str], Tensor | None]
+"""Gives the entry of this name, ``[n, ...]``, that steps ended with; None if there is none."""
+_FEW = 16  # steps by which a function shows whether it takes many at once
+
+
+class EnvironmentFunction:
+    """Call a goal environment's function with many steps at once if it takes them, as most do, else with each.
+
+    Args:
+        function: an environment's ``compute_reward`` or ``compute_terminated``.
+    """
+
+    def __init__(self, function: GoalFunction) -> None:
+        self._function = function
+        self._takes_many: bool | None = None  # until a batch has shown it
+
+    def depends_on_goals(self) -> bool:
+        """Return whether goals change what comes out, which they do not where an episode never ends at one."""
+        try:
+            self._function(object(), object(), StepInfo(lambda name: None))
+        except NotImplementedError:
+            return False
+        except Exception:  # it has looked at them
+            return True
+        return False
+
+    def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Tensor:
+        """Return one number for each step; goals have ``dims`` dimensions of steps before their own."""
+        if dims > 1:
+            reached, wanted = achieved.flatten(0, dims - 1), desired.flatten(0, dims - 1)
+            return self(reached, wanted, _flat(lookup, dims), 1).view(achieved.shape[:dims])
+        goals = achieved.numpy(force=True), desired.numpy(force=True)
+        if self._takes_many is None and len(achieved) > 1:
+            few = goals[0][:_FEW], goals[1][:_FEW]
+            rows = self._of_each(*few, lookup)
+            try:
+                many = np.asarray(self._function(*few, StepInfo(lookup, slice(_FEW))), dtype=np.float64)
+                self._takes_many = many.size == rows.size and np.allclose(many.reshape(-1), rows, equal_nan=True)
+            except Exception:  # it takes a single step
+                self._takes_many = False
+        if not self._takes_many:
+            return torch.from_numpy(self._of_each(*goals, lookup))
+        return torch.as_tensor(self._function(*goals, StepInfo(lookup, slice(None))))
+
+    def _of_each(self, achieved: Any, desired: Any, lookup: Lookup) -> Any:
+        pairs = enumerate(zip(achieved, desired, strict=True))
+        try:
+            return np.array([float(self._function(one, other, StepInfo(lookup, row))) for row, (one, other) in pairs])
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            name = getattr(self._function, "__name__", "The function")
+            raise EnvironmentFault(
+                f"{name} of the environment cannot be called with the goals of stored steps and their info: "
+                f"{type(error).__name__}: {error}. Give HindsightRelabel one that can, as compute_reward= or "
+                "compute_terminated=."
+            ) from error
+
+
+def _flat(lookup: Lookup, dims: int) -> Lookup:
+    def found(name: str) -> Tensor | None:
+        entry = lookup(name)
+        return None if entry is None else entry.flatten(0, dims - 1)
+
+    return found
+
+
+class GivenFunction:
+    """Call a function of tensors, one that a user gives."""
+
+    def __init__(self, function: GoalFunction) -> None:
+        self._function = function
+
+    def __call__(self, achieved: Tensor, desired: Tensor, lookup: Lookup, dims: int) -> Any:
+        """Return what the function gives."""
+        return self._function(achieved, desired, StepInfo(lookup))
+
+
+class StepInfo(dict[str, Any]):
+    """The info of stored steps, as far as it is stored: what their last observation shows, under its names."""
+
+    def __init__(self, lookup: Lookup, rows: Any = None) -> None:
+        self._lookup, self._rows = lookup, rows
+
+    def __missing__(self, name: str) -> Any:
+        if (entry := self._lookup(name)) is None:
+            raise EnvironmentFault(
+                f"the rewards of relabelled goals need info[{name!r}], which stored steps do not have. Show it as an "
+                f"entry of the observation named {name!r}, or give HindsightRelabel a compute_reward= without it."
+            )
+        return entry if self._rows is None else entry.numpy(force=True)[self._rows]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._lookup(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what is there under a name, or the default."""
+        return default if self._lookup(name) is None else self[name]
+
+
+def is_near(achieved: Tensor, desired: Tensor, info: Any) -> Tensor:
+    """Return 0 within a distance of 0.05, and -1 elsewhere."""
+    return (torch.linalg.vector_norm(achieved - desired, dim=-1) < NEAR).float() - 1
+
+
+def check_recomputed(what: str, stored: Tensor, found: Tensor) -> None:
+    """Refuse a function that gives stored steps other numbers than they have.
+
+    Raises:
+        EnvironmentFault: the message has both numbers.
+    """
+    expected, found = stored.double().cpu(), found.double()
+    wrong = ~torch.isclose(found, expected, rtol=1e-3, atol=1e-3)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        name = f"compute_{what}"
+        raise EnvironmentFault(
+            f"hindsight would learn from other numbers than the environment gives: of {len(found)} stored steps "
+            f"{int(wrong.sum())} have another {what} than {name} gives for their own goals, such as "
+            f"{expected[row].item():g} where it gives {found[row].item():g}. Give HindsightRelabel a {name}= that "
+            "gives what the environment does, its wrappers included."
+        )

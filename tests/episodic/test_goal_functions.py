@@ -1,0 +1,314 @@
+"""Rewards and ends of relabelled steps are those of the environment."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import GymWrapper
+
+from extras import need_extra
+from goals import Reach
+from torchrl_lightning import (
+    EnvironmentRecipe,
+    EpisodicReplayBuffer,
+    ExperienceBuffer,
+    GymnasiumCollector,
+    HindsightRelabel,
+    ReplayDataModule,
+    SequenceSampler,
+)
+from torchrl_lightning.collectors.goals import EnvironmentGoals
+from torchrl_lightning.replay.episode_transform import tell
+
+FIRST, MID, LAST = 0, 1, 2
+
+
+class Dense(Reach):
+    """Rewards with the distance, of one step alone, and ends at the goal."""
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> float:
+        return -float(np.linalg.norm(achieved - desired))
+
+    def compute_terminated(self, achieved: Any, desired: Any, info: Any) -> bool:
+        return bool(np.linalg.norm(achieved - desired) < 0.4)
+
+    def step(self, action: Any) -> Any:
+        seen, _, _, truncated, info = super().step(action)
+        functions = (self.compute_reward, self.compute_terminated)
+        reward, terminated = (each(seen["achieved_goal"], self.goal, info) for each in functions)
+        return seen, reward, terminated, truncated, info
+
+
+class Batched(Dense):
+    """The same, of many steps."""
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        return -np.linalg.norm(achieved - desired, axis=-1)
+
+
+class Endless(Reach):
+    """Has an end that no goal changes, and no reward function."""
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        raise NotImplementedError
+
+    def compute_terminated(self, achieved: Any, desired: Any, info: Any) -> bool:
+        return False
+
+
+class Costly(Batched):
+    """Shows what an action has cost in its info, and with it in its observation."""
+
+    def __init__(self, shows: bool = True) -> None:
+        super().__init__()
+        if shows:
+            cost = gym.spaces.Box(0, np.inf, (1,), np.float64)
+            self.observation_space = gym.spaces.Dict({**self.observation_space.spaces, "cost": cost})
+        self.shows, self.cost = shows, np.zeros(1)
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        return super().compute_reward(achieved, desired, info) - np.asarray(info["cost"])[..., 0]
+
+    def step(self, action: Any) -> Any:
+        self.cost = np.abs(np.asarray(action, np.float64)).sum(keepdims=True)
+        seen, _, terminated, truncated, info = Reach.step(self, action)
+        terminated = self.compute_terminated(seen["achieved_goal"], self.goal, info)
+        return (
+            seen,
+            float(self.compute_reward(seen["achieved_goal"], self.goal, info | {"cost": self.cost})),
+            terminated,
+            truncated,
+            info,
+        )
+
+    def _seen(self) -> dict[str, Any]:
+        return {**super()._seen(), **({"cost": self.cost.copy()} if self.shows else {})}
+
+
+class Heavy(Batched):
+    """A simulator that nothing can take along."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError
+
+    def __reduce__(self) -> Any:
+        raise AssertionError
+
+
+def stored(env: Any, frames: int = 200, sampler: Any = None, **options: Any) -> ExperienceBuffer:
+    """Steps of an environment at random, in a buffer that relabels them all."""
+    collector = GymnasiumCollector(env, num_envs=2, frames_per_batch=frames, seed=0)
+    transform = HindsightRelabel(1.0, **options)
+    generator = torch.Generator().manual_seed(0)
+    buffer = ExperienceBuffer(num_envs=2, sampler=sampler, transform=transform, generator=generator)
+    buffer.extend(collector.rollout())
+    collector.shutdown()
+    return buffer
+
+
+def check_against(env: Any, batch: Any, terminates: bool = False) -> None:
+    """Compare each row of a batch with what the environment gives it."""
+    after, goal = batch["next"], batch["desired_goal"].numpy()
+    for row, achieved in enumerate(after["achieved_goal"].numpy()):
+        expected = env.get_wrapper_attr("compute_reward")(achieved, goal[row], {})
+        assert after["reward"][row].item() == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+        if terminates:
+            assert bool(after["terminated"][row]) == env.get_wrapper_attr("compute_terminated")(achieved, goal[row], {})
+
+
+ROBOTS = {
+    "PointMaze_UMaze-v3": {},
+    "PointMaze_UMazeDense-v3": {"continuing_task": False},
+    "AntMaze_UMaze-v5": {},
+    "FetchReachDense-v4": {},
+    "FetchReach-v4": {},
+    "HandReach-v3": {},
+    "HandReachDense-v3": {},
+}
+
+
+@pytest.mark.parametrize("name", ROBOTS)
+def test_robots_are_rewarded_as_their_environments_do(name: str) -> None:
+    need_extra("robotics")
+    recipe = EnvironmentRecipe(f"gymnasium_robotics:{name}", ROBOTS[name], time_limit=20)
+    buffer = stored(recipe, 80)
+    tell(buffer.transform, EnvironmentGoals(recipe))
+    batch = buffer.sample(100)
+    check_against(recipe(), batch, terminates=not ROBOTS[name].get("continuing_task", True))
+
+
+@pytest.mark.parametrize("env", [Dense, Batched])
+@pytest.mark.parametrize("told", ["by the DataModule", "by a method", "by TorchRL's"])
+def test_an_environments_functions_are_used(env: type[Dense], told: str) -> None:
+    one = env()
+    if told == "by a method":
+        buffer = stored(env, compute_reward=one.compute_reward, compute_terminated=one.compute_terminated)
+    else:
+        buffer = stored(env)
+        source = env if told == "by the DataModule" else partial(GymWrapper, one)
+        tell(buffer.transform, EnvironmentGoals(source))
+    batch = buffer.sample(300)
+    check_against(one, batch, terminates=True)
+    assert 0 < batch["next", "terminated"].sum() < 300
+    truncated = batch["next", "truncated"]
+    assert torch.equal(batch["next", "done"], batch["next", "terminated"] | truncated)
+
+
+@pytest.mark.parametrize("env", [Dense, Costly])
+def test_steps_of_windows_too(env: type[Dense]) -> None:
+    buffer = stored(env, sampler=SequenceSampler(3, episode_ends="inside"))
+    tell(buffer.transform, EnvironmentGoals(env))
+    batch = buffer.sample(20)
+    assert batch.shape == (20, 3)
+    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True)
+    cost = batch["next", "cost"] if env is Costly else 0.0
+    assert torch.allclose(batch["next", "reward"], -(distance + cost).float())
+
+
+def test_a_wrapper_around_the_environment_has_its_own() -> None:
+    class Doubled(gym.Wrapper[Any, Any, Any, Any]):
+        def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+            return 2 * self.env.unwrapped.compute_reward(achieved, desired, info)
+
+        def step(self, action: Any) -> Any:
+            seen, reward, *rest = self.env.step(action)
+            return seen, 2 * reward, *rest
+
+    recipe = EnvironmentRecipe(Batched, wrappers=[Doubled])
+    buffer = stored(recipe)
+    tell(buffer.transform, EnvironmentGoals(recipe))
+    check_against(recipe(), buffer.sample(50))
+
+
+def test_a_method_looked_up_once_serves_many_steps_at_once() -> None:
+    calls = []
+
+    class Counted(Batched):
+        def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+            if isinstance(achieved, np.ndarray):
+                calls.append(achieved.shape)
+            return super().compute_reward(achieved, desired, info)
+
+    buffer = stored(Counted, compute_terminated=lambda achieved, desired, info: (achieved - desired).norm(dim=-1) < 0.4)
+    tell(buffer.transform, EnvironmentGoals(Counted))
+    calls.clear()
+    for _ in range(20):
+        buffer.sample(64)
+    assert calls.count((64, 2)) == 20 + 5  # the steps of batches 1, 2, 4, 8, 16 are compared besides
+    assert len(calls) == 25 + 17  # single ones, and a few together, that have shown that it takes them
+
+
+def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
+    buffer = stored(Endless)
+    tell(buffer.transform, EnvironmentGoals(Endless))
+    batch = buffer.sample(50)
+    assert torch.equal(batch["next", "done"], buffer.storage.get(batch["index"])["next", "done"])
+    near = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
+    assert torch.equal(batch["next", "reward"], near.float() - 1)
+
+
+@pytest.mark.parametrize("env", [Dense, Batched])
+def test_another_reward_than_is_stored_is_refused_with_both_numbers(env: type[Dense]) -> None:
+    with pytest.raises(ValueError, match=r"another reward than compute_reward gives .* as -0\.\d+ where it gives -1\."):
+        stored(env).sample(10)
+    buffer = stored(Batched, compute_terminated=lambda achieved, desired, info: torch.ones(len(achieved)))
+    tell(buffer.transform, EnvironmentGoals(Batched))
+    with pytest.raises(ValueError, match=r"another terminated than compute_terminated gives .* as 0 where it gives 1"):
+        buffer.sample(10)
+
+
+def test_the_info_of_a_step_is_what_it_shows() -> None:
+    buffer = stored(Costly)
+    tell(buffer.transform, EnvironmentGoals(Costly))
+    batch = buffer.sample(50)
+    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True)
+    assert torch.allclose(batch["next", "reward"], -(distance + batch["next", "cost"]).float())
+    hidden = partial(Costly, shows=False)
+    buffer = stored(hidden)
+    tell(buffer.transform, EnvironmentGoals(hidden))
+    with pytest.raises(ValueError, match=r"need info\['cost'\], which stored steps do not have"):
+        buffer.sample(10)
+
+
+def test_no_simulator_is_copied_or_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        gym.registry, "Heavy-v0", gym.envs.registration.EnvSpec("Heavy-v0", Heavy, disable_env_checker=True)
+    )
+    env = gym.make("Heavy-v0")
+    given = stored(Heavy, compute_reward=env.unwrapped.compute_reward)
+    told = stored(Heavy, compute_terminated=lambda achieved, desired, info: (achieved - desired).norm(dim=-1) < 0.4)
+    tell(told.transform, EnvironmentGoals("Heavy-v0"))
+    for buffer in (given, told):
+        buffer.sample(10)
+        copy.deepcopy(buffer.transform)
+        assert b"Heavy" not in pickle.dumps(buffer.state_dict())
+    again = pickle.loads(pickle.dumps(given.transform[0]))
+    assert again._computing()[0](*torch.zeros(2, 3, 2), lambda name: None, 1).tolist() == [0.0] * 3
+
+
+def test_a_run_uses_its_environments_functions() -> None:
+    data = ReplayDataModule(
+        EnvironmentRecipe(Batched), buffer=partial(ExperienceBuffer, transform=HindsightRelabel(1.0)), num_envs=2
+    )
+    data.setup("fit")
+    collector = GymnasiumCollector(Batched, num_envs=2, frames_per_batch=64, seed=0)
+    data.buffer.extend(collector.rollout())
+    check_against(Batched(), data.buffer.sample(40), terminates=True)
+    data.close()
+    check_against(Batched(), data.buffer.sample(40), terminates=True)
+    data.close()
+
+
+def test_the_return_of_another_goal_is_unknown() -> None:
+    collector = GymnasiumCollector(Reach, num_envs=2, frames_per_batch=40, seed=0)
+    buffer = EpisodicReplayBuffer(
+        None, 2, transform=HindsightRelabel(0.5), record_episodic_return=True, default_return=-77.0, max_length=32
+    )
+    buffer.extend(collector.rollout())
+    collector.shutdown()
+    batch = buffer.sample(200)
+    relabelled = (batch["desired_goal"] != buffer.storage.get(batch["index"])["desired_goal"]).any(-1)
+    returns = batch["discounted_return"].squeeze(-1)
+    assert (returns[relabelled] == -77).all()
+    kept = buffer.storage.get(batch["index"])["discounted_return"].squeeze(-1)
+    assert torch.equal(returns[~relabelled], kept[~relabelled])
+
+
+@pytest.mark.parametrize("batch_length", [1, 2])
+def test_time_steps_end_at_their_goals(batch_length: int) -> None:
+    kinds = torch.tensor([FIRST, MID, MID, LAST, FIRST, MID, LAST, FIRST, MID])
+    place = torch.arange(9.0).unsqueeze(-1)
+    row = {"step_type": kinds, "discount": torch.ones(9), "reward": -torch.ones(9)}
+    row["discount"][3] = 0.0  # by its own goal; the next episode is cut
+    row["reward"][3] = row["reward"][[0, 4, 7]] = 0.0
+    goal = torch.full_like(place, -5.0)
+    goal[:4] = 3.0
+    steps = TensorDict({**row, "achieved_goal": place, "desired_goal": goal}, [9])
+    transform = HindsightRelabel(1.0, compute_terminated=lambda achieved, desired, info: achieved == desired)
+    buffer = EpisodicReplayBuffer(steps[0], 1, transform=transform, max_length=16)
+    for step in steps:
+        buffer.add_batch(step.unsqueeze(0))
+    if batch_length == 1:
+        batch = buffer.sample(300)
+        where = batch["index"]
+    else:
+        batch, _ = buffer.get_batch(300, batch_length)
+        whole = batch["step_type"][:, 0] != LAST
+        batch, where = batch[whole][:, -1], batch["index"][whole][:, -1]
+    kind, discount = batch["step_type"], batch["discount"]
+    reached, first = (batch["achieved_goal"] == batch["desired_goal"]).squeeze(-1), kinds[where] == FIRST
+    assert torch.equal(kind == FIRST, first)
+    assert torch.equal(discount == 0, reached & ~first)
+    cut = where == 6
+    assert torch.equal(kind == LAST, (reached & ~first) | cut)
+    assert torch.equal(batch["reward"] == 0, reached)
+    assert (reached & ~first).any()
+    assert not reached.all()
