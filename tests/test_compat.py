@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
@@ -16,7 +17,7 @@ from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter, _compat
-from torchrl_lightning._compat import entries_of, new_tensordict
+from torchrl_lightning._compat import entries_of, logger_connector, new_tensordict
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
 
 
@@ -264,3 +265,10 @@ def test_every_underscored_name_is_one_that_torchrl_has() -> None:
         touched = _touched(name)
         assert touched, name
         assert not [attr for attr in touched if not any(hasattr(part, attr) for part in live)], name
+
+
+def test_a_trainer_writes_its_rows_by_one_method() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+    connector = logger_connector(trainer)
+    assert list(inspect.signature(connector.log_metrics).parameters) == ["metrics", "step"]
+    assert "log_metrics" not in vars(connector)

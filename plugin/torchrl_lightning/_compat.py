@@ -428,3 +428,8 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         with self._futures_lock:
             self._synchronize_futures_locked()
             self._clear_prefetch_queue_locked()
+
+
+def logger_connector(trainer: Any) -> Any:
+    """Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
+    return trainer._logger_connector

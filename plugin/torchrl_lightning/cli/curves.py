@@ -71,8 +71,9 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
             xs, ys = np.array(sorted(points.items())).T
             name = label or (default_label(path) if run is None else run.label)
             seed = None if run is None or label else run.seed
-            unit = "updates" if "updates_per_second" in header else Curve.unit
-            curves.append(Curve(name, path, xs, ys, seed, run, unit))
+            # Lightning adds the epoch to what it counts by updates itself.
+            by_updates = "updates_per_second" in header or _is_filled(path, metric, "epoch")
+            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:
@@ -149,6 +150,12 @@ def _continued_points(path: Path, run: Run | None, metric: str, x: str) -> tuple
             points = {at: value for at, value in earlier.items() if at < began} | points
             header |= columns
     return points, header
+
+
+def _is_filled(path: Path, metric: str, column: str) -> bool:
+    """Return whether a row that holds a metric holds another column, too."""
+    with path.open(newline="") as file:
+        return any(row.get(metric) and row.get(column) for row in csv.DictReader(file))
 
 
 def _read_points(path: Path, metric: str, x: str) -> tuple[dict[float, float], set[str], float]:

@@ -44,7 +44,8 @@ def plot_runs(
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
         output: The picture; its suffix says which format.
         metric: Column to draw.
-        x: Column to draw it over; Lightning's ``step`` holds environment frames here, or updates where there are none.
+        x: Column to draw it over; Lightning's ``step`` holds environment frames here, or updates where there are none,
+            or where Lightning counts alone (:class:`~torchrl_lightning.ExperienceLog` has it count frames).
         labels: One for each source; by default the experiment and the overrides of a run without its seed, as Hydra
             recorded them, or else the folder above ``seed_...``.
         smooth: Length of the centred moving average, in points of a run.
@@ -150,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--title")
     curves = parser.add_argument_group("learning curves, without --table")
-    curves.add_argument("--x", default="step", help="column to draw it over (default: %(default)s, environment frames)")
+    curves.add_argument(
+        "--x",
+        default="step",
+        help="column to draw it over (default: %(default)s, in frames where they are counted)",
+    )
     curves.add_argument(
         "--label",
         action="append",
