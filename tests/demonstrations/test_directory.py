@@ -7,6 +7,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 from demonstrations.episodes import CARTPOLE, episode
 from torchrl_lightning.demonstrations import DemonstrationDirectory, read_demonstration, write_demonstration
@@ -47,9 +49,18 @@ def test_a_bad_file_is_named_and_the_rest_is_taken(tmp_path, caplog):
     (tmp_path / "c.npz").write_bytes(b"PK")
     np.savez(tmp_path / "d.npz", Observation=np.zeros((1, 3)), Action=[[0]], Reward=[[0.0]], FrameSkip=1)
     (tmp_path / "gone.npz").symlink_to(tmp_path / "nowhere")
+    for depth in (500, 800, 3000):
+        nested = {"steps/" + "/".join("x" * depth): torch.zeros(2, 4), "steps/action": torch.zeros(2)}
+        header = {"schema_version": 2, "frame_skip": 1, "is_human": False, "value": None, "metadata": {}}
+        header |= {"terminated": None, "truncated": None}
+        nested["steps/next/reward"] = torch.zeros(2, 1)
+        text = {"demonstration": json.dumps(header)}
+        safetensors.torch.save_file(nested, tmp_path / f"nested_{depth}.safetensors", text)
     directory = DemonstrationDirectory(tmp_path, CARTPOLE)
     assert names(directory.initial) == ["b.npz"]
-    skipped, torn, other = warnings_of(caplog)
+    skipped, torn, other, *deep = warnings_of(caplog)
+    assert len(deep) == 3
+    assert all("nested_" in said and "levels, more than 16" in said for said in deep)
     assert "a.npz" in skipped
     assert "frame_skip=4" in skipped
     assert "c.npz was refused" in torn

@@ -260,6 +260,26 @@ def test_a_foreign_header_is_refused_by_name(tmp_path, header, message):
     assert "bad.safetensors" in str(caught.value)
 
 
+def test_a_flipped_bit_is_never_another_number(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_demonstration(path, episode(5, frame_skip=4, value=1.5, metadata={"score": 0.25}))
+    whole, written = path.read_bytes(), read_demonstration(path)
+    generator = torch.Generator().manual_seed(0)
+    refused = 0
+    for place in torch.randint(len(whole) * 8, (200,), generator=generator).tolist():
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        try:
+            found = read_demonstration(path)
+        except ValueError:
+            refused += 1
+        else:
+            assert (found.steps == written.steps).all()
+            assert (found.frame_skip, found.value, found.metadata) == (4, 1.5, {"score": 0.25})
+    assert refused > 150
+
+
 @pytest.mark.parametrize("name", ["weights", "steps", "steps/action/more", "other/action"])
 def test_foreign_tensors_are_refused(tmp_path, name):
     tensors = {"steps/action": torch.zeros(1), "steps/next/reward": torch.ones(1, 1), name: torch.zeros(1)}

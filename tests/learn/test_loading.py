@@ -15,6 +15,7 @@ from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModul
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 from torchrl_lightning.learn.loading import CONFIG, config_in
+from torchrl_lightning.seal import SEAL
 
 MODEL = {
     "_target_": "torchrl_lightning.PPOModule",
@@ -95,16 +96,61 @@ def test_an_exploring_policy_explores_as_much_as_when_it_was_saved(tmp_path):
         ({"model": {"_target_": "os.system", "command": "true"}}, "model._target_='os.system' is none of the classes"),
         ({"model": {**MODEL, "network": [{"_target_": "torchrl_lightning.cli.train.hydra"}]}}, "cli.train.hydra"),
         ({"model": {"_target_": "torch.nn.Linear"}}, "model._target_=torch.nn.Linear, which is no LightningModule"),
-        ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [5]}}}, "do not fit this PPOModule"),
+        (
+            {"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [5]}}},
+            "the networks differ: .* is \\[4.* and \\[5",
+        ),
+        ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": [10**7, 10**7]}}}, "the networks differ"),
+        ({"model": {**MODEL, "network": {**MODEL["network"], "hidden_sizes": "x"}}}, "networks cannot be built"),
+        ({"config": {}}, "holds no config"),
+        ({"state_dict": None}, "holds no weights"),
+        ({"state_dict": {}}, "the networks differ"),
+        ({"OnPolicyDataModule": {"specs": None, "normalization": {}}}, "describes no environment of ours"),
         ({"OnPolicyDataModule": {}}, "holds no environment specs"),
     ],
 )
 def test_what_cannot_be_loaded_is_explained(change, message, tmp_path, stored):
-    content = {**stored, **{key: value for key, value in change.items() if key != "model"}}
+    content = {**stored, SEAL: {}, **{key: value for key, value in change.items() if key != "model"}}
     if "model" in change:
         content["config"] = {"model": change["model"]}
     torch.save(content, tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match=message):
+        load_policy(tmp_path / "b.ckpt")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value, tmp_path, stored):
+    weights = {name: weight.clone() for name, weight in stored["state_dict"].items()}
+    name = next(name for name in weights if name.endswith("weight"))
+    weights[name][0, 0] = value
+    for module in (None, PPOModule(MLPNetwork([4]))):
+        torch.save({**stored, SEAL: {}, "state_dict": weights}, tmp_path / "b.ckpt")
+        with pytest.raises(ValueError, match=f"{name} are not finite"):
+            load_policy(tmp_path / "b.ckpt", module)
+
+
+def test_a_bit_that_has_changed_is_found(tmp_path, stored):
+    assert set(stored[SEAL]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
+    weights = {name: weight.clone() for name, weight in stored["state_dict"].items()}
+    next(iter(weights.values())).reshape(-1).view(torch.uint8)[0] ^= 1
+    torch.save({**stored, "state_dict": weights}, tmp_path / "b.ckpt")
+    with pytest.raises(ValueError, match=r"b\.ckpt is damaged: 'state_dict' is not as it was written"):
+        load_policy(tmp_path / "b.ckpt")
+    # With a trainer of one's own, too.
+    data = OnPolicyDataModule("CartPole-v1", num_envs=2, frames_per_batch=16, num_mini_batch=1, seed=0)
+    again, run = PPOModule(MLPNetwork([4])), trainer(max_epochs=2)
+    with pytest.raises(ValueError, match="damaged"):
+        run.fit(again, datamodule=data, ckpt_path=tmp_path / "b.ckpt")
+    torch.save({key: value for key, value in stored.items() if key != SEAL}, tmp_path / "b.ckpt")
+    load_policy(tmp_path / "b.ckpt")  # an earlier one has no checksums
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(4, 4, device="meta"), torch.zeros(4, 4).to_sparse()])
+def test_a_tensor_without_numbers_of_its_own_is_refused(tensor, tmp_path, stored):
+    weights = dict(stored["state_dict"])
+    name = next(name for name in weights if name.endswith("weight"))
+    torch.save({**stored, SEAL: {}, "state_dict": {**weights, name: tensor}}, tmp_path / "b.ckpt")
+    with pytest.raises(ValueError, match=f"a tensor without numbers of its own, state_dict.{name}"):
         load_policy(tmp_path / "b.ckpt")
 
 
@@ -120,7 +166,7 @@ def test_a_module_without_a_policy_is_named(tmp_path, stored):
         def configure_model(self):
             pass
 
-    torch.save({**stored, "state_dict": {}}, tmp_path / "b.ckpt")
+    torch.save({**stored, SEAL: {}, "state_dict": {}}, tmp_path / "b.ckpt")
     with pytest.raises(TypeError, match="Without has no attribute `policy`"):
         load_policy(tmp_path / "b.ckpt", Without())
 

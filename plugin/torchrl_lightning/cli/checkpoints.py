@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ def check_checkpoint(
 ) -> None:
     """Refuse a checkpoint of another environment, capacity, network or number of ranks.
 
-    Only a copy of the model is built. No ``world_size`` accepts any; ``config`` tells which of its settings differ.
+    Only a copy of the model is built, without memory. No ``world_size`` accepts any; ``config`` tells which of its
+    settings differ.
     """
-    import torch
-
     from torchrl_lightning.ranks import state_of_rank
 
     state = stored.get(type(data).__qualname__)
@@ -39,30 +38,24 @@ def check_checkpoint(
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if hasattr(model, "build"):
-            with torch.random.fork_rng(devices=[]):
-                networks = copy.deepcopy(model).build(data.specs)
-            _check_weights(networks, stored["state_dict"], _other_settings(path, stored, config))
+            specs = data.specs
+            _check_weights(lambda: copy.deepcopy(model).build(specs), stored, _other_settings(path, stored, config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path, stored)}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
     finally:
         data.close()
 
 
-def _check_weights(networks: Any, stored: Mapping[str, Any], settings: Sequence[str]) -> None:
-    """Refuse the weights of other networks, by loading them; name the first that differs and what settings do."""
+def _check_weights(make: Callable[[], Any], stored: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Refuse the weights of other networks; name the first that differs and what settings do."""
+    from torchrl_lightning.learn.weights import check_weights
+
     try:
-        networks.load_state_dict(stored)
-    except RuntimeError as error:
-        states = (stored, networks.state_dict())
-        there, here = ({name: list(getattr(each, "shape", [])) for name, each in state.items()} for state in states)
-        differ = [
-            f"{name} is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in this run"
-            for name in dict.fromkeys((*there, *here))
-            if there.get(name) != here.get(name)
-        ]
-        more = f" (and {len(differ) - 1} more weights)" if len(differ) > 1 else ""
-        found = f"the networks differ: {differ[0]}{more}." if differ else str(error)
-        raise ValueError(" ".join([found, *settings])) from error
+        check_weights(make, stored, own=True)
+    except ValueError as error:
+        raise ValueError(" ".join([str(error), *settings])) from error
 
 
 def _other_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> list[str]:

@@ -21,12 +21,15 @@ from torchrl_lightning.entries import join, keyed_leaves, path_of
 from torchrl_lightning.files import DTYPES, replaced_files
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.seal import checksum
 from torchrl_lightning.state import anything, check_state, flag, mapping, whole, wrong
 
 SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1 << 30  # bytes
 VERSION = 2  # the first one did not say how the episode ended
 _HEADER = "demonstration"  # the entry of safetensors' metadata that holds ours, as JSON
+_SUM = "checksum"  # of header and tensors, in the header
+_DEPTH = 16  # of the names of an observation's entries
 _STEPS, _LAST = "steps", "last_observation"
 
 
@@ -140,7 +143,8 @@ def _own_bytes(demonstration: Demonstration) -> bytes:
         if part is not None
         for key, leaf in keyed_leaves(part)
     }
-    return safetensors.torch.save(tensors, {_HEADER: json.dumps(header)})
+    header = json.loads(json.dumps(header))  # with texts as names, as it will be read
+    return safetensors.torch.save(tensors, {_HEADER: json.dumps({**header, _SUM: checksum([header, tensors])})})
 
 
 def _own_fields(data: bytes) -> dict[str, Any]:
@@ -149,6 +153,8 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if _HEADER not in header:
         raise ValueError(f"it is no file of a demonstration: its metadata lacks {_HEADER!r}, it has {sorted(header)}")
     content: Any = json.loads(header[_HEADER])
+    if isinstance(content, dict) and (written := content.pop(_SUM, None)) not in (None, checksum([content, tensors])):
+        raise ValueError(f"it is damaged: its checksum is another than {written}, with which it was written")
     ends = dict.fromkeys(("terminated", "truncated"), optional(flag))
     schema = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
     if isinstance(content, dict) and content.get("schema_version") == 1:
@@ -160,6 +166,8 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
     for name, leaf in tensors.items():
         root, *path = map(_unescaped, name.split("/"))
+        if len(path) > _DEPTH:
+            raise ValueError(f"a tensor's name has {len(path)} levels, more than {_DEPTH}")
         if root not in parts or not path or leaf.dtype not in DTYPES.values():
             raise ValueError(f"the tensor {name!r} of {leaf.dtype} is none of a demonstration's")
         parts[root][join((), tuple(path))] = leaf

@@ -17,6 +17,7 @@ from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
 from torchrl_lightning.ranges import optional, positive
+from torchrl_lightning.seal import check_seal, seal
 
 T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -92,8 +93,13 @@ class AgentModule(ReportingModule):
                 )
             self.build(self._data.specs)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""
+        seal(checkpoint, "state_dict", "optimizer_states", type(self._data).__qualname__)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another environment before its weights are read, by a ValueError."""
+        """Refuse a checkpoint that is damaged, or another environment's, before it is loaded, by a ValueError."""
+        check_seal(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
         if state is not None and hasattr(self._data, "check_state"):
             self._data.check_state(state)

@@ -202,6 +202,7 @@ class ActorCriticModule(AgentModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save whether the rest of the epoch is skipped."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint[STATE] = {"stopped": self._stopped}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

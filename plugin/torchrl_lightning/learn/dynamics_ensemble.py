@@ -255,6 +255,7 @@ class DynamicsEnsemble(AgentModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save how far the fit is, and what the networks are built of."""
+        super().on_save_checkpoint(checkpoint)
         targets = self.require_built(self.world_model).targets
         checkpoint[STATE] = {
             "num_members": self.require_built(self.ensemble).num_members,

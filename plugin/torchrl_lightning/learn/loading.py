@@ -16,6 +16,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning.collectors import EnvironmentRecipe
 from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
 from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
+from torchrl_lightning.learn.weights import check_finite, check_weights
+from torchrl_lightning.seal import check_seal
 from torchrl_lightning.trust import check_config, target_named, without_folders
 
 CONFIG = "config"  # where a checkpoint holds the config of its run
@@ -111,7 +113,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is damaged, no checkpoint, or holds more than data.
+        ValueError: It is damaged, no checkpoint, or holds more than data; one without checksums is taken as it is.
     """
     try:
         stored = torch.load(path, weights_only=True, map_location="cpu")
@@ -125,6 +127,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")
+    check_seal(stored, str(path))
     return stored
 
 
@@ -132,37 +135,19 @@ def policy_in(
     stored: dict[str, Any], path: str | Path, module: Any = None, *, deterministic: bool, trusted: bool = False
 ) -> LoadedPolicy:
     """Return the policy of a checkpoint that was read already; see :func:`load_policy`."""
-    states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
-    if (state := next(states, None)) is None:
-        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
-    if "normalization" not in state:
-        raise ValueError(f"{path} was written by an earlier development version; train anew")
-    specs, normalizer = specs_from_state(state["specs"]), None
-    if state["normalization"]["observation"]:
-        normalizer = ObservationNormalizer.from_state(specs, state["normalization"]["observation"])
-    if module is None:
-        from hydra.utils import instantiate
-
-        try:
-            config = config_in(stored, path, "model", trusted=trusted)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
-                "load_policy(path, module=MyModule(...))"
-            ) from error
-        try:
-            module = instantiate(config["model"])
-        except Exception as error:  # by whatever the constructors that the file names raise for what it gives them
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise ValueError(f"the config in {path} builds no module: {reason[:300]}") from error
+    state, specs, normalizer = _environment_in(stored, path)
     # All that a module reads of its trainer before there is anything to fit.
     data = SimpleNamespace(specs=specs if normalizer is None else normalizer.specs)
-    module.trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
+    trainer = SimpleNamespace(datamodule=data, precision="32-true", world_size=1, global_rank=0)
+    if module is None:
+        module = _module_in(stored, path, trainer, trusted=trusted)
+    module.trainer = trainer
     try:
         module.configure_model()
+        check_finite(module, stored["state_dict"])
         module.on_load_checkpoint(stored)
         module.load_state_dict(stored["state_dict"])
-    except RuntimeError as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
             f"the weights in {path} do not fit this {type(module).__name__}; build it with the arguments that it was "
             f"trained with. {error}"
@@ -172,8 +157,54 @@ def policy_in(
     if not callable(getattr(module, "policy", None)):
         raise TypeError(f"{type(module).__name__} has no attribute `policy`, the TensorDict module that acts")
     policy = module.policy if normalizer is None else NormalizedPolicy(module.policy, normalizer)
-    environment = state["fingerprint"]["environment"]
-    return LoadedPolicy(policy, specs, deterministic=deterministic, environment=environment)
+    return LoadedPolicy(policy, specs, deterministic=deterministic, environment=state["fingerprint"]["environment"])
+
+
+def _environment_in(
+    stored: Mapping[str, Any], path: str | Path
+) -> tuple[Mapping[str, Any], EnvironmentSpecs, ObservationNormalizer | None]:
+    """Return the state of a checkpoint's DataModule, and the specs and the normaliser in it."""
+    states = (state for state in stored.values() if isinstance(state, Mapping) and "specs" in state)
+    if (state := next(states, None)) is None:
+        raise ValueError(f"{path} holds no environment specs: it was not written through one of our DataModules")
+    if "normalization" not in state:
+        raise ValueError(f"{path} was written by an earlier development version; train anew")
+    if not isinstance(stored.get("state_dict"), Mapping):
+        raise ValueError(f"{path} holds no weights (no state_dict)")
+    try:
+        specs, moments = specs_from_state(state["specs"]), state["normalization"]["observation"]
+        normalizer = ObservationNormalizer.from_state(specs, moments) if moments else None
+        state["fingerprint"]["environment"]
+    except Exception as error:  # by whatever specs and tensors raise for what is none of theirs
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{path} describes no environment of ours: {reason}") from error
+    return state, specs, normalizer
+
+
+def _module_in(stored: Mapping[str, Any], path: str | Path, trainer: Any, *, trusted: bool) -> Any:
+    """Build the module of a checkpoint's config, if its networks are of the sizes of the weights."""
+    from hydra.utils import instantiate
+
+    try:
+        config = config_in(stored, path, "model", trusted=trusted)["model"]
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. {_TRUST} trusted=True, or build the module yourself and pass it: "
+            "load_policy(path, module=MyModule(...))"
+        ) from error
+
+    def build() -> Any:
+        trial = instantiate(config)
+        trial.trainer = trainer
+        trial.configure_model()
+        trial.on_load_checkpoint(stored)
+        return trial
+
+    try:
+        check_weights(build, stored, own=trusted)
+    except ValueError as error:
+        raise ValueError(f"the config in {path} does not fit its weights: {error}") from error
+    return instantiate(config)
 
 
 def config_in(

@@ -130,6 +130,7 @@ class LossModuleAgent(AgentModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save how far the target updater has come."""
+        super().on_save_checkpoint(checkpoint)
         if self.updater is not None:
             checkpoint[STATE] = self.updater.state_dict()
 

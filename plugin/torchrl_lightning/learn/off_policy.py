@@ -234,6 +234,7 @@ class OffPolicyModule(AgentModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the count of updates, on which delays and target networks depend, and the exploration."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint[STATE] = {"updates": self.updates, "exploration": float(self.policy.amount)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
