@@ -118,3 +118,13 @@ def test_a_part_comes_back(tmp_path: Path) -> None:
 def test_hooks_that_would_be_ignored_are_refused(hook: str) -> None:
     with pytest.raises(TypeError, match="OwnFiles writes its own files"):
         getattr(OwnFiles(), hook)(print)
+
+
+@pytest.mark.parametrize("linked", ["state.json", "state-*.bin"])
+def test_a_link_in_the_folder_is_not_followed(linked: str, tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {"rows": torch.arange(3)})
+    (path,) = (tmp_path / "state").glob(linked)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"{path.name} is a link, which we never write"):
+        read_state(tmp_path / "state")

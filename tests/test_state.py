@@ -38,6 +38,7 @@ ROWS = torch.zeros(2, 3)
         (sequence, (1,), [{}, "text"], "a list"),
         (optional(flag), None, [0], "True or False"),
         (tensor(torch.float32, 2, None), ROWS, [ROWS.double(), ROWS.T, ROWS[0], 1], r"a tensor \[2, any\] of float32"),
+        (tensor(torch.float32, 2, 3, anywhere=True), ROWS, [ROWS.to("meta"), ROWS.to_sparse()], r"a tensor \[2, 3\]"),
         (tensor(torch.float32, 2, 3, low=0, high=1), ROWS, [ROWS - 1, ROWS + 2], "expected 0 to 1"),
         (generator("cpu"), torch.Generator().get_state(), [ROWS, None], "no state of a random generator on cpu"),
     ],

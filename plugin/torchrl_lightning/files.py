@@ -259,6 +259,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not manifest.is_file():
         raise FileNotFoundError(f"{folder} holds no saved state (no {MANIFEST}).")
     try:
+        if manifest.is_symlink():
+            raise ValueError(f"{MANIFEST} is a link, which we never write")
         if manifest.stat().st_size > _MANIFEST_LIMIT:
             raise ValueError("the manifest is too large")
         written = json.loads(manifest.read_text())
@@ -270,6 +272,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         if not isinstance(content.get("file"), str) or not _BINARY.fullmatch(content["file"]):
             raise ValueError("the name of the data file is foreign")
         file = folder / content["file"]
+        if file.is_symlink():
+            raise ValueError(f"{file.name} is a link, which we never write")
         if not file.is_file() or file.stat().st_size != content.get("size"):
             raise ValueError(f"{file.name} is missing or truncated")
         data = np.memmap(file, np.uint8, "c") if content["size"] else np.empty(0, np.uint8)

@@ -132,6 +132,7 @@ def tensor(
         fits = (
             isinstance(value, Tensor)
             and value.layout is torch.strided
+            and not value.is_meta
             and value.dtype == dtype
             and (anywhere or value.is_cpu)
             and value.ndim == len(shape)

@@ -95,3 +95,32 @@ def test_what_is_no_data_set_is_refused():
         minari_demonstrations([])
     with pytest.raises(FileNotFoundError, match="none/none-v0"):
         minari_demonstrations("none/none-v0")
+
+
+@pytest.mark.parametrize("kind", ["external", "soft", "kept elsewhere", "virtual", "file"])
+def test_nothing_is_read_from_another_file(kind, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    write("cartpole/small-v0", [np.zeros((3, 4), np.float32)], [np.array([0, 1])], env="CartPole-v1")
+    with h5py.File(tmp_path / "secret.hdf5", "w") as secret:
+        secret["x"] = np.ones((3, 4), np.float32)
+    path = tmp_path / "cartpole" / "small-v0" / "data" / "main_data.hdf5"
+    if kind == "file":
+        path.rename(tmp_path / "moved.hdf5")
+        path.symlink_to(tmp_path / "moved.hdf5")
+    else:
+        with h5py.File(path, "a") as file:
+            episode = file["episode_0"]
+            del episode["observations"]
+            if kind == "external":
+                episode["observations"] = h5py.ExternalLink(str(tmp_path / "secret.hdf5"), "/x")
+            elif kind == "soft":
+                episode["observations"] = h5py.SoftLink("/episode_0/rewards")
+            elif kind == "kept elsewhere":
+                raw = [(str(tmp_path / "secret.hdf5"), 0, 48)]
+                episode.create_dataset("observations", (3, 4), np.float32, external=raw)
+            else:
+                layout = h5py.VirtualLayout((3, 4), np.float32)
+                layout[:] = h5py.VirtualSource(str(tmp_path / "secret.hdf5"), "x", (3, 4))
+                episode.create_virtual_dataset("observations", layout)
+    with pytest.raises(ValueError, match=r"main_data\.hdf5 (was refused: '.*observations' in it is|is a link)"):
+        minari_demonstrations("cartpole/small-v0", CARTPOLE)

@@ -72,5 +72,7 @@ class BufferSnapshots:
                 f"there is {', '.join(there) or 'none'}. A run keeps its newest {KEPT}: resume from its last one, "
                 "or pass the buffer_dir that its folder was moved to."
             )
+        if (found / name).is_symlink():
+            raise ValueError(f"the replay buffer {found / name} is a link, which we never write.")
         buffer.loads(found / name)
         self.run, self._written = run, []

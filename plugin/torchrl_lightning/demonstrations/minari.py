@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
         ImportError: Minari is not installed.
         FileNotFoundError: There is no data set of this id on this machine.
         TypeError: It is another object, or has a space without a TorchRL spec.
-        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes.
+        ValueError: An episode is empty or not finite, or does not keep its values in the environment's dtypes; or a
+            link in the data set leads to another file.
 
     Example:
         >>> for demonstration in minari_demonstrations("D4RL/door/human-v2"):  # doctest: +SKIP
@@ -44,7 +46,29 @@ def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -
         dataset = minari.load_dataset(dataset)
     if not isinstance(dataset, minari.MinariDataset):
         raise TypeError(f"dataset must be a minari.MinariDataset or the id of one, got a {type(dataset).__name__}.")
+    _check_links(Path(dataset.spec.data_path))
     return _episodes(dataset, specs)
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse a data set from which a link leads to other files, by a ValueError."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; a data set holds its own files.")
+        if path.suffix != ".hdf5":
+            continue
+        import h5py
+
+        with h5py.File(path, "r") as file:
+
+            def led_away(name: bytes, link: Any, file: Any = file) -> str | None:
+                part = file[name] if link.type == h5py.h5l.TYPE_HARD else None
+                if part is None or (isinstance(part, h5py.Dataset) and (part.is_virtual or part.external)):
+                    return name.decode(errors="replace")  # which ends the visit
+                return None
+
+            if (name := file.id.links.visit(led_away, info=True)) is not None:
+                raise ValueError(f"{path} was refused: {name!r} in it is a link, or kept in another file.")
 
 
 def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:
