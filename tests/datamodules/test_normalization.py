@@ -109,8 +109,7 @@ def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path
     assert (rewards > 0).all()
 
 
-@pytest.mark.parametrize("frames", [2, 6])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("frames", "cut"), [(2, False), (6, False), (4, True), (6, True)])
 def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
     """Our collector writes rows of the same memory again and again."""
     moments = {}
@@ -149,7 +148,7 @@ def test_a_resumed_on_policy_run_equals_an_uninterrupted_one(stopped_after, tmp_
 
 
 def test_a_resumed_replay_run_equals_an_uninterrupted_one(tmp_path):
-    settings = {**NORMALISED, "reset_at_each_batch": True, "updates_per_epoch": 7}
+    settings = {**NORMALISED, "reset_at_each_batch": True, "frames_per_batch": 8, "updates_per_epoch": 7}
     whole, _ = fit(tmp_path, replay_data(**settings), max_epochs=3)
     checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
     fit(tmp_path, replay_data(**settings), max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])

@@ -141,6 +141,7 @@ def test_any_torchrl_collector_serves(num_envs, make_data, make_trainer, make_mo
     ("settings", "message"),
     [
         ({"frames_per_batch": 63}, "frames_per_batch=63 is no multiple of num_envs=4; take 64"),
+        ({"reset_at_each_batch": True, "frames_per_batch": 4}, "would end each episode after its first step"),
         ({"mini_batch_size": 128}, "mini_batch_size=128 is larger than a rollout of frames_per_batch=64"),
         ({"mini_batch_size": None, "num_mini_batch": 65}, "num_mini_batch=65 batches"),
         ({"mini_batch_size": 32, "num_mini_batch": 3}, "need 96"),

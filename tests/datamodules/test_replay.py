@@ -220,6 +220,10 @@ def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
         ({"updates_per_epoch": 0}, "updates_per_epoch must be a positive integer, got 0"),
         ({"checkpoint_buffer": "somewhere"}, "must be one of 'inside', 'beside', 'none', got 'somewhere'"),
         ({"frames_per_batch": 3}, "frames_per_batch=3 is no multiple of num_envs=2; take 4"),
+        (
+            {"reset_at_each_batch": True},
+            "frames_per_batch=2 and num_envs=2 would end each episode .* e.g. frames_per_batch=32",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_refused(settings, message):

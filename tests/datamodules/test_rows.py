@@ -131,7 +131,7 @@ def prioritized() -> PrioritizedSampler:
         ("box", {"sampler": prioritized}),
         ("box", {"steps": 4}),
         ("recurrent", {"steps": 3, "reset_at_each_batch": True}),
-        ("box", {"reset_at_each_batch": True}),
+        ("box", {"steps": 2, "reset_at_each_batch": True}),
     ],
 )
 @pytest.mark.parametrize("uneven", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -24,8 +25,8 @@ class LastCheckpoint(SparseCallback, Checkpoint):
     that resumes from it makes the updates that were left of its last rollout before it collects anew. Lightning's
     own ``save_last`` writes only where a best checkpoint is written in the same step.
 
-    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated first. Put
-    this callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
+    An end that was not evaluated, because it is no multiple of ``check_val_every_n_epoch``, is evaluated, too. Put this
+    callback behind a :class:`BestCheckpoint`, which then chooses among all states, the last one included.
 
     With several ranks nothing is written on an exception: it ends one of them while the others wait for its gradients,
     and a checkpoint needs the state of all. What was written before stays.
@@ -67,11 +68,10 @@ class LastCheckpoint(SparseCallback, Checkpoint):
         """Evaluate the final state, unless that has been done, and write it."""
         batches = trainer.fit_loop.total_batch_idx
         if batches != self._began:
-            if batches != self._evaluated and trainer.enable_validation:
-                self._evaluated = batches
-                evaluate(trainer)
             # Also after an evaluation: the last epoch is complete only now.
             self._save(trainer)
+            if batches != self._evaluated and trainer.enable_validation:
+                self._evaluate_beside(trainer)
         self._training = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -90,9 +90,29 @@ class LastCheckpoint(SparseCallback, Checkpoint):
             return
         logger.warning("stopped by %s; to resume, run the same command with ckpt_path=%s", reason, self.path)
 
+    def _evaluate_beside(self, trainer: Trainer) -> None:
+        """Evaluate the state that was written; a run that goes on from it is as if it had not been evaluated here.
+
+        Of this evaluation it knows what callbacks have made of it, as which state was the best.
+        """
+        self._training = False  # it is written already
+        before = _states(trainer)
+        evaluate(trainer)
+        behind, files = _states(trainer), trainer.strategy.checkpoint_io
+        # Others may still be writing it.
+        if behind != before and trainer.is_global_zero and isinstance(files, TorchCheckpointIO) and self.path.exists():
+            checkpoint = files.load_checkpoint(self.path, weights_only=False)  # of this process
+            files.save_checkpoint({**checkpoint, "callbacks": behind}, self.path)
+
     def _save(self, trainer: Trainer) -> None:
         if not getattr(trainer, "fast_dev_run", False):
             trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def _states(trainer: Trainer) -> dict[str, Any]:
+    """Return the states of a trainer's callbacks as a checkpoint holds them."""
+    callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  # Lightning gives it no type
+    return {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
 
 
 def evaluate(trainer: Trainer) -> None:

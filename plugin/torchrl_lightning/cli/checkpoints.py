@@ -38,14 +38,21 @@ def check_checkpoint(
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if hasattr(model, "build"):
-            specs = data.specs
-            _check_weights(lambda: copy.deepcopy(model).build(specs), stored, _other_settings(path, stored, config))
+            _check_weights(copies(model, data), stored, _other_settings(path, stored, config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path, stored)}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
     finally:
         data.close()
+
+
+def copies(model: Any, data: Any) -> Callable[[], Any]:
+    """Return what makes copies of a model, with the networks that it would build for a DataModule."""
+    specs, fitted = data.specs, {}
+    if hasattr(data, "targets"):
+        fitted = {"num_members": data.num_members, "targets": data.targets}
+    return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(fitted))
 
 
 def _check_weights(make: Callable[[], Any], stored: Mapping[str, Any], settings: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import COMMAND, plain
 from torchrl_lightning.learn.agents import AgentModule
@@ -51,7 +52,7 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     _check_goals(cfg, data)
     if hasattr(model, "build") and hasattr(data, "specs"):
         with _named(cfg, "model"):
-            copy.deepcopy(model).build(data.specs)
+            copies(model, data)()
     if hasattr(model, "check_data"):
         with _named(cfg, "model"):
             model.check_data(data)

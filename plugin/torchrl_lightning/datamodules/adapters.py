@@ -35,6 +35,21 @@ class Batches:
         """Do nothing, as there is nothing to load."""
 
 
+def reopen_epoch(trainer: Trainer) -> None:
+    """Let a resumed run go on within the epoch in which it ended, as by ``max_steps``, ``max_time`` or its last frame.
+
+    Lightning counts such an epoch as done. Call it when a loader is asked for.
+    """
+    loop: Any = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+    is_done = epochs.current.processed == epochs.current.ready
+    if loop.is_resuming and is_done and batches.current.ready and not batches.is_last_batch:
+        for count in (epochs.current, epochs.total):
+            count.processed -= 1
+            count.completed = count.processed
+        loop.restarting = True
+
+
 class DataHooks(SparseCallback):
     """A callback by which a DataModule hears of what Lightning tells callbacks alone."""
 

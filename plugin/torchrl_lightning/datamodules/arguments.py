@@ -124,3 +124,17 @@ def acting_module(trainer: Any, owner: str) -> Any:
             "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
         )
     return module
+
+
+def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
+    """Refuse rollouts of no whole number of steps, and of a single one where each begins with a reset."""
+    if frames_per_batch % num_envs:
+        raise ValueError(
+            f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
+            f"take {-(-frames_per_batch // num_envs) * num_envs}."
+        )
+    if reset_at_each_batch and frames_per_batch == num_envs:
+        raise ValueError(
+            f"reset_at_each_batch=True with frames_per_batch={frames_per_batch} and num_envs={num_envs} would end each "
+            f"episode after its first step. Collect several steps at a time, e.g. frames_per_batch={16 * num_envs}."
+        )

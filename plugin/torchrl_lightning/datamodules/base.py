@@ -28,10 +28,11 @@ from torchrl_lightning.collectors.origins import RowOrigins
 from torchrl_lightning.collectors.seeds import check_seed
 from torchrl_lightning.collectors.specs import specs_state
 from torchrl_lightning.collectors.threads import kept_threads
-from torchrl_lightning.datamodules.adapters import Batches
+from torchrl_lightning.datamodules.adapters import Batches, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
     acting_module,
     call_with_policy,
+    check_frames,
     collector_options,
     environment_difference,
     environment_fields,
@@ -72,8 +73,8 @@ class ExperienceDataModule(L.LightningDataModule):
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
             under several ranks it needs the former.
-        reset_at_each_batch: begin each rollout with a seeded reset. Episodes are cut there; in exchange a resumed run
-            repeats an uninterrupted one bit for bit, for the state of an environment cannot be stored.
+        reset_at_each_batch: begin each rollout, of several steps, with a seeded reset. Episodes are cut there; in
+            exchange a resumed run repeats an uninterrupted one bit for bit: the state of an environment is not stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
             another environment than the default, the run is refused; if only its wrappers differ from those of an
             ``eval_env`` that is given, a warning names them.
@@ -89,7 +90,7 @@ class ExperienceDataModule(L.LightningDataModule):
             others; drawn from torch's global generator if None.
 
     Raises:
-        ValueError: A size is not positive, or ``frames_per_batch`` is no multiple of ``num_envs``.
+        ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
     """
 
     def __init__(
@@ -114,11 +115,7 @@ class ExperienceDataModule(L.LightningDataModule):
         self.frames_per_batch = integer(frames_per_batch, "frames_per_batch")
         self.eval_episodes = integer(eval_episodes, "eval_episodes")
         self.eval_num_envs = min(integer(eval_num_envs, "eval_num_envs"), eval_episodes)
-        if frames_per_batch % num_envs:
-            raise ValueError(
-                f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}; "
-                f"take {-(-frames_per_batch // num_envs) * num_envs}."
-            )
+        check_frames(frames_per_batch, num_envs, reset_at_each_batch)
         self._environments = RunEnvironments(env, num_envs, eval_env)
         self.env, self.eval_env = env, self._environments.eval_env
         self.total_frames = total_frames
@@ -186,6 +183,8 @@ class ExperienceDataModule(L.LightningDataModule):
 
         Training that has nothing left to collect or to learn from ends before it begins.
         """
+        if self.trainer is not None:
+            reopen_epoch(self.trainer)
         if self.trainer is not None and self._is_spent():
             logger.warning(self._replayed.reason(self.frames, self.total_frames))
             self.trainer.should_stop = True

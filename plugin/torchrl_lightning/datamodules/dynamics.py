@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.collectors.origins import ring_ids
-from torchrl_lightning.datamodules.adapters import Batches, FitHooks
+from torchrl_lightning.datamodules.adapters import Batches, FitHooks, reopen_epoch
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.episodes import ends_of
@@ -202,6 +202,7 @@ class DynamicsDataModule(ExperienceDataModule):
         """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
         trainer: Any = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.fit_loop.done:
+            reopen_epoch(trainer)
             goes_on = self._goes_on(trainer)
             if not goes_on and self._is_spent():
                 return super().train_dataloader()  # says so, and ends the run
