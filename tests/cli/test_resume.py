@@ -249,3 +249,30 @@ import gymnasium
 def make(**options):
     return gymnasium.make("CartPole-v1", **options)
 """
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            "data.buffer.sampler.beta=0.9",
+            "data.buffer.sampler.beta=0.9 would not take effect: it is a part of the state",
+        ),
+        ("data.updates_per_epoch=3", None),
+    ],
+)
+def test_a_setting_takes_effect_or_is_refused(changed, message, run, tmp_path):
+    prioritized = [
+        *("~experiment", "data=prioritized", "model=dqn", "env=cartpole", "data.num_envs=2", "data.warmup_frames=64"),
+        *("data.batch_size=8", "data.updates_per_epoch=8", "data.buffer.storage.max_size=256", "seed=3"),
+        *("eval_episodes=1", "data.eval_episodes=1", "logger=none"),
+    ]
+    run("train", *prioritized, "data.total_frames=96")
+    (checkpoint,) = tmp_path.glob("logs/train/*/seed_3/*/checkpoints/last.ckpt")
+    resumed = ["train", f"ckpt_path={checkpoint}", "data.total_frames=128", changed]
+    if message is None:
+        assert last_line(run(*resumed).stdout)[4] == "128"
+    else:
+        done = run(*resumed, expect=1)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

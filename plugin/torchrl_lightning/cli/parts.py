@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
-from torchrl_lightning.cli.resuming import COMMAND, plain
+from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
 
@@ -195,10 +195,11 @@ class KeptConfig(Callback):
 
 
 class GivenSettings(Callback):
-    """Let the settings of a resumed run's config win over those that the checkpoint restores.
+    """Let the settings that a resumed run changes win over those that the checkpoint restores, or refuse them.
 
     Args:
-        rates: Whether those of optimizers and their schedules were changed; else they stay as they were restored.
+        differing: The names of these settings. Those of optimizers and their schedules stay as they were restored if
+            none of them is among these.
     """
 
     # What a torch scheduler has done so far, beside what it was told to do.
@@ -206,11 +207,16 @@ class GivenSettings(Callback):
         ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
     )
 
-    def __init__(self, *, rates: bool) -> None:
+    def __init__(self, differing: Iterable[str]) -> None:
         super().__init__()
-        self.rates = rates
+        self.differing = list(differing)
+        self._built: dict[str, Any] = {}
         self._groups: list[list[dict[str, Any]]] = []
         self._schedulers: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep what the DataModule was built with; its state is restored after this."""
+        self._built = self._present(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the optimizers and schedulers were made with; their states are restored after this."""
@@ -218,11 +224,29 @@ class GivenSettings(Callback):
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put it into effect, at the place in the schedule that was reached."""
-        if self.rates:
+        """Put it into effect, at the place in the schedule that was reached; refuse what a state has overwritten."""
+        if changes_rates(self.differing):
             self._set_rates(trainer)
         if isinstance(pl_module, AgentModule):
             pl_module.follow_schedules()
+        for name, restored in self._present(trainer).items():
+            if restored != self._built.get(name, restored):
+                raise UsageError(
+                    f"{name}={self._built[name]} would not take effect: it is a part of the state that the checkpoint "
+                    f"restores, {restored}. Leave it out, or start anew without ckpt_path."
+                )
+
+    def _present(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the present values of the DataModule's settings that differ, as far as they are plain attributes."""
+        found: dict[str, Any] = {}
+        for name in self.differing:
+            group, *path = name.split(".")
+            value: Any = getattr(trainer, "datamodule", None) if group == "data" else None
+            for attribute in path:
+                value = getattr(value, attribute, None)
+            if isinstance(value, bool | int | float | str):
+                found[name] = value
+        return found
 
     def _set_rates(self, trainer: Trainer) -> None:
         for optimizer, groups in zip(trainer.optimizers, self._groups, strict=True):

@@ -102,9 +102,15 @@ def kept_overrides(record: Record, path: str | Path) -> list[Override]:
             parsed = parser.parse_override(line)
         except HydraException:
             continue
-        group = record.choices.get(_key(parsed), "")
-        value = None if parsed.is_delete() else parsed.value()
-        if value == group or (parsed.value_type == ValueType.ELEMENT and _agrees(plain(value), record.config, key)):
+        if parsed.is_delete():
+            is_kept = record.choices.get(_key(parsed)) is None and not _holds(record.config, key)
+        else:
+            value = parsed.value()
+            is_plain = parsed.value_type == ValueType.ELEMENT
+            is_kept = value == record.choices.get(_key(parsed), "") or (
+                is_plain and _agrees(plain(value), record.config, key)
+            )
+        if is_kept:
             found.append(parsed)
     return found
 
@@ -272,11 +278,20 @@ def _config_of_folder(record: Record, path: str | Path) -> Any:
         return written
 
 
-def _agrees(value: Any, config: Any, key: str) -> bool:
-    """Return whether a config holds this value of a setting, or below it all that a mapping says."""
+def _holds(config: Any, key: str) -> bool:
+    """Return whether a config has a setting of this name."""
     for part in key.split("."):
         if not isinstance(config, Mapping) or part not in config:
             return False
+        config = config[part]
+    return True
+
+
+def _agrees(value: Any, config: Any, key: str) -> bool:
+    """Return whether a config holds this value of a setting, or below it all that a mapping says."""
+    if not _holds(config, key):
+        return False
+    for part in key.split("."):
         config = config[part]
     if isinstance(value, Mapping):
         return all(_agrees(inside, config, part) for part, inside in value.items())

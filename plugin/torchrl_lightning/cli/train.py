@@ -35,7 +35,7 @@ def train(cfg: DictConfig) -> float:
     from torchrl_lightning.cli.checkpoints import check_checkpoint
     from torchrl_lightning.cli.locks import locked
     from torchrl_lightning.cli.parts import GivenSettings, KeptConfig, build_part, check_parts
-    from torchrl_lightning.cli.resuming import changes_rates, told_differences
+    from torchrl_lightning.cli.resuming import told_differences
     from torchrl_lightning.cli.slurm import requeued_on_signal
 
     quiet()
@@ -48,8 +48,8 @@ def train(cfg: DictConfig) -> float:
     kept = KeptConfig(cfg, *(recorded_command(HydraConfig.get()) if HydraConfig.initialized() else ()))
     callbacks = [*(build_part(cfg, f"callbacks.{name}") for name in cfg.callbacks), kept]
     differ = {} if stored is None else told_differences(stored, cfg.ckpt_path, kept.config)
-    if any(name.startswith("model.") for name in differ):
-        callbacks.append(GivenSettings(rates=changes_rates(differ)))
+    if differ:
+        callbacks.append(GivenSettings(differ))
     loggers = [build_part(cfg, f"logger.{name}") for name in cfg.logger]
     trainer = build_part(cfg, "trainer", callbacks=callbacks, logger=loggers)
     check_parts(cfg, data, model)
