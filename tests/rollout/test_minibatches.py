@@ -102,7 +102,7 @@ def test_batch_keys_restrict_what_is_gathered() -> None:
 
 
 def test_replayed_steps_stay_marked_under_batch_keys() -> None:
-    buffer = GAEBuffer(5, batch_keys=["observation"])
+    buffer = GAEBuffer(5, critic=make_critic(), batch_keys=["observation"])
     buffer.insert_data_slice(make_rollout(demo={"mask": torch.rand(5, 3, 1) < 0.5, "serial": torch.zeros(5, 3, 1)}))
     assert set(next(buffer.generate_batches(1)).keys(True, True)) == {"observation", ("demo", "mask")}
 

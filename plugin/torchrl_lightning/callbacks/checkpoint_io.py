@@ -31,6 +31,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         'AtomicCheckpointIO'
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint.
 

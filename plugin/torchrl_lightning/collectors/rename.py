@@ -30,7 +30,7 @@ class RenameObservation(gym.ObservationWrapper[Any, Any, Any]):
         >>> from gymnasium.wrappers import TimeAwareObservation
         >>> timed = TimeAwareObservation(gym.make("CartPole-v1"), flatten=False)
         >>> list(RenameObservation(timed, {"time": "clock"}).observation_space)
-        ['obs', 'clock']
+        ['clock', 'obs']
     """
 
     def __init__(self, env: gym.Env[Any, Any], names: Mapping[str, str]) -> None:

@@ -24,9 +24,9 @@ class StandardScaler(nn.Module):
         columns: names of the columns, for messages.
 
     Example:
-        >>> scaler = StandardScaler(["height", "width"]).fit(torch.tensor([[1.0, 7.0], [3.0, 7.0]]))
+        >>> scaler = StandardScaler(["height", "width"]).fit(torch.tensor([[1.0, 7.0], [3.0, 7.0], [5.0, 7.0]]))
         >>> scaler.mean.tolist(), scaler.std.tolist()
-        ([2.0, 7.0], [1.4142135623730951, 1.0])
+        ([3.0, 7.0], [2.0, 1.0])
         >>> scaler.inverse(scaler(torch.tensor([5.0, 7.0])))
         tensor([5., 7.])
     """

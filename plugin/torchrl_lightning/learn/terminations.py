@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
@@ -14,17 +15,17 @@ from torchrl_lightning.learn.world_models import WorldModel
 _logger = logging.getLogger(__name__)
 
 
+@dataclass
 class TerminationCheck:
     """Compare a world model's termination function with stored transitions, and say once where they disagree."""
 
-    def __init__(self) -> None:
-        self._is_said = False
+    is_said: bool = False
 
     @torch.no_grad()
     def __call__(self, model: WorldModel, *parts: TensorDictBase) -> None:
         """Compare transitions ``[N]`` in parts; those that no model may learn from are left out."""
         targets, known = model.targets, model.terminated
-        if self._is_said or any(entry_of(part, targets.terminated_key) is None for part in parts):
+        if self.is_said or any(entry_of(part, targets.terminated_key) is None for part in parts):
             return
         keys = [*targets.observation_keys, *map(next_key, targets.observation_keys), targets.action_key]
         keys += [targets.terminated_key, IS_RESET]
@@ -53,5 +54,5 @@ class TerminationCheck:
             )
 
     def _say(self, warning: str) -> None:
-        self._is_said = True
+        self.is_said = True
         _logger.warning(warning)
