@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -150,6 +151,7 @@ def _terminal(folder: Path) -> Iterator[None]:
 def _forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
     """Run in a process of its own, which gets a signal behind a step; return its status, negative for a signal."""
     folder.mkdir(parents=True, exist_ok=True)
+    resource_tracker.ensure_running()  # else each process starts one
     with kept_threads():
         torch.set_num_threads(1)  # a forked process has no others
         child = os.fork()
@@ -310,7 +312,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _differing(one: Any, other: Any, name: str) -> Iterator[str]:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in {**one, **other}:
+        # Of a ring of frames, places of spare frames that are free hold anything.
+        for key in (key for key in {**one, **other} if key != "spares"):
             if key in one and key in other:
                 yield from _differing(one[key], other[key], f"{name}.{key}" if name else str(key))
             else:
