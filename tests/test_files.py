@@ -72,6 +72,12 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert read_state(tmp_path / "state") == {"a": 2}
 
 
+def test_a_single_number_out_of_a_column_is_written(tmp_path: Path) -> None:
+    """Its stride is that of the column, though it is contiguous."""
+    write_state(tmp_path / "state", {"number": torch.arange(8).reshape(4, 2)[1:2, 1]})
+    assert read_state(tmp_path / "state")["number"].tolist() == [3]
+
+
 LEFT = ".other.bin.fedcba9876543210.tmp"
 
 

@@ -241,7 +241,9 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
     offset, checksum = file.tell(), 0
     step = max(1, _CHUNK // max(1, first.nbytes))
     for start in range(0, len(rows), step):
-        data: Any = rows[start : start + step].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        part = rows[start : start + step].detach().cpu().contiguous()
+        # A single number keeps the stride of its column.
+        data: Any = part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
         file.write(data)
         checksum = zlib.crc32(data, checksum)
     return {

@@ -48,7 +48,9 @@ def _parts(node: Any) -> Iterator[Any]:
             flat = node.detach().reshape(-1)
             step = max(1, _CHUNK // max(1, flat.element_size()))
             for start in range(0, len(flat), step):
-                yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy()
+                part = flat[start : start + step].cpu().contiguous()
+                # A single number keeps the stride of its column.
+                yield part.as_strided(part.shape, [1]).view(torch.uint8).numpy()
     elif node is None or type(node) in (bool, int, float, str):
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
     else:
