@@ -19,6 +19,7 @@ from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -151,7 +152,8 @@ def _terminal(folder: Path) -> Iterator[None]:
 def _forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
     """Run in a process of its own, which gets a signal behind a step; return its status, negative for a signal."""
     folder.mkdir(parents=True, exist_ok=True)
-    resource_tracker.ensure_running()  # else each process starts one
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of the locks that killed processes leave to it
+        resource_tracker.ensure_running()  # else each process starts one
     with kept_threads():
         torch.set_num_threads(1)  # a forked process has no others
         child = os.fork()
