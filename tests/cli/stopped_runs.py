@@ -167,6 +167,7 @@ def _run(folder: Path, run: Callable[[], object], stop: Stop | None) -> NoReturn
     try:
         with _terminal(folder):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the tests have imported may have changed it
             if stop is not None:
                 LastCheckpoint.on_train_batch_end = _stopping(*stop)
             run()
