@@ -14,7 +14,7 @@ def test_runs_ranks_and_evaluations_share_no_environment_seed() -> None:
     for seed in range(runs):
         for rank in range(ranks):
             data = ExperienceDataModule(
-                SeedKeepingEnv, num_envs=4, frames_per_batch=4, eval_episodes=2, reset_at_each_batch=True, seed=seed
+                SeedKeepingEnv, num_envs=4, frames_per_batch=8, eval_episodes=2, reset_at_each_batch=True, seed=seed
             )
             data.trainer = SimpleNamespace(global_rank=rank, world_size=ranks)
             for _ in range(2):
