@@ -227,7 +227,8 @@ class GivenSettings(Callback):
         """Put it into effect, at the place in the schedule that was reached; refuse what a state has overwritten."""
         if changes_rates(self.differing):
             self._set_rates(trainer)
-        if isinstance(pl_module, AgentModule):
+        # Within an epoch its own schedules stay where they were, if nothing of the learner's was changed.
+        if isinstance(pl_module, AgentModule) and any(name.startswith("model.") for name in self.differing):
             pl_module.follow_schedules()
         for name, restored in self._present(trainer).items():
             if restored != self._built.get(name, restored):
