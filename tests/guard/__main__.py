@@ -154,13 +154,16 @@ def run(work: Path, only: list[int] | None) -> None:
 def tests_of_marks(work: Path) -> dict[int, list[str]]:
     """For each mutant the tests to try, the fastest first."""
     seconds: dict[str, float] = defaultdict(float)
+    passed = set()
     for line in (work / "seconds").read_text().splitlines():
-        took, test = line.split("\t")
+        took, when, test = line.split("\t")
         seconds[test] += float(took)
+        if when == "call":
+            passed.add(test)
     passing: dict[int, set[str]] = defaultdict(set)
     for line in (work / "hits").read_text().splitlines():
         mark, test = line.split("\t")
-        if test in seconds:  # not one that failed or was skipped
+        if test in passed:
             passing[int(mark)].add(test)
     chosen: dict[int, list[str]] = defaultdict(list)
     for number, tests in passing.items():

@@ -1,4 +1,4 @@
-"""A plugin of pytest: how long each test that passed has taken."""
+"""A plugin of pytest: how long each test has taken, and the fixtures that it made."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ and report.when == "call" and report.passed:
+    if "PYTEST_XDIST_WORKER" not in os.environ and report.passed:
         with open(os.environ["GUARD_WORK"] + "/seconds", "a") as file:
-            file.write(f"{report.duration}\t{report.nodeid}\n")
+            file.write(f"{report.duration}\t{report.when}\t{report.nodeid}\n")
