@@ -17,7 +17,7 @@ from unittest import mock
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from configs.store import only_our_schemas
+from kit.store import only_our_schemas
 
 # 4 environments x 32 steps, two passes of two mini-batches; an evaluation after each second rollout
 TINY = [

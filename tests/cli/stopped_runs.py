@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
-from configs.store import only_our_schemas
+from kit.store import only_our_schemas
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.callbacks import LastCheckpoint
 from torchrl_lightning.collectors.threads import kept_threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cli.commands import TINY, command_line
-from configs.processes import environment
+from kit.processes import environment
 
 
 @pytest.mark.parametrize(

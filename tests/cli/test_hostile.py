@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
-import hostile
-from configs.store import only_our_schemas
+from kit import hostile
+from kit.store import only_our_schemas
 from learn.fakes import trainer
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
 from torchrl_lightning._conf import CONF_DIR

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cli.commands import TINY, command_line, last_line
-from configs.processes import environment
 from datamodules.test_close import members
+from kit.processes import environment
 
 SETTINGS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000"]
 

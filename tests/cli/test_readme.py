@@ -19,8 +19,8 @@ from joblib.externals.loky import get_reusable_executor
 from torchrl.envs import EnvBase
 
 from cli.commands import Done, call, last_line
-from configs.processes import PROJECT
-from extras import need_extra
+from kit.extras import need_extra
+from kit.processes import PROJECT
 from torchrl_lightning._conf import CONF_DIR
 
 README = (PROJECT / "README.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
-from demonstrations.episodes import episode
+from kit.demonstrations import episode
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.record import record

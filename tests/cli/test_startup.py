@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from configs.processes import environment
+from kit.processes import environment
 from torchrl_lightning._conf import CONF_DIR
 
 HEAVY = ("torch", "lightning", "gymnasium", "matplotlib", "numba")

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, command_line, last_line
-from configs.processes import environment
+from kit.processes import environment
 
 ENDLESS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000", "eval_checkpoint=last"]
 JOB = {

@@ -20,7 +20,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from collectors.counting import CountingEnv, FailingEnv, RandomEnv, vector_env
+from kit.counting import CountingEnv, FailingEnv, RandomEnv, vector_env
 from torchrl_lightning.collectors import AsynchronousCollector, ReplayedRows
 
 

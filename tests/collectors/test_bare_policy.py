@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from collectors.counting import RandomEnv
+from kit.counting import RandomEnv
 from torchrl_lightning.collectors import GymnasiumCollector, play_episodes
 
 

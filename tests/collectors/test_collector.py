@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import GRUModule, ProbabilisticActor
 
-from collectors.counting import ContinuousEnv, CountingEnv, FailingEnv, RandomEnv, vector_env
+from kit.counting import ContinuousEnv, CountingEnv, FailingEnv, RandomEnv, vector_env
 from torchrl_lightning.collectors import GymnasiumCollector
 
 

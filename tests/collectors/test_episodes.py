@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import GRUModule, ProbabilisticActor
 
-from collectors.counting import CountingEnv, RandomEnv, still_policy, vector_env
+from kit.counting import CountingEnv, RandomEnv, still_policy, vector_env
 from torchrl_lightning.collectors import play_episodes
 
 STILL = still_policy()

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from tensordict.nn import TensorDictModule
 
-from collectors.counting import CountingEnv, still_policy
+from kit.counting import CountingEnv, still_policy
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, play_episodes
 from torchrl_lightning.collectors._faults import CheckedEnv, EnvironmentFault
 

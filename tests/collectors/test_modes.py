@@ -7,7 +7,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from collectors.counting import vector_env
+from kit.counting import vector_env
 from torchrl_lightning.collectors import GymnasiumCollector, play_episodes
 
 

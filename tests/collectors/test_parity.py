@@ -12,7 +12,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import Compose, GymWrapper, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import GRUModule, LSTMModule
 
-from collectors.counting import factories, vector_env
+from kit.counting import factories, vector_env
 from torchrl_lightning.collectors import GymnasiumCollector, environment_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own

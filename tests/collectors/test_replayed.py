@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from tensordict import TensorDict
 
-from collectors.counting import CountingEnv, still_policy
+from kit.counting import CountingEnv, still_policy
 from torchrl_lightning.collectors import GymnasiumCollector, ReplayedRows, make_vector_env
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from collectors.counting import SeedKeepingEnv, still_policy
+from kit.counting import SeedKeepingEnv, still_policy
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, play_episodes
 from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
 

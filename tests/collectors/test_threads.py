@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
-from collectors.torchrl_envs import Walk
+from kit.torchrl_envs import Walk
 from torchrl_lightning import EnvironmentRecipe
 from torchrl_lightning.collectors import close_environment, make_environment
 

@@ -23,7 +23,7 @@ from torchrl.envs import (
 from torchrl.modules import GRUModule
 
 from collectors.test_parity import compare
-from collectors.torchrl_envs import Walk, cart_pole, still
+from kit.torchrl_envs import Walk, cart_pole, still
 from torchrl_lightning import environment_specs, play_episodes
 from torchrl_lightning.collectors import TorchRLCollector, make_environment, spawn_seed
 

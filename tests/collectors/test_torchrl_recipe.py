@@ -10,7 +10,7 @@ import torch
 from torchrl.envs import GymWrapper, RewardScaling, SerialEnv, StepCounter
 
 from collectors.test_recipe import Counter, Image
-from collectors.torchrl_envs import Walk, still
+from kit.torchrl_envs import Walk, still
 from torchrl_lightning import EnvironmentRecipe, environment_specs
 from torchrl_lightning.collectors import make_environment
 

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.data import Binary, MultiCategorical
 
-from collectors.counting import CountingEnv, vector_env
+from kit.counting import CountingEnv, vector_env
 from torchrl_lightning.collectors import EnvironmentRecipe, GymnasiumCollector, environment_specs, make_vector_env
 from torchrl_lightning.collectors.specs import space_to_spec
 

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from configs.store import only_our_schemas
+from kit.store import only_our_schemas
 from torchrl_lightning._conf import CONF_DIR
 
 

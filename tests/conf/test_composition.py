@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from demonstrations.episodes import episode
-from extras import need_extra
+from kit.demonstrations import episode
+from kit.extras import need_extra
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning.trust import check_config

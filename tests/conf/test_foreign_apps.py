@@ -14,7 +14,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from configs.processes import environment
+from kit.processes import environment
 from torchrl_lightning import OnPolicyDataModule, PrioritizedSampler, ReplayDataModule
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from configs.processes import PROJECT, environment
+from kit.processes import PROJECT, environment
 
 GROUPS = {
     "storage": {"frame", "ring", "rollout"},

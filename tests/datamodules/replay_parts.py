@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from configs.processes import environment
+from kit.processes import environment
 from torchrl_lightning import RecentSampler, RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (

@@ -37,8 +37,8 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from collectors.counting import CountingEnv, still_policy
 from collectors.test_recipe import Counter
+from kit.counting import CountingEnv, still_policy
 from torchrl_lightning import (
     AsynchronousCollector,
     EnvironmentRecipe,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from collectors.counting import CountingEnv, InterleavedWorkers
 from datamodules.replay_parts import dqn, fit, replay_data
+from kit.counting import CountingEnv, InterleavedWorkers
 from torchrl_lightning.collectors.origins import RowOrigins, env_ids
 
 

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.modules import GRUModule
 
-from collectors.counting import RandomEnv, still_policy, vector_env
+from kit.counting import RandomEnv, still_policy, vector_env
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from collectors.counting import SeedKeepingEnv, still_policy
+from kit.counting import SeedKeepingEnv, still_policy
 from torchrl_lightning import ExperienceDataModule
 
 

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensordict.nn import TensorDictModule
 from torchrl.envs import Compose, GymEnv, ParallelEnv, RewardScaling, SerialEnv, StepCounter, TransformedEnv
 
-from collectors.torchrl_envs import Walk, cart_pole
 from datamodules.replay_parts import parameters, trainer
+from kit.torchrl_envs import Walk, cart_pole
 from torchrl_lightning import (
     DQNModule,
     ExperienceBuffer,

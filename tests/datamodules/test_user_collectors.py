@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectors.counting import RandomEnv, still_policy
+from kit.counting import RandomEnv, still_policy
 from torchrl_lightning import ExperienceDataModule, GymnasiumCollector
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor
 
-from demonstrations.test_replay import Line, actor_of, imitator
+from kit.lines import Line, actor_of, imitator
 from torchrl_lightning import DemonstrationActor, RecurrentNetwork, make_vector_env
 from torchrl_lightning.collectors._policy import bare_call, recurrent_primers
 from torchrl_lightning.learn import MLPNetwork

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from demonstrations.demos import DATA, rewarded
+from kit.demonstrations import rewarded
+from kit.golden import tensors
 from torchrl_lightning import DemonstrationAnnealing, DemonstrationSampler, DemonstrationStorage, DemonstrationWriter
 
 
@@ -16,11 +16,9 @@ from torchrl_lightning import DemonstrationAnnealing, DemonstrationSampler, Demo
     [("linear", "trace_rho_phi_nR_nV", 111), ("current", "trace_pytorchrl_ref", 51)],
 )
 def test_golden_trace(schedule: str, trace: str, capacity: int) -> None:
-    with np.load(DATA / "ppod_annealing.npz") as golden:
-        rho, phi, places = float(golden["rho0"]), float(golden["phi0"]), int(golden["value_capacity"])
-        expected = torch.from_numpy(golden[trace])
-    storage = DemonstrationStorage(capacity)
-    sampler = DemonstrationSampler(rho, phi)
+    golden = tensors("ppod_annealing")
+    places, expected, storage = int(golden["value_capacity"]), golden[trace], DemonstrationStorage(capacity)
+    sampler = DemonstrationSampler(float(golden["rho0"]), float(golden["phi0"]))
     writer = DemonstrationWriter(storage, reward_threshold=1.0, annealing=schedule, value_capacity=places)
     writer.load([rewarded(is_human=True)])
     for number in range(places):
@@ -63,7 +61,5 @@ def test_what_makes_no_schedule_is_refused() -> None:
 
 
 def test_nothing_is_divided_by_no_places() -> None:
-    assert (DemonstrationAnnealing(0).moved(0.0, 1, 0), DemonstrationAnnealing(0, "current").moved(0.5, 1, 0)) == (
-        1.0,
-        0.5,
-    )
+    assert DemonstrationAnnealing(0).moved(0.0, 1, 0) == 1.0
+    assert DemonstrationAnnealing(0, "current").moved(0.5, 1, 0) == 0.5

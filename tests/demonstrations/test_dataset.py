@@ -3,13 +3,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
-from demonstrations.episodes import CARTPOLE, episode
+from kit.demonstrations import CARTPOLE, episode
+from kit.images import CountedImages, first_action
 from torchrl_lightning import (
     DemonstrationMiner,
     DemonstrationStorage,
@@ -24,39 +23,12 @@ from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 
 
-class Counting(gym.Env):
-    """Shows its step as an image and a number; ends after five steps, or is cut there."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, shape=(2, 2), terminates=True):
-        image = spaces.Box(0, 255, shape, np.uint8)
-        self.observation_space = spaces.Dict({"image": image, "step": spaces.Box(0, 255, (1,), np.float32)})
-        self.terminates = terminates
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return self.seen(), {}
-
-    def step(self, action):
-        self.count += 1
-        over = self.count == 5
-        return self.seen(), float(self.count), over and self.terminates, over and not self.terminates, {}
-
-    def seen(self):
-        space = self.observation_space["image"]
-        return {"image": np.full(space.shape, self.count, np.uint8), "step": np.array([self.count], np.float32)}
-
-
-def first_action(step):
-    return step.set("action", torch.zeros(step.batch_size, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize(("shape", "stack"), [((2, 2), 1), ((2, 2), 3), ((1, 4, 4), 3), ((4, 4, 2), 3)])
 def test_the_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, stack, terminates):
-    recipe = EnvironmentRecipe(partial(Counting, shape, terminates), frame_stack=stack)
+    recipe = EnvironmentRecipe(
+        partial(CountedImages, shape, "terminated" if terminates else "truncated"), frame_stack=stack
+    )
     (demonstration,) = record_demonstrations(recipe, first_action, 1, seed=0)
     env = make_environment(recipe, 1)
     specs = environment_specs(env)
@@ -73,9 +45,8 @@ def test_the_rows_of_a_demonstration_are_those_that_a_collector_delivers(shape, 
 def test_what_is_not_known_of_an_end_is_a_terminal_step_whose_observation_stays():
     found = episode(3)
     rows = transitions(found, CARTPOLE)
-    assert (
-        rows["next", "terminated"].flatten().tolist() == rows["next", "done"].flatten().tolist() == [False] * 2 + [True]
-    )
+    for name in ("terminated", "done"):
+        assert rows["next", name].flatten().tolist() == [False, False, True]
     assert not rows["next", "truncated"].any()
     assert torch.equal(rows["next", "observation"], found.steps["observation"][[1, 2, 2]])
 

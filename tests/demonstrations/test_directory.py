@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from demonstrations.episodes import CARTPOLE, episode
+from kit.demonstrations import CARTPOLE, episode
 from torchrl_lightning.demonstrations import DemonstrationDirectory, read_demonstration, write_demonstration
 
 

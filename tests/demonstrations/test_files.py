@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from tensordict import TensorDict
 
-from demonstrations.episodes import CARTPOLE, IMAGES, episode
+from kit.demonstrations import CARTPOLE, IMAGES, episode
 from torchrl_lightning.demonstrations import Demonstration, read_demonstration, write_demonstration
 
 ARRAYS = {

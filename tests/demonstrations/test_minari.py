@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from demonstrations.episodes import CARTPOLE
+from kit.demonstrations import CARTPOLE
 from torchrl_lightning import EnvironmentSpecs
 from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.demonstrations import minari_demonstrations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
-from collectors.counting import CountingEnv, still_policy
+from kit.counting import CountingEnv, still_policy
+from kit.files import through_file
 from torchrl_lightning import (
     Demonstration,
     DemonstrationMiner,
@@ -120,7 +120,7 @@ def test_mining_is_what_one_does_by_hand(seed: int) -> None:
         part.apply_(lambda value: value.fill_(1))  # the memory is written again
         begin += length
         restored = DemonstrationMiner(found, ENVS, specs=SPECS)
-        restored.load_state_dict(saved(miner))
+        restored.load_state_dict(through_file(miner.state_dict()))
         miner = restored
     assert found.seen == expected.seen
     assert len(found.seen) > 15
@@ -128,13 +128,6 @@ def test_mining_is_what_one_does_by_hand(seed: int) -> None:
     assert [each.value for each in found.storage.value_demonstrations] == [
         each.value for each in expected.storage.value_demonstrations
     ]
-
-
-def saved(miner: DemonstrationMiner) -> Any:
-    file = io.BytesIO()
-    torch.save(miner.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_a_collected_run_with_replays() -> None:
@@ -172,7 +165,7 @@ def test_bad_rollouts_and_states_change_nothing() -> None:
     torch.manual_seed(0)
     miner, rollout = DemonstrationMiner(Recorded(), ENVS, specs=SPECS), episodes(5, 1)
     miner.mine(rollout)
-    state = saved(miner)
+    state = through_file(miner.state_dict())
     wrong = rollout.clone()
     wrong["state_value"][2, 1] = math.nan
     hole = rollout.clone()
@@ -199,4 +192,4 @@ def test_bad_rollouts_and_states_change_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             miner.load_state_dict({**state, **change})
-    assert repr(saved(miner)) == repr(state)
+    assert repr(through_file(miner.state_dict())) == repr(state)

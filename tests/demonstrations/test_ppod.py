@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
-from demonstrations.demos import names
+from kit.demonstrations import names
+from kit.files import through_file
 from torchrl_lightning import (
     Demonstration,
     EnvironmentRecipe,
@@ -255,10 +256,8 @@ def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
     learned_from(buffer, step)
     saved = {path.name: read_demonstration(path) for path in target.glob("*.safetensors")}
     assert sorted(saved) == [f"{kind}_demo_{place}.safetensors" for kind in ("reward", "value") for place in (1, 2)]
-    assert [saved[f"reward_demo_{place}.safetensors"].length for place in (1, 2)] == [
-        5,
-        3,
-    ]  # the newest of equals first
+    # The newest of equals comes first.
+    assert [saved[f"reward_demo_{place}.safetensors"].length for place in (1, 2)] == [5, 3]
     assert saved["value_demo_1.safetensors"].value == 5.0
     best = saved["reward_demo_1.safetensors"]
     assert (best.steps["action"].dtype, best.steps["observation"].dtype) == (torch.int8, torch.float16)
@@ -335,12 +334,6 @@ def test_a_frame_stack_and_frame_skip_are_those_of_the_recipe() -> None:
         cartpole().fits(SPECS, buffer.frame_skip)
 
 
-def saved(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    torch.save(state, path)
-    loaded: dict[str, Any] = torch.load(path, weights_only=True)
-    return loaded
-
-
 def test_a_restored_buffer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     human, late = folder(tmp_path / "human", cartpole(1.0, length=5)), tmp_path / "late"
     options: dict[str, Any] = {
@@ -366,13 +359,13 @@ def test_a_restored_buffer_goes_on_as_if_nothing_had_happened(tmp_path: Path) ->
         step(first, source)
     playing = first.replay is not None and first.replay.playing.any()
     assert playing
-    state, at = saved(first.state_dict(), tmp_path / "state"), source.state_dict()
+    state, at = through_file(first.state_dict()), source.state_dict()
     folder(tmp_path / "more", cartpole(50.0))
     (tmp_path / "more" / "0.safetensors").rename(late / "new.safetensors")
 
     second = attached(8, **options)
     second.load_state_dict(state)
-    assert saved(second.state_dict(), tmp_path / "again").keys() == state.keys()
+    assert through_file(second.state_dict()).keys() == state.keys()
     assert second.metrics()["demos/rho"] == first.metrics()["demos/rho"]
     restored = collector(second)
     restored.load_state_dict(at)

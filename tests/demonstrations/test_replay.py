@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from functools import partial
 from typing import Any
@@ -15,7 +14,9 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from demonstrations.demos import check_golden, demo, golden_replay, names, rewarded
+from kit.demonstrations import check_golden, demo, golden_replay, names, rewarded, stored
+from kit.files import through_file
+from kit.lines import Line, Scripted, actor_of, line_collector, line_demo
 from torchrl_lightning import (
     Demonstration,
     DemonstrationMiner,
@@ -27,76 +28,10 @@ from torchrl_lightning import (
     GymnasiumCollector,
     PPODBuffer,
 )
-from torchrl_lightning.collectors import environment_specs, make_vector_env
-from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.collectors import make_vector_env
 from torchrl_lightning.demonstrations import record_demonstrations
 from torchrl_lightning.demonstrations.recording import demonstration_specs
-from torchrl_lightning.learn import MLPNetwork, RecurrentNetwork
-from torchrl_lightning.learn.actors import build_actor
-from torchrl_lightning.moments import Moments
-
-
-def stored(*demonstrations: Demonstration) -> DemonstrationStorage:
-    storage = DemonstrationStorage(10)
-    storage.replace(demonstrations, [])
-    return storage
-
-
-class Scripted(DemonstrationSampler):
-    """Draws what it is told to: places in ``D_R``, None for the environment; the last one again and again."""
-
-    def __init__(self, *places: int | None) -> None:
-        super().__init__()
-        self.places = list(places)
-
-    def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
-        place = self.places.pop(0) if len(self.places) > 1 else self.places[0]
-        return None if place is None else storage.reward_demonstrations[place]
-
-
-class Line(gymnasium.Env[Any, Any]):
-    """Counts its steps, from a number that differs by episode, and terminates at the third."""
-
-    def __init__(self, shape: tuple[int, ...] = (1,), start: float = 0.0) -> None:
-        self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
-        self.action_space: Any = spaces.Box(-np.inf, np.inf, shape, np.float32)
-        self.t, self.steps, self.start = 0, 0, start
-
-    def _shown(self) -> Any:
-        return np.full(self.observation_space.shape, self.start + self.t, np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._shown(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t, self.steps = self.t + 1, self.steps + 1
-        return self._shown(), 0.0, self.t == 3, False, {}
-
-
-def line_demo(length: int = 4, first: float = 100.0, last: float | None = None, **fields: Any) -> Demonstration:
-    observation = first + torch.arange(float(length))[:, None]
-    steps = TensorDict({"observation": observation, "action": observation - 50}, [length])
-    steps["next", "reward"] = torch.eye(length)[:, -1:]
-    known = None if last is None else TensorDict({"observation": torch.tensor([last])})
-    return Demonstration(steps, last_observation=known, **fields)
-
-
-def imitator() -> TensorDictModule:
-    """Acts as it observes, with a log-probability of -0.5 and a value of three times what is more than 50."""
-
-    def act(observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return observation.clone(), torch.full(observation.shape[:1], -0.5), 3 * observation.where(observation > 50, 0)
-
-    return TensorDictModule(act, in_keys=["observation"], out_keys=["action", "action_log_prob", "state_value"])
-
-
-def line_collector(replay: Any, num_envs: int = 1, steps: int = 12, policy: Any = None, **kwargs: Any) -> Any:
-    made = kwargs.pop("env", Line)
-    return GymnasiumCollector(
-        made, policy or imitator(), num_envs=num_envs, frames_per_batch=num_envs * steps, replay=replay, **kwargs
-    )
+from torchrl_lightning.learn import RecurrentNetwork
 
 
 def test_golden_sequence() -> None:
@@ -144,15 +79,15 @@ def test_a_truncated_expert_is_not_taught_as_an_end() -> None:
     critic = TensorDictModule(lambda x: 100.0 + 0 * x[..., :1], in_keys=["observation"], out_keys=["state_value"])
     shown = line_demo(last=7.0, terminated=False, truncated=True)
     targets = {}
-    for ends in ("recorded", "terminated", "truncated"):
-        buffer = PPODBuffer(4, rho=1.0, phi=0.0, gamma=0.5, gae_lambda=0.0, critic=critic, ends=ends)
+    for ends in (None, "recorded", "terminated", "truncated"):
+        options = {} if ends is None else {"ends": ends}
+        buffer = PPODBuffer(4, rho=1.0, phi=0.0, gamma=0.5, gae_lambda=0.0, critic=critic, **options)
         buffer.attach(Line, 1)
         buffer.demonstrations.replace([shown], [])
         buffer.insert_data_slice(line_collector(buffer.replay, steps=4).rollout())
         buffer.before_gradients()
         targets[ends] = buffer.rollout["value_target"][-1].item()
-    assert targets == {"recorded": 51.0, "terminated": 1.0, "truncated": 51.0}
-    assert PPODBuffer(4)._options["ends"] == "recorded"
+    assert targets == {None: 51.0, "recorded": 51.0, "terminated": 1.0, "truncated": 51.0}
 
 
 @pytest.mark.parametrize(("last", "expected"), [(7.0, 7.0), (None, 103.0)])
@@ -225,17 +160,6 @@ def test_scalars_are_shaped_like_the_environment() -> None:
     row = line_collector(replay, 2, 3, env=lambda: Line(())).rollout()
     assert row["observation"].flatten().tolist() == [0, 1, 2, 100, 101, 102]
     assert row["action"][1].flatten().tolist() == [50, 51, 52]
-
-
-def actor_of(env: Any, network: Any = None, normalised: bool = False) -> Any:
-    torch.manual_seed(0)
-    specs = environment_specs(env)
-    actor = build_actor(specs, network or MLPNetwork((8,)))
-    if not normalised:
-        return actor
-    normalizer = ObservationNormalizer(specs, ["observation"], clip=10.0)
-    normalizer.advance({"observation": Moments.of(torch.randn(9, 1) * 30 + 40)})
-    return NormalizedPolicy(actor, normalizer)
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -362,13 +286,6 @@ def test_a_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
     assert (mined.last_observation == recorded.last_observation).all()
 
 
-def saved(part: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(part.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_state_goes_on_within_a_demonstration() -> None:
     storage = stored(*(rewarded(length=length, name=f"{length}") for length in (2, 5, 9)))
 
@@ -382,7 +299,7 @@ def test_a_state_goes_on_within_a_demonstration() -> None:
     first = DemonstrationReplay(storage, DemonstrationSampler(0.7, 0.0), 3)
     steps(first, 0)
     assert first.playing.any()
-    state = saved(first)
+    state = through_file(first.state_dict())
     resumed = DemonstrationReplay(storage, DemonstrationSampler(0.1, 0.1), 3)
     resumed.load_state_dict(state)
     assert steps(resumed, 1) == steps(first, 1)
@@ -410,13 +327,13 @@ def test_a_resumed_run_goes_on_within_a_demonstration(log_prob: Any) -> None:
 
     (whole, replay), (resumed, restored) = fresh(), fresh()
     whole.rollout()
-    restored.load_state_dict(saved(replay))
-    resumed.load_state_dict(saved(whole))
-    assert repr(saved(resumed)) == repr(saved(whole))
+    restored.load_state_dict(through_file(replay.state_dict()))
+    resumed.load_state_dict(through_file(whole.state_dict()))
+    assert repr(through_file(resumed.state_dict())) == repr(through_file(whole.state_dict()))
     for _ in range(4):
         one, other = whole.rollout(), resumed.rollout()
         assert (one == other).all()
-    assert repr(saved(resumed)) == repr(saved(whole))
+    assert repr(through_file(resumed.state_dict())) == repr(through_file(whole.state_dict()))
 
 
 def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
@@ -430,7 +347,7 @@ def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
     (replay, first), (restored, resumed) = fresh(), fresh()
     first.rollout()
     restored.load_state_dict(replay.state_dict())
-    state = saved(first)
+    state = through_file(first.state_dict())
     resumed.load_state_dict(state)
     on, batch = first.rollout(), resumed.rollout()
     assert on["recurrent_state"][:, 0].abs().sum(-1).all()
@@ -442,10 +359,10 @@ def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
         ({"recurrent_states": {"recurrent_state": torch.zeros(3, 1, 4)}}, r"a tensor \[3, 1, 4\]"),
         ({"trajectory_ids": [0, 1]}, "'trajectory_ids' is a list"),
     ):
-        before = repr(saved(resumed))
+        before = repr(through_file(resumed.state_dict()))
         with pytest.raises(ValueError, match=message):
             resumed.load_state_dict({**state, **change})
-        assert repr(saved(resumed)) == before
+        assert repr(through_file(resumed.state_dict())) == before
     assert "recurrent_states" not in line_collector(None, 2, 4, policy, seed=0, env=env).state_dict()
 
 

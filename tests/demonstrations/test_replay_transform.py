@@ -24,9 +24,9 @@ from torchrl.envs import (
 )
 from torchrl.modules import GRUModule
 
-from collectors.torchrl_envs import Walk
-from demonstrations.demos import check_golden, golden_replay
-from demonstrations.test_replay import Line, Scripted, imitator, line_demo, stored
+from kit.demonstrations import check_golden, golden_replay, stored
+from kit.lines import Line, Scripted, imitator, line_demo
+from kit.torchrl_envs import Walk
 from torchrl_lightning import (
     DemonstrationActor,
     DemonstrationReplay,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from demonstrations.demos import DATA, rewarded
+from kit.demonstrations import rewarded
+from kit.files import through_file
+from kit.golden import tensors
+from kit.seeds import generator
 from torchrl_lightning import DemonstrationSampler, DemonstrationStorage
 from torchrl_lightning.demonstrations.sampler import value_probabilities
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def filled(rewards: int = 2, values: tuple[float, ...] = (1.0, 2.0, 0.0, -3.0), annealed: float = 0.0) -> Any:
@@ -33,7 +30,7 @@ def draws(sampler: DemonstrationSampler, storage: DemonstrationStorage, count: i
 @pytest.mark.parametrize("annealed", [0.0, 0.5, 1.0])
 def test_draws_have_their_probabilities(annealed: float) -> None:
     storage, count = filled(annealed=annealed), 2000
-    found = draws(DemonstrationSampler(0.2, 0.4, alpha=2, generator=seeded()), storage, count)
+    found = draws(DemonstrationSampler(0.2, 0.4, alpha=2, generator=generator()), storage, count)
     rho, phi = 0.2 + annealed * 0.4, 0.4 * (1 - annealed)
     expected = {"env": 0.4, "r0": rho / 2, "r1": rho / 2, "v0": phi / 5, "v1": phi * 4 / 5, "v2": 0.0, "v3": 0.0}
     assert set(found) == {name for name, chance in expected.items() if chance}
@@ -44,10 +41,10 @@ def test_draws_have_their_probabilities(annealed: float) -> None:
 
 
 def test_golden_probabilities() -> None:
-    with np.load(DATA / "ppod_capacity_and_probs.npz") as golden:
-        for alpha in (10, 1):
-            found = value_probabilities(golden["max_values"].tolist(), alpha)
-            torch.testing.assert_close(found, torch.from_numpy(golden[f"value_probs_alpha{alpha}"]), rtol=1e-12, atol=0)
+    golden = tensors("ppod_capacity_and_probs")
+    for alpha in (10, 1):
+        found = value_probabilities(golden["max_values"].tolist(), alpha)
+        torch.testing.assert_close(found, golden[f"value_probs_alpha{alpha}"], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, -2.0], [float("-inf"), 0.0]])
@@ -71,22 +68,24 @@ def test_no_power_overflows_or_vanishes(scale: float) -> None:
     ("storage", "kinds"), [(filled(0), "ev"), (filled(2, ()), "er"), (filled(0, ()), "e"), (filled(1, (0.0,)), "erv")]
 )
 def test_an_empty_source_means_the_environment(storage: Any, kinds: str) -> None:
-    found = draws(DemonstrationSampler(0.4, 0.4, generator=seeded(1)), storage, 60)
+    found = draws(DemonstrationSampler(0.4, 0.4, generator=generator(1)), storage, 60)
     assert {name[0] for name in found} == set(kinds)
     # What the source holds changes no other draw.
-    same = draws(DemonstrationSampler(0.4, 0.4, generator=seeded(1)), filled(), 60)
+    same = draws(DemonstrationSampler(0.4, 0.4, generator=generator(1)), filled(), 60)
     assert all(one == "env" for one, other in zip(found, same, strict=True) if other == "env")
 
 
 def test_all_of_the_probability_or_none_of_it() -> None:
-    assert set(draws(DemonstrationSampler(1.0, 0.0, generator=seeded()), filled(1), 50)) == {"r0"}
-    assert set(draws(DemonstrationSampler(0.0, 1.0, generator=seeded()), filled(1, (1.0,)), 50)) == {"v0"}
-    assert set(draws(DemonstrationSampler(0.0, 0.0, generator=seeded()), filled(), 50)) == {"env"}
-    assert "env" not in draws(DemonstrationSampler(0.7, 0.3, generator=seeded()), filled(), 200)
+    assert set(draws(DemonstrationSampler(1.0, 0.0, generator=generator()), filled(1), 50)) == {"r0"}
+    assert set(draws(DemonstrationSampler(0.0, 1.0, generator=generator()), filled(1, (1.0,)), 50)) == {"v0"}
+    assert set(draws(DemonstrationSampler(0.0, 0.0, generator=generator()), filled(), 50)) == {"env"}
+    assert "env" not in draws(DemonstrationSampler(0.7, 0.3, generator=generator()), filled(), 200)
 
 
 def test_a_seed_decides_the_draws() -> None:
-    first, again, other = (draws(DemonstrationSampler(0.4, 0.4, generator=seeded(s)), filled(), 50) for s in (1, 1, 2))
+    first, again, other = (
+        draws(DemonstrationSampler(0.4, 0.4, generator=generator(s)), filled(), 50) for s in (1, 1, 2)
+    )
     assert first == again != other
     torch.manual_seed(5)
     first = draws(DemonstrationSampler(0.4, 0.4), filled(), 50)
@@ -112,10 +111,7 @@ def test_wrong_probabilities_are_refused(options: dict[str, float], message: str
 def test_a_state_goes_on_with_the_next_draw() -> None:
     storage, sampler = filled(), DemonstrationSampler(0.3, 0.5, alpha=2)
     draws(sampler, storage, 7)
-    file = io.BytesIO()
-    torch.save(sampler.state_dict(), file)
-    file.seek(0)
-    state, restored = torch.load(file, weights_only=True), DemonstrationSampler()
+    state, restored = through_file(sampler.state_dict()), DemonstrationSampler()
     restored.load_state_dict(state)
     assert draws(restored, storage, 40) == draws(sampler, storage, 40)
     before = restored.state_dict()

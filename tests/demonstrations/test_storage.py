@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
-
 import pytest
-import torch
 
-from demonstrations.demos import demo, names, rewarded
+from kit.demonstrations import demo, names, rewarded
+from kit.files import through_file
 from mutations import check_mutants, equal
 from torchrl_lightning import DemonstrationStorage, DemonstrationWriter
 
@@ -20,13 +17,6 @@ def filled(capacity: int = 4) -> DemonstrationStorage:
     for episode in (demo(0.0, 1.0, 0.0, name="cut"), demo(0.0, 0.0, value=0.5), demo(0.0, name="no value")):
         writer.add(episode)
     return storage
-
-
-def through_file(state: dict[str, Any]) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def same(one: DemonstrationStorage, other: DemonstrationStorage) -> bool:

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 
-from demonstrations.demos import demo
+from kit.demonstrations import demo
 from torchrl_lightning import Demonstration, EnvironmentSpecs
 
 

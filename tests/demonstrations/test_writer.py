@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demonstrations.demos import DATA, demo, names, rewarded
+from kit.demonstrations import demo, names, rewarded
+from kit.golden import arrays
 from torchrl_lightning import Demonstration, DemonstrationStorage, DemonstrationWriter
 
 
@@ -30,18 +31,20 @@ def kept(storage: DemonstrationStorage) -> tuple[list[str], list[str]]:
 
 def test_golden_capacity() -> None:
     storage, writer = build(6, rewarded(length=99, is_human=True, name="0"))
-    with np.load(DATA / "ppod_capacity_and_probs.npz") as golden:
-        operations, expected = golden["ops"], golden["ids_after"]
-    for (number, is_reward, length, value), ids in zip(operations.tolist(), expected.tolist(), strict=True):
+    golden = arrays("ppod_capacity_and_probs")
+    for (number, is_reward, length, value), ids in zip(
+        golden["ops"].tolist(), golden["ids_after"].tolist(), strict=True
+    ):
         writer.add(rewarded(float(is_reward), int(length), value=value, name=str(int(number))))
         found = tuple([int(name) for name in every] for every in kept(storage))
         assert found == tuple([each for each in row if each >= 0] for row in ids)
 
 
 def test_golden_truncation() -> None:
-    with np.load(DATA / "ppod_truncation_and_thresholds.npz") as golden:
-        rewards, lengths, totals = golden["rewards"], golden["kept_length"], golden["total_reward_of_cut"]
-    for row, length, total in zip(rewards, lengths, totals, strict=True):
+    golden = arrays("ppod_truncation_and_thresholds")
+    for row, length, total in zip(
+        *(golden[key] for key in ("rewards", "kept_length", "total_reward_of_cut")), strict=True
+    ):
         storage, writer = build()
         assert writer.add(demo(*row[~np.isnan(row)])) == "reward"
         (found,) = storage.reward_demonstrations
@@ -49,10 +52,9 @@ def test_golden_truncation() -> None:
 
 
 def test_golden_thresholds() -> None:
-    with np.load(DATA / "ppod_truncation_and_thresholds.npz") as golden:
-        trace = golden["threshold_trace_ref"].tolist()
     storage, writer = build(51)
-    for episode_return, threshold, best, rewards, values in trace:
+    trace = arrays("ppod_truncation_and_thresholds")["threshold_trace_ref"]
+    for episode_return, threshold, best, rewards, values in trace.tolist():
         writer.add(rewarded(episode_return))
         returns = [each.total_reward for each in storage.reward_demonstrations]
         found = (writer.threshold, max(returns), len(returns), len(storage.value_demonstrations))

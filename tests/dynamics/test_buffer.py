@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Categorical
 
-from dynamics.transitions import golden, golden_slice, numbered, rows
+from kit.dynamics import golden, golden_slice, numbered, rows
 from torchrl_lightning import MBReplayBuffer, make_vector_env
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 

@@ -16,7 +16,7 @@ from torchrl.data import (
     Unbounded,
 )
 
-from dynamics.transitions import golden, golden_slice, rows
+from kit.dynamics import golden, golden_slice, rows
 from torchrl_lightning import DynamicsTargets, ExperienceBuffer, RingStorage
 from torchrl_lightning.rollout.names import from_documented
 

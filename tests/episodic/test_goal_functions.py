@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs import GymWrapper
 
-from extras import need_extra
-from goals import Reach
+from kit.extras import need_extra
+from kit.goals import Reach
 from torchrl_lightning import (
     EnvironmentRecipe,
     EpisodicReplayBuffer,

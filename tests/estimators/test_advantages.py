@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
-from estimators.golden import assert_near, cases, load
+from kit.golden import assert_near, cases, load
 from torchrl_lightning import discount_cumsum, discounted_returns, gae, vtrace
 
 Estimates = Callable[..., object]

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from estimators.golden import assert_near, cases, load
+from kit.golden import assert_near, cases, load
 from mutations import check_mutants
 from torchrl_lightning import IntrinsicRewardNormalizer, standardize
 

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from configs.processes import PROJECT, environment
+from kit.processes import PROJECT, environment
 from torchrl_lightning import read_demonstration
 
 EXAMPLES = PROJECT / "examples"

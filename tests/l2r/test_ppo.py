@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimators.golden import load
+from kit.golden import load
+from kit.rollouts import make_critic, make_rollout
 from mutations import check_mutants
-from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning.l2r.ppo import PPOBuffer
 
 CASES = ("c0", "c1", "c2")

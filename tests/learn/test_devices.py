@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
-from devices import THERE, SecondDevice, move_there
+from kit.devices import THERE, SecondDevice, move_there
+from kit.rollouts import make_rollout
 from learn.dynamics_fakes import transitions
 from learn.fakes import trainer
 from learn.replay_fakes import BOX, DISCRETE, sequences
-from rollout.helpers import make_rollout
 from torchrl_lightning import (
     ExperienceBuffer,
     GAEBuffer,

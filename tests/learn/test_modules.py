@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.data import Composite, Unbounded
 
+from kit.rollouts import make_rollout
 from learn.fakes import SPECS, FakeData, trainer
-from rollout.helpers import make_rollout
 from torchrl_lightning import GAEBuffer
 from torchrl_lightning.learn import (
     A2CModule,

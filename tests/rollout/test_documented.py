@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from rollout.helpers import Recorder, estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import Recorder, estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 STEP: dict[str, Any] = {

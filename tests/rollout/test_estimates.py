@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 
-from estimators.golden import assert_near, cases
-from rollout.helpers import Recorder, brute_gae, brute_returns, estimated, make_critic, make_rollout
+from kit.golden import assert_near, cases
+from kit.rollouts import Recorder, brute_gae, brute_returns, estimated, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.helpers import estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.helpers import estimated, make_critic, make_rollout
+from kit.rollouts import estimated, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer
 
 MISSING = object()

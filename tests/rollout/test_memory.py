@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollout.helpers import make_rollout
+from kit.rollouts import make_rollout
 from torchrl_lightning import GAEBuffer, RolloutStorage
 from torchrl_lightning.replay import memory
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl.data import TensorDictReplayBuffer
 
-from rollout.helpers import make_critic, make_rollout
+from kit.rollouts import make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 

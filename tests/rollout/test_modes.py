@@ -9,7 +9,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from rollout.helpers import linear_actor, make_rollout
+from kit.rollouts import linear_actor, make_rollout
 from torchrl_lightning import GAEBuffer, GeneralizedAdvantages, VanillaOnPolicyBuffer, VTraceAdvantages, VTraceBuffer
 
 

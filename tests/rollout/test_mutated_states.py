@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kit.rollouts import make_critic, make_rollout
 from mutations import check_mutants
-from rollout.helpers import make_critic, make_rollout
 from torchrl_lightning import GAEBuffer
 
 

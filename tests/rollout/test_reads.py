@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from rollout.helpers import brute_gae, brute_returns, linear_actor, make_critic, make_rollout
+from kit.rollouts import brute_gae, brute_returns, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, PPOBuffer, PPODBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 STEPS, ENVS = 40, 5

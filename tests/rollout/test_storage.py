@@ -5,7 +5,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
-from rollout.helpers import make_critic, make_rollout
+from kit.rollouts import make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
 
 

@@ -9,8 +9,8 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
-from estimators.golden import load
-from rollout.helpers import both_values, brute_gae, estimated, linear_actor, make_critic, make_rollout
+from kit.golden import load
+from kit.rollouts import both_values, brute_gae, estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 

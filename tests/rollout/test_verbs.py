@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rollout.helpers import estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 

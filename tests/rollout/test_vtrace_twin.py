@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.helpers import linear_actor, make_critic, make_rollout
+from kit.rollouts import linear_actor, make_critic, make_rollout
 from torchrl_lightning import VTraceBuffer
 
 THRESHOLDS = st.sampled_from([0.5, 1.0, 2.0])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
-from torchrl_lightning import Demonstration
+from kit.golden import tensors
+from torchrl_lightning import Demonstration, DemonstrationStorage, EnvironmentSpecs
 
-DATA = Path(__file__).parents[1] / "data"
+CARTPOLE = EnvironmentSpecs(Composite(observation=Unbounded((4,))), Categorical(2), 1)
+IMAGES = EnvironmentSpecs(
+    Composite(observation=Bounded(0, 255, (3, 5, 5), dtype=torch.uint8)), Categorical(3, dtype=torch.int64), 1
+)
 
 
 def demo(*rewards: float, **options: Any) -> Demonstration:
@@ -36,9 +39,16 @@ def names(demonstrations: tuple[Demonstration, ...]) -> list[str]:
     return [each.name for each in demonstrations]
 
 
+def stored(*demonstrations: Demonstration) -> DemonstrationStorage:
+    """A storage of them."""
+    storage = DemonstrationStorage(10)
+    storage.replace(demonstrations, [])
+    return storage
+
+
 def golden_replay() -> tuple[dict[str, torch.Tensor], Demonstration]:
     """What the reference recorded while it replayed a demonstration, and that demonstration."""
-    golden = {key: torch.from_numpy(value).float() for key, value in np.load(DATA / "ppod_replay_sequence.npz").items()}
+    golden = {key: value.float() for key, value in tensors("ppod_replay_sequence").items()}
     entries = {"observation": golden["demo_observation"][:, None], "action": golden["demo_action"][:, None]}
     steps = TensorDict({**entries, "next": {"reward": golden["demo_reward"][:, None]}}, [4])
     return golden, Demonstration(steps)
@@ -56,3 +66,14 @@ def check_golden(row: TensorDictBase, golden: dict[str, torch.Tensor]) -> None:
     }
     for key, value in found.items():
         assert value.flatten().tolist() == golden[key].tolist(), key
+
+
+def steps_of(length: int = 3, reward: float = 1.0) -> TensorDict:
+    """Random steps of CartPole, and their reward."""
+    steps = TensorDict({"observation": torch.randn(length, 4), "action": torch.arange(length) % 2}, [length])
+    steps["next", "reward"] = torch.full((length, 1), reward)
+    return steps
+
+
+def episode(length: int = 3, reward: float = 1.0, **fields: Any) -> Demonstration:
+    return Demonstration(steps_of(length, reward), **fields)

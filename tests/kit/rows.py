@@ -1,0 +1,24 @@
+"""Rows ``[count]`` that tell their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+
+def numbered(count: int, start: int = 0, *, ends: bool | int = 5, **entries: Any) -> TensorDict:
+    """Make rows whose every entry tells their number, from ``start`` on.
+
+    Args:
+        count: how many.
+        start: the first number.
+        ends: whether all of them end an episode, or the number of steps in each.
+        entries: further ones.
+    """
+    number = torch.arange(start, start + count)
+    done = torch.full((count,), ends) if isinstance(ends, bool) else number % ends == ends - 1
+    column = number.float().unsqueeze(-1)
+    following = {"reward": column, "done": done.unsqueeze(-1), "deep": {"x": number.half()}}
+    return TensorDict({"a": number.float(), "next": following, **entries}, [count])
