@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mutations import check_mutants
+from kit.states import check_mutants
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kit.demonstrations import demo, names, rewarded
 from kit.files import through_file
-from mutations import check_mutants, equal
+from kit.states import check_mutants, equal
 from torchrl_lightning import DemonstrationStorage, DemonstrationWriter
 
 

@@ -143,21 +143,6 @@ def test_every_sampler_reads_whole_stacks(frame, options):
     assert (ours[3:9:2] == plain[3:9:2]).all()
 
 
-def test_a_saved_buffer_goes_on_as_the_original(tmp_path):
-    envs, (original, plain), (restored, _) = [Stacks(env) for env in range(2)], twins(16, 2), twins(16, 2)
-    for step in range(60):
-        data = torch.stack([env.step() for env in envs])
-        for buffer in (original, plain, *([restored] if step > 30 else [])):
-            buffer.extend(data.clone())
-        if step == 30:
-            original.sample()
-            original.dumps(tmp_path / "state")
-            restored.loads(tmp_path / "state")
-    assert_same(original, plain)
-    assert_same(restored, plain)
-    assert (original.sample() == restored.sample()).all()
-
-
 def test_a_transition_takes_hardly_more_than_a_frame():
     storage = FrameStorage(4000, 4)
     buffer = ExperienceBuffer(storage=storage, num_envs=4)
@@ -199,9 +184,3 @@ def test_what_cannot_be_kept_as_frames_is_refused():
     assert len(ours) == 1
     with pytest.raises(KeyError, match="kept as frames"):
         ours.write_back(ours.sample(), ["observation"])
-    state = ours.state_dict()
-    with pytest.raises(ValueError, match="frame_stack=3"):
-        twins(8, 1, 2)[0].load_state_dict(state)
-    state["storage"]["frames"]["observation"]["frames"] = state["storage"]["frames"]["observation"]["frames"][:1]
-    with pytest.raises(ValueError, match="frames of observation state is foreign"):
-        twins(8, 1)[0].load_state_dict(state)

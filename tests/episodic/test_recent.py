@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -172,19 +171,6 @@ def test_the_length_of_windows_may_change_between_samples() -> None:
         buffer.sample(6)
 
 
-def test_a_restored_sampler_continues() -> None:
-    buffer, other = (make(3, 20, RecentSampler(2, recent_data_ratio=0.5)) for _ in range(2))
-    for _ in range(30):
-        write(buffer)
-    buffer.sample(8)
-    other.load_state_dict(buffer.state_dict())
-    third = copy.deepcopy(buffer)
-    for _ in range(2):
-        drawn = starts_of(buffer.sample(8))
-        assert starts_of(other.sample(8)) == drawn
-        assert starts_of(third.sample(8)) == drawn
-
-
 def test_bad_options() -> None:
     for option, bad in (("recent_data_steps", 0), ("recent_data_ratio", 1.5), ("num_earliest_frames_ignored", -1)):
         with pytest.raises(ValueError, match=option):
@@ -244,29 +230,6 @@ def test_recent_windows_beside_prioritized_ones() -> None:
     assert (inner.table.priorities[first] == 7.0).all()
     buffer.empty()
     assert inner.table.count == 0
-
-
-def test_a_restored_sampler_with_priorities_continues() -> None:
-    def build() -> ExperienceBuffer:
-        return make(2, 20, RecentSampler(2, recent_data_ratio=0.5, prioritized=prioritized(40)))
-
-    buffer, other = build(), build()
-    for _ in range(25):
-        write(buffer)
-    batch = buffer.sample(8)
-    batch["td_error"] = batch["position"].float()
-    buffer.update_tensordict_priority(batch)
-    state = buffer.state_dict()
-    other.load_state_dict(state)
-    third = copy.deepcopy(buffer)
-    for _ in range(2):
-        batches = [each.sample(8) for each in (buffer, other, third)]
-        assert all(torch.equal(batch[key], batches[0][key]) for batch in batches for key in batch.keys())  # noqa: SIM118
-    plain = make(2, 20, RecentSampler(2, recent_data_ratio=0.5))
-    with pytest.raises(ValueError, match="prioritized"):
-        plain.load_state_dict(state)
-    with pytest.raises(ValueError, match="prioritized"):
-        other.load_state_dict(plain.state_dict())
 
 
 def test_the_prioritized_sampler_must_draw_the_same_windows() -> None:

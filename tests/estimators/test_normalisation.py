@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.golden import assert_near, cases, load
-from mutations import check_mutants
+from kit.states import check_mutants
 from torchrl_lightning import IntrinsicRewardNormalizer, standardize
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kit.golden import load
 from kit.rollouts import make_critic, make_rollout
-from mutations import check_mutants
+from kit.states import check_mutants
 from torchrl_lightning.l2r.ppo import PPOBuffer
 
 CASES = ("c0", "c1", "c2")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -418,60 +416,6 @@ def test_memory_that_moves_is_followed() -> None:
     assert buffer.sample()["index"].tolist() == [1, 1, 1, 1]
 
 
-WAYS = ("state_dict", "dumps", "pickle", "deepcopy")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"weight_norm": "buffer", "max_priority_within_buffer": True}])
-def test_restored_sampler_continues(tmp_path: Path, way: str, options: dict[str, Any]) -> None:
-    sampler = make(alpha=0.6, beta=0.4, **options)
-    buffer = BUFFERS["torchrl"](sampler)
-    buffer.extend(rows(27))
-    buffer.update_priority(torch.arange(10), torch.rand(10, generator=generator(3)) * 5)
-    buffer.sample(5)
-    if way in ("state_dict", "dumps"):
-        other = make(alpha=1.0, beta=1.0, eps=0.5, generator=None, **options)
-        if way == "dumps":
-            sampler.dumps(tmp_path / "sampler")
-            other.loads(tmp_path / "sampler")
-        else:
-            torch.save(sampler.state_dict(), tmp_path / "sampler.pt")
-            other.load_state_dict(torch.load(tmp_path / "sampler.pt", weights_only=True))
-    else:
-        other = pickle.loads(pickle.dumps(sampler)) if way == "pickle" else copy.deepcopy(sampler)
-    assert repr(other) == repr(sampler)
-    assert other.default_priority == sampler.default_priority
-    for step in range(3):
-        (index, info), (again, its_info) = sampler.sample(buffer.storage, 6), other.sample(buffer.storage, 6)
-        assert index.tolist() == again.tolist()
-        assert all(torch.equal(info[key], its_info[key]) for key in info)
-        for each in (sampler, other):
-            each.update_priority(index, torch.arange(6.0) + step)
-            each.mark_update(torch.tensor([step]))
-    assert torch.equal(sampler.table.tree.leaves, other.table.tree.leaves)
-    assert sampler.table.total == other.table.total
-
-
-def test_whole_buffer_continues_after_restore(tmp_path: Path) -> None:
-    def build() -> TensorDictReplayBuffer:
-        return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(20), sampler=make(generator=None), generator=generator(1), batch_size=6
-        )
-
-    buffer, restored, dumped = build(), build(), build()
-    buffer.extend(rows(33))
-    buffer.update_priority(torch.arange(20), torch.arange(20.0))
-    buffer.sample()
-    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
-    restored.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
-    buffer.dumps(tmp_path / "folder")
-    dumped.loads(tmp_path / "folder")
-    for _ in range(3):
-        expected = buffer.sample()
-        assert torch.equal(restored.sample()["a"], expected["a"])
-        assert torch.equal(dumped.sample()["a"], expected["a"])
-
-
 def test_state_is_a_copy_of_the_filled_part() -> None:
     sampler = make(1000)
     sampler.mark_update(torch.arange(3))
@@ -479,34 +423,6 @@ def test_state_is_a_copy_of_the_filled_part() -> None:
     assert all(len(state[key]) == 3 for key in ("priorities", "leaves", "generations"))
     sampler.update_priority(torch.tensor([0]), 5.0)
     assert state["priorities"].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_bad_states_change_nothing() -> None:
-    sampler = make(5)
-    sampler.mark_update(torch.arange(3))
-    good = make(5)
-    good.mark_update(torch.arange(4))
-    state, before = good.state_dict(), sampler.state_dict()
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"capacity": 6}, "capacity=6, this sampler has max_capacity=5"),
-        ({"schema_version": 2}, "version 2"),
-        ({"alpha": -1.0}, "'alpha' is -1.0"),
-        ({"generator": torch.zeros(3)}, "no state of a random generator"),
-        ({"priorities": torch.ones(4)}, "'priorities' is a tensor .* of float32"),
-        ({"priorities": torch.ones(9, dtype=torch.float64)}, "at most 5"),
-        ({"leaves": torch.ones(3, dtype=torch.float64)}, "lengths"),
-        ({"leaves": state["leaves"] * -1}, "other leaves"),
-        ({"priorities": state["priorities"] * math.nan}, "not finite"),
-        ({"priorities": torch.full((4,), -1.0, dtype=torch.float64)}, "hold nothing"),
-        ({"largest": math.inf}, "finite number"),
-    ]
-    for change, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            sampler.load_state_dict({**state, **change})
-    with pytest.raises(ValueError, match="lacks leaves"):
-        sampler.load_state_dict({key: value for key, value in state.items() if key != "leaves"})
-    after = sampler.state_dict()
-    assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
 
 
 # ------------------------------------------------------------------------------------------------------- twins

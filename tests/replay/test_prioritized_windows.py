@@ -309,54 +309,6 @@ def look(buffer: ExperienceBuffer, stored: list[dict[int, float]], steps: int, i
     assert float(table.lowest.summary()) == min(allowed.values())
 
 
-def test_a_restored_sampler_continues(tmp_path: Path) -> None:
-    buffer, other, third = (make(3, 5, batch_length=2, num_earliest_frames_ignored=1) for _ in range(3))
-    for step in range(9):
-        write(buffer, *range(1 + step % 3))
-    batch = buffer.sample(8)
-    batch["td_error"] = batch["position"].float()
-    buffer.update_tensordict_priority(batch)
-    write(buffer, 0, 2)  # what may be drawn is brought up to date with the next sample
-    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
-    other.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
-    buffer.dumps(tmp_path / "folder")
-    third.loads(tmp_path / "folder")
-    for _ in range(3):
-        batches = [each.sample(8) for each in (buffer, other, third, copy.deepcopy(buffer))]
-        for batch in batches:
-            assert all(torch.equal(batch[key], batches[0][key]) for key in batch.keys())  # noqa: SIM118
-        for each, batch in zip((buffer, other, third), batches, strict=False):
-            batch["td_error"] = batch["position"].float()
-            each.update_tensordict_priority(batch)
-            write(each)
-
-
-def test_bad_states_change_nothing() -> None:
-    buffer = make(2, 4, batch_length=2)
-    write(buffer, steps=3)
-    buffer.sample(2)
-    sampler: Any = buffer.sampler
-    state, before = sampler.state_dict(), sampler.state_dict()
-    begin, end = state["start_begin"], state["start_end"]
-    for change, message in (
-        ({"start_begin": begin[:1]}, "start_end"),
-        ({"start_end": end + 9}, "start_end"),
-        ({"start_end": end - 1}, "other leaves"),
-        ({"start_begin": begin - 1}, "start_begin"),
-        ({"start_length": 5}, "2 rings of 5 cells"),
-        ({"start_length": 0}, "start_length"),
-        ({"leaves": state["leaves"] + 1}, "other leaves"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sampler.load_state_dict({**state, **change})
-    with pytest.raises(ValueError, match="lacks start_begin"):
-        sampler.load_state_dict({key: value for key, value in state.items() if key != "start_begin"})
-    with pytest.raises(ValueError, match="other leaves"):
-        PrioritizedSampler(8, 1.0, 0.5, eps=0.0).load_state_dict(state)
-    after = sampler.state_dict()
-    assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
-
-
 @pytest.mark.parametrize("writer", [None, RingWriter])
 def test_storages_of_torchrl(writer: Any) -> None:
     sampler = PrioritizedSampler(8, 1.0, 1.0, batch_length=3)

@@ -249,16 +249,6 @@ def test_unknown_ends() -> None:
     assert buffer.sample().shape == (8, 2)
 
 
-def test_a_state_of_another_kind_is_refused() -> None:
-    sampler = SequenceSampler(3)
-    state = sampler.state_dict()
-    with pytest.raises(ValueError, match="lacks"):
-        sampler.load_state_dict({"schema_version": 2})
-    with pytest.raises(ValueError, match="version"):
-        sampler.load_state_dict({**state, "schema_version": 9})
-    assert repr(sampler) == "SequenceSampler(3, episode_ends='inside', burn_in=0)"
-
-
 def test_same_seed_same_windows() -> None:
     batches = []
     for _ in range(2):

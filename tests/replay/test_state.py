@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import pickle
 import signal
 import time
 import zlib
@@ -16,10 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data import RandomSampler
 
 from torchrl_lightning import files
 from torchrl_lightning.collectors.threads import kept_threads
@@ -67,24 +64,6 @@ def assert_same_future(one: ExperienceBuffer, other: ExperienceBuffer, batches: 
         assert torch.equal(getattr(one.writer.index, name)(*at), getattr(other.writer.index, name)(*at))
 
 
-@settings(max_examples=25, deadline=None)
-@given(steps=st.integers(1, 17), way=st.sampled_from(["memory", "torch.save", "folder", "pickle"]))
-def test_the_same_next_samples(steps: int, way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("state")
-    one, other = filled(steps=steps), buffer(generator=torch.Generator().manual_seed(99))
-    if way == "memory":
-        other.load_state_dict(one.state_dict())
-    elif way == "torch.save":
-        torch.save(one.state_dict(), folder / "state.pt")
-        other.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-    elif way == "folder":
-        one.dumps(folder / "state")
-        other.loads(folder / "state")
-    else:
-        other = pickle.loads(pickle.dumps(one))
-    assert_same_future(one, other)
-
-
 def test_uneven_rings_come_back() -> None:
     one, other = filled(steps=3), buffer()
     one.extend(rows(2, 70), env_ids=torch.tensor([2, 0]))
@@ -107,62 +86,11 @@ def test_a_state_is_a_copy_of_the_filled_part() -> None:
     assert state["writer"]["positions"].tolist() == [2] * ENVS
 
 
-def test_an_empty_buffer_has_a_state(tmp_path: Path) -> None:
-    one, other = buffer(), filled()
-    one.dumps(tmp_path / "state")
-    other.loads(tmp_path / "state")
-    assert len(other) == 0
-    assert other.extend(rows(ENVS)).tolist() == [0, 1, 2]
-
-
-def test_prefetched_batches_and_epochs_come_back(tmp_path: Path) -> None:
-    kwargs = {"prefetch": 2, "batch_size": 3}
-    one = filled(sampler=SamplerWithoutReplacement(), **kwargs)
-    other = buffer(sampler=SamplerWithoutReplacement(), **kwargs)
-    one.sample()
-    one.dumps(tmp_path / "state")
-    other.loads(tmp_path / "state")
-    for _ in range(9):
-        assert torch.equal(one.sample()["a"], other.sample()["a"])
-    with pytest.raises(ValueError, match="prefetch"):
-        filled(sampler=SamplerWithoutReplacement(), batch_size=3).loads(tmp_path / "state")
-
-
 def test_the_generator_stays_the_users() -> None:
     generator = torch.Generator()
     one, other = filled(), buffer(generator=generator)
     other.load_state_dict(one.state_dict())
     assert other.generator is generator
-
-
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"size": 42}, "max_size=21, this storage has max_size=42"),
-        ({"envs": 1}, "num_envs=3, this writer has num_envs=1"),
-        (
-            {"sampler": SamplerWithoutReplacement()},
-            "this buffer has sampler='SamplerWithoutReplacement",
-        ),
-    ],
-)
-def test_another_buffer_is_refused(other: dict, says: str, tmp_path: Path) -> None:
-    filled().dumps(tmp_path / "state")
-    ours = buffer(**other)
-    with pytest.raises(ValueError, match=says):
-        ours.loads(tmp_path / "state")
-    assert len(ours) == 0
-    assert not ours.storage.initialized
-
-
-def test_another_schema_is_refused() -> None:
-    state, ours = filled().state_dict(), buffer()
-    ours.extend(rows(ENVS).exclude("a"))
-    with pytest.raises(ValueError, match="'a' is new"):
-        ours.load_state_dict(state)
-    with pytest.raises(ValueError, match="schema version 7"):
-        ours.load_state_dict({**state, "schema_version": 7})
-    assert len(ours) == ENVS
 
 
 def test_no_pickle_and_nothing_beside(tmp_path: Path) -> None:
@@ -307,23 +235,6 @@ def test_a_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypa
         ours.loads(tmp_path / "state")
         assert len(ours) == 2 * ENVS
         assert len(list((tmp_path / "state").iterdir())) == 2
-
-
-def test_in_torchrls_buffer(tmp_path: Path) -> None:
-    def theirs() -> TensorDictReplayBuffer:
-        return TensorDictReplayBuffer(
-            storage=RingStorage(SIZE), sampler=RandomSampler(), generator=torch.Generator(), batch_size=4
-        )
-
-    one = theirs()
-    one.extend(rows(30))
-    one.dumps(tmp_path / "state")
-    for other in (theirs(), theirs()):
-        other.loads(tmp_path / "state")
-        assert len(other) == SIZE
-        assert other.storage.cursor == one.storage.cursor
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one.sample()["a"], other.sample()["a"])
 
 
 # ---------------------------------------------------------------------- memory-mapped cells

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,41 +152,3 @@ def test_same_seed_same_batches_and_no_global_randomness() -> None:
         draws.append([buffer.sample(5)["a"].tolist() for _ in range(3)])
         assert torch.equal(state, torch.get_rng_state())
     assert draws[0] == draws[1]
-
-
-@pytest.mark.parametrize("way", ["state_dict", "dumps", "pickle", "deepcopy"])
-@pytest.mark.parametrize("stratified", [True, False])
-def test_restored_sampler_continues(tmp_path: Path, way: str, stratified: bool) -> None:
-    sampler = UniformSampler(False, stratified=stratified, generator=generator(2))
-    storage = LazyTensorStorage(20)
-    storage.set(range(20), rows(20))
-    sampler.sample(storage, 5)
-    other = UniformSampler()
-    if way == "state_dict":
-        torch.save(sampler.state_dict(), tmp_path / "sampler.pt")
-        other.load_state_dict(torch.load(tmp_path / "sampler.pt", weights_only=True))
-    elif way == "dumps":
-        sampler.dumps(tmp_path / "sampler")
-        other.loads(tmp_path / "sampler")
-    else:
-        other = pickle.loads(pickle.dumps(sampler)) if way == "pickle" else copy.deepcopy(sampler)
-    assert repr(other) == repr(sampler)
-    for _ in range(3):
-        assert other.sample(storage, 5)[0].tolist() == sampler.sample(storage, 5)[0].tolist()
-
-
-def test_bad_states_change_nothing() -> None:
-    sampler = UniformSampler(generator=generator(4))
-    before = sampler.generator.get_state()
-    state = UniformSampler(False).state_dict()
-    for change, message in (
-        ({"schema_version": 99}, "version 99"),
-        ({"generator": torch.zeros(3)}, "no state of a random generator"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sampler.load_state_dict({**state, **change})
-    state.pop("stratified")
-    with pytest.raises(ValueError, match="lacks stratified"):
-        sampler.load_state_dict(state)
-    assert sampler.with_replacement
-    assert torch.equal(sampler.generator.get_state(), before)

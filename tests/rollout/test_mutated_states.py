@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kit.rollouts import make_critic, make_rollout
-from mutations import check_mutants
+from kit.states import check_mutants
 from torchrl_lightning import GAEBuffer
 
 

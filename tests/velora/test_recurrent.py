@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from mutations import check_mutants
+from kit.states import check_mutants
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.velora.base import BufferBase
 from torchrl_lightning.velora.experience import BatchExperience

@@ -1,4 +1,4 @@
-"""Mutations of a saved state: every entry, in every way that an edited file or another release could hold it."""
+"""Saved states: compared, through a file, and mutated as an edited file or another release could hold them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 Path = tuple[Any, ...]
@@ -56,10 +58,11 @@ def changed(state: Any, path: Path, other: Any) -> Any:
     return copied
 
 
-def mutants(state: dict[str, Any], within: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+def mutants(state: dict[str, Any], within: tuple[str | Path, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Copies of a state, each with one mutation, and what was changed."""
+    places = [(each,) if isinstance(each, str) else each for each in within] or [()]
     for path, value in entries(state):
-        if not within or path[0] in within:
+        if any(path[: len(place)] == place for place in places):
             for other in others(value):
                 name = "gone" if other is GONE else " ".join(str(other).split())
                 yield f"{path} is {name}", changed(state, path, other)
@@ -76,8 +79,18 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two states, or what :func:`plain` gives, differ."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [each for key in one for each in differences(one[key], other[key], f"{at}.{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [each for number, pair in pairs for each in differences(*pair, f"{at}[{number}]")]
+    return [] if equal(one, other) else [f"{at}: {one} and {other}"]
+
+
 def check_mutants(
-    part: Any, state: dict[str, Any], use: Callable[[Any], Any] | None = None, within: tuple[str, ...] = ()
+    part: Any, state: dict[str, Any], use: Callable[[Any], Any] | None = None, within: tuple[str | Path, ...] = ()
 ) -> None:
     """Load every mutant: it is refused by a ValueError and changes nothing, or taken over, and usable.
 
@@ -85,7 +98,7 @@ def check_mutants(
         part: loads states; what it holds differs from the state.
         state: a sound one.
         use: what the part is for; may raise a ValueError or RuntimeError that says why it cannot.
-        within: what is mutated of the state's own entries; all by default.
+        within: which of the state's entries are mutated, or places in them; all by default.
     """
     kept, problems = copy.deepcopy(part.state_dict()), []
     for what, mutant in mutants(state, within):
@@ -111,3 +124,18 @@ def check_mutants(
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems[:60])
     part.load_state_dict(state)
     assert equal(part.state_dict(), state)
+
+
+def plain(value: Any) -> Any:
+    """What a part gives, as nested dicts, lists, tensors and numbers, which :func:`equal` compares."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if is_tensorclass(value):
+        value = value.to_tensordict()
+    if isinstance(value, TensorDictBase):
+        return {str(key): plain(entry) for key, entry in sorted(value.items(), key=str)}
+    return value

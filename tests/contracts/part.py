@@ -1,0 +1,64 @@
+"""What the contracts ask of a part: one row of their table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+WAYS = ("memory", "file", "folder", "pickle", "deepcopy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How a part with a state is built and used; its state is exact, checked, a copy, and plain data.
+
+    Args:
+        make: builds an empty one from the seed of its generator.
+        fill: puts data in that are numbered from a number on.
+        ask: takes what it gives next, as a user does; may change it.
+        ways: how its state travels.
+        within: entries of the state that are mutated; all by default.
+        usable: what a part is asked for behind a mutated state that it took; what it is asked for by default.
+        foreign: others, by the words with which they refuse a state of this one.
+        edited: places in the state and what is put there, by the words of the refusal.
+        refused: calls of a filled one by the words of their errors; nothing changes.
+        empty: words of the error when an empty one is asked; no words for none.
+        canonical: whether two that hold the same have the same state.
+        ours: whether its state is ours; that of another library's buffer is restored, and that is all.
+    """
+
+    make: Callable[[int], Any]
+    fill: Callable[[Any, int], Any]
+    ask: Callable[[Any], Any]
+    ways: tuple[str, ...] = WAYS
+    within: tuple[str | tuple[Any, ...], ...] = ()
+    usable: Callable[[Any], Any] | None = None
+    foreign: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    edited: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    refused: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = field(default_factory=dict)
+    empty: tuple[type[Exception], str] | None = None
+    canonical: bool = True
+    ours: bool = True
+
+    def made(self, seed: int = 0, first: int = 0, fillings: int = 2) -> Any:
+        """One that holds numbered data, and was used."""
+        part = self.make(seed)
+        for filling in range(fillings):
+            self.fill(part, first + 40 * filling)
+            if not filling:
+                self.ask(part)
+        return part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Arguments that a constructor takes, and those that it refuses.
+
+    Args:
+        sound: what it takes.
+        wrong: other values of some, the error, and its words.
+    """
+
+    sound: dict[str, Any]
+    wrong: tuple[tuple[dict[str, Any], type[Exception], str], ...]

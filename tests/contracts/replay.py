@@ -1,0 +1,326 @@
+"""Ring buffers with each sampler, and samplers over other people's storages."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.envs.transforms import ObservationNorm
+
+from contracts.part import Part
+from kit.states import GONE
+from torchrl_lightning import (
+    ExperienceBuffer,
+    FrameStorage,
+    HindsightRelabel,
+    PrioritizedSampler,
+    RecentSampler,
+    RingStorage,
+    SequenceSampler,
+    UniformSampler,
+)
+
+ENVS, SIZE = 2, 12
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rows(count: int, start: int = 0, **entries: Any) -> TensorDict:
+    """Steps that count; each fifth ends an episode."""
+    number = torch.arange(start, start + count).float()[:, None]
+    done = number % 5 == 4
+    after = {"observation": number + 0.5, "reward": number, "done": done, "terminated": done & (number % 2 == 0)}
+    return TensorDict({"observation": number, "achieved_goal": number, "next": after, **entries}, [count])
+
+
+def write(ours: ExperienceBuffer, start: int) -> None:
+    for step in range(4):
+        ours.extend(rows(ENVS, start + step * ENVS))
+
+
+def write_unevenly(ours: ExperienceBuffer, start: int) -> None:
+    write(ours, start)
+    ours.extend(rows(1, start + 2 * SIZE), env_ids=torch.tensor([1]))
+
+
+def draw(ours: ExperienceBuffer) -> Any:
+    """A batch, and where the steps that are stored lie in their episodes."""
+    batch, writer = ours.sample(4), ours.writer
+    cells = writer.filled_cells()
+    at = writer.env_of(cells), writer.position_of(cells)
+    known = [] if writer.index is None else [getattr(writer.index, name)(*at) for name in ("begin", "end", "finished")]
+    return batch, cells, *at, *known
+
+
+def prefer(ours: ExperienceBuffer) -> Any:
+    """As above; what was drawn gets priorities."""
+    given = draw(ours)
+    batch = given[0]
+    batch["td_error"] = batch["observation"].squeeze(-1) % 7
+    ours.update_tensordict_priority(batch)
+    return given
+
+
+def build(
+    seed: int,
+    sampler: Callable[[], Any] = UniformSampler,
+    storage: Callable[[], Any] = lambda: RingStorage(SIZE),
+    transform: Callable[[], Any] | None = None,
+    envs: int | None = ENVS,
+    **settings: Any,
+) -> ExperienceBuffer:
+    made = None if transform is None else transform()
+    return ExperienceBuffer(
+        storage=storage(), num_envs=envs, sampler=sampler(), transform=made, generator=seeded(seed), **settings
+    )
+
+
+def buffer(sampler: Callable[[], Any] = UniformSampler, /, **settings: Any) -> Part:
+    """A row of a buffer over rings."""
+    settings = {"sampler": sampler, **settings}
+    return Part(make=partial(build, **settings), fill=write_unevenly, ask=draw, within=("sampler",), empty=EMPTY)
+
+
+def uneven_width(ours: ExperienceBuffer) -> ExperienceBuffer:
+    ours.extend(rows(ENVS).exclude("achieved_goal"))
+    return ours
+
+
+EMPTY = (RuntimeError, "Cannot sample [34] .* 0 (steps )?are stored")
+PRIORITIES = {"max_capacity": SIZE, "alpha": 0.6, "beta": 0.4}
+prioritized = partial(PrioritizedSampler, **PRIORITIES)
+windows = partial(prioritized, batch_length=2, num_earliest_frames_ignored=1)
+
+
+def recent_and_prioritized() -> RecentSampler:
+    preferring = prioritized(batch_length=1)
+    return RecentSampler(2, recent_data_ratio=0.5, prioritized=preferring)
+
+
+def other_sampler(sampler: Callable[[], Any]) -> Callable[[], Any]:
+    return partial(build, 0, sampler=sampler)
+
+
+FOREIGN = {
+    "max_size=12, this storage has max_size=24": partial(build, 0, storage=partial(RingStorage, 24)),
+    "num_envs=2, this writer has num_envs=1": partial(build, 0, envs=1),
+    "this buffer has sampler='SamplerWithoutReplacement": other_sampler(SamplerWithoutReplacement),
+    "'achieved_goal' is new": lambda: uneven_width(build(0)),
+    "transform.*loc": partial(build, 0, transform=lambda: norm()),
+}
+
+
+def walk(ours: ExperienceBuffer, start: int) -> None:
+    """An episode of each environment that reaches a place in each step, and never its goal."""
+    steps = rows(5, start)
+    steps["desired_goal"] = steps["next", "desired_goal"] = torch.full((5, 1), -5.0)
+    steps["next", "achieved_goal"] = steps["achieved_goal"] + 1
+    steps["next", "reward"] = -torch.ones(5, 1)
+    steps["next", "terminated"] = torch.zeros(5, 1, dtype=torch.bool)
+    steps["next", "truncated"] = steps["next", "done"]
+    ours.extend(torch.stack([steps] * ENVS, 1), time_dim=0)
+
+
+def norm() -> ObservationNorm:
+    return ObservationNorm(loc=torch.zeros(1), scale=torch.ones(1), in_keys=["observation"])
+
+
+uniform = replace(
+    buffer(),
+    foreign=FOREIGN,
+    edited={"cuda:93": (("generator", "device"), "cuda:93")},
+    within=(),
+    usable=lambda ours: (ours.sample(3), ours.extend(rows(ENVS)), ours.sample(3)),
+)
+
+
+def stacks(count: int, start: int) -> TensorDict:
+    """Steps of one episode of stacked images for each environment."""
+    number = torch.arange(start, start + count + 1)[:, None, None, None]
+    stack = (number + torch.arange(-2, 1)[:, None, None]).clamp(min=start).to(torch.uint8).expand(-1, 3, 2, 2)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    done[-1] = True
+    init = torch.zeros(count, 1, dtype=torch.bool)
+    init[0] = True
+    after = {"observation": stack[1:], "done": done, "reward": torch.zeros(count, 1)}
+    return TensorDict({"observation": stack[:-1], "is_init": init, "next": after}, [count])
+
+
+def write_frames(ours: ExperienceBuffer, start: int) -> None:
+    steps = torch.stack([stacks(5, start % 100), stacks(5, start % 100 + 50)], 1)
+    ours.extend(steps, time_dim=0)
+
+
+def frames(seed: int, count: int = 3) -> ExperienceBuffer:
+    return build(seed, storage=lambda: FrameStorage(2 * SIZE, count))
+
+
+FOLDER = tempfile.TemporaryDirectory()  # cells in files leave no names in it
+
+
+def in_files(seed: int) -> ExperienceBuffer:
+    return build(seed, sampler=prioritized, storage=lambda: RingStorage(SIZE, scratch_dir=FOLDER.name))
+
+
+def theirs(seed: int, storage: Any, sampler: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=storage(), sampler=sampler(), generator=seeded(seed), batch_size=4)
+
+
+BUFFERS = {
+    "uniform": uniform,
+    "uniform, each once": buffer(partial(UniformSampler, False)),
+    "stratified": buffer(partial(UniformSampler, stratified=True)),
+    "prioritized": replace(
+        buffer(prioritized),
+        ask=prefer,
+        foreign={
+            "max_capacity=24": other_sampler(partial(prioritized, max_capacity=24)),
+            "this buffer has sampler='UniformSampler": other_sampler(UniformSampler),
+        },
+    ),
+    "prioritized, of those that are stored": replace(
+        buffer(partial(prioritized, weight_norm="buffer", max_priority_within_buffer=True)), ask=prefer, within=()
+    ),
+    "prioritized windows": replace(
+        buffer(windows),
+        ask=prefer,
+        foreign={"other leaves": other_sampler(prioritized)},
+        edited={
+            says: (("sampler", *path), value)
+            for says, path, value in (
+                ("start_begin", ["start_begin"], torch.tensor([-1, 0])),
+                ("start_end", ["start_end"], torch.tensor([99, 99])),
+                ("state.*start_end", ["start_begin"], torch.tensor([0])),
+                ("other leaves", ["leaves"], torch.ones(SIZE, dtype=torch.float64)),
+                ("2 rings of 9 cells", ["start_length"], 9),
+                ("start_length", ["start_length"], 0),
+                ("lacks start_begin", ["start_begin"], GONE),
+            )
+        },
+    ),
+    "sequences": buffer(partial(SequenceSampler, 2)),
+    "sequences with a burn-in": replace(buffer(partial(SequenceSampler, 2, burn_in=1, episode_ends="pad"))),
+    "recent": replace(
+        buffer(partial(RecentSampler, 2, recent_data_ratio=0.5)),
+        foreign={"prioritized": other_sampler(recent_and_prioritized)},
+    ),
+    "recent, prioritized": replace(
+        buffer(recent_and_prioritized),
+        ask=prefer,
+        foreign={"prioritized": other_sampler(partial(RecentSampler, 2, recent_data_ratio=0.5))},
+    ),
+    "sampler of TorchRL": replace(
+        buffer(SamplerWithoutReplacement, transform=norm),
+        fill=write,
+        within=("sampler", "transform"),
+        empty=(RuntimeError, "empty storage"),
+    ),
+    # A batch that is prefetched is drawn before or behind a write, as it happens.
+    "prefetched": replace(
+        buffer(prioritized, prefetch=2, batch_size=3, transform=HindsightRelabel),
+        fill=lambda ours, start: None if len(ours) else walk(ours, start),
+        ask=lambda ours: [ours.sample() for _ in range(5)],
+        within=(("prefetched", 0, "batch"),),
+        usable=lambda ours: ours.sample(),
+        foreign={"prefetch": partial(build, 0, sampler=prioritized, transform=HindsightRelabel, batch_size=3)},
+    ),
+    "three steps": buffer(n_steps=3, gamma=0.5),
+    "three steps, prioritized": replace(buffer(prioritized, n_steps=3, gamma=0.5), ask=prefer),
+    "in files": replace(buffer(), make=in_files, ask=prefer),
+    "frames": Part(
+        make=frames,
+        canonical=False,  # places for frames are taken as they are free
+        fill=write_frames,
+        ask=draw,
+        within=("storage",),
+        foreign={"frame_stack=3": partial(frames, 0, 2)},
+        edited={
+            "frames of observation state is foreign": (
+                ("storage", "frames", "observation", "frames"),
+                torch.zeros(1, 2, 2, dtype=torch.uint8),
+            )
+        },
+        empty=EMPTY,
+    ),
+    "hindsight": replace(buffer(prioritized, transform=HindsightRelabel), fill=walk),
+    "rings in TorchRL's buffer": Part(
+        make=partial(theirs, storage=partial(RingStorage, 7), sampler=RandomSampler),
+        fill=lambda ours, start: ours.extend(rows(5, start)),
+        ask=lambda ours: ours.sample(),
+        ways=("memory", "file", "folder"),
+        ours=False,
+    ),
+    "priorities in TorchRL's buffer": Part(
+        make=partial(theirs, storage=partial(LazyTensorStorage, SIZE), sampler=prioritized),
+        fill=lambda ours, start: ours.extend(rows(9, start)),
+        ask=lambda ours: ours.sample(),
+        ways=("memory", "file", "folder"),
+        ours=False,
+    ),
+}
+
+
+CELLS = LazyTensorStorage(SIZE)
+CELLS.set(range(SIZE), rows(SIZE))
+
+
+def seen(sampler: Any) -> Any:
+    return sampler.sample(CELLS, 5), repr(sampler)
+
+
+def use_priorities(sampler: PrioritizedSampler, start: int) -> None:
+    sampler.mark_update(torch.arange(start % 5, SIZE))
+    sampler.update_priority(torch.arange(SIZE), torch.arange(float(SIZE)) % 5 + start)
+
+
+SAMPLERS = {
+    "UniformSampler": Part(
+        make=lambda seed: UniformSampler(seed > 0, stratified=not seed, generator=seeded(seed)),
+        fill=lambda sampler, start: None,
+        ask=seen,
+        edited={
+            "no state of a random generator": (("generator",), torch.zeros(3)),
+            "lacks stratified": (("stratified",), GONE),
+        },
+    ),
+    "PrioritizedSampler": Part(
+        make=lambda seed: prioritized(  # what it prefers is part of the state
+            alpha=1.0 if seed else 0.6, eps=0.5 if seed else 0.0, generator=seeded(seed)
+        ),
+        fill=use_priorities,
+        ask=seen,
+        foreign={"capacity=12, this sampler has max_capacity=6": partial(PrioritizedSampler, 6, 1.0, 1.0)},
+        edited={
+            "'alpha' is -1.0": (("alpha",), -1.0),
+            "no state of a random generator": (("generator",), torch.zeros(3)),
+            "'priorities' is a tensor .* of float32": (("priorities",), torch.ones(SIZE)),
+            "at most 12": (("priorities",), torch.ones(SIZE + 1, dtype=torch.float64)),
+            "lengths": (("leaves",), torch.ones(3, dtype=torch.float64)),
+            "other leaves": (("leaves",), torch.ones(SIZE, dtype=torch.float64)),
+            "not finite": (("priorities",), torch.full((SIZE,), math.nan, dtype=torch.float64)),
+            "hold nothing": (("priorities",), torch.full((SIZE,), -1.0, dtype=torch.float64)),
+            "finite number": (("largest",), math.inf),
+            "lacks leaves": (("leaves",), GONE),
+        },
+    ),
+    "SequenceSampler": Part(
+        make=lambda seed: SequenceSampler(2, generator=seeded(seed)),
+        fill=lambda sampler, start: None,
+        ask=repr,
+        edited={"lacks": (("generator",), GONE)},
+    ),
+    "RecentSampler": Part(
+        make=lambda seed: RecentSampler(2, recent_data_ratio=0.5, generator=seeded(seed)),
+        fill=lambda sampler, start: None,
+        ask=repr,
+    ),
+}

@@ -1,0 +1,11 @@
+"""All parts that keep a state: a new one enters every contract by its row."""
+
+from __future__ import annotations
+
+from contracts import replay
+from contracts.part import Part
+
+PARTS: dict[str, Part] = {
+    **{f"ExperienceBuffer: {name}": part for name, part in replay.BUFFERS.items()},
+    **replay.SAMPLERS,
+}

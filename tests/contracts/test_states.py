@@ -1,0 +1,146 @@
+"""A part goes on from its state as if nothing had happened, and takes no other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contracts.part import Part
+from contracts.table import PARTS
+from kit.files import through_file
+from kit.states import changed, check_mutants, differences, entries, plain
+
+# For each part and what it has several of.
+EVERY = {
+    kind: [
+        pytest.param(part, each, id=f"{name}-{each}") for name, part in PARTS.items() for each in getattr(part, kind)
+    ]
+    for kind in ("ways", "foreign", "edited")
+}
+
+
+def parts(*left_out: str) -> pytest.MarkDecorator:
+    found = [pytest.param(part, id=name) for name, part in PARTS.items() if part.ours and name not in left_out]
+    return pytest.mark.parametrize("part", found)
+
+
+def go_on(part: Part, one: Any, other: Any) -> None:
+    """Both give the same, now and behind further data."""
+    for start in (500, 600):
+        assert not differences(plain(part.ask(one)), plain(part.ask(other)))
+        for each in (one, other):
+            part.fill(each, start)
+    assert not differences(plain(part.ask(one)), plain(part.ask(other)))
+    if part.canonical:
+        assert not differences(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(("part", "way"), EVERY["ways"])
+def test_a_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: Path) -> None:
+    one = part.made(fillings=1 if way == "file" else 2)
+    if way == "memory":  # into one that holds something else
+        other = part.made(1, first=7)
+        other.load_state_dict(one.state_dict())
+    elif way == "file":
+        other = part.make(2)
+        other.load_state_dict(through_file(one.state_dict()))
+    elif way == "folder":
+        other = part.make(3)
+        one.dumps(tmp_path / "state")
+        other.loads(tmp_path / "state")
+    else:
+        other = pickle.loads(pickle.dumps(one)) if way == "pickle" else copy.deepcopy(one)
+    go_on(part, one, other)
+
+
+# What describes a prefetched batch is the state's own.
+@parts("ExperienceBuffer: prefetched")
+def test_a_state_is_a_copy_on_both_sides(part: Part) -> None:
+    one, other = part.made(), part.make(1)
+    state = one.state_dict()
+    kept = copy.deepcopy(state)
+    other.load_state_dict(state)
+    for each in (one, other):
+        part.fill(each, 500)
+        part.ask(each)
+        assert not differences(state, kept)
+    other.load_state_dict(state)
+    for _, value in entries(state):
+        if isinstance(value, Tensor) and value.dtype != torch.bool:
+            value += 1
+        elif isinstance(value, Tensor):
+            value.logical_not_()
+    assert not differences(other.state_dict(), kept)
+
+
+@parts()
+def test_an_edited_state_is_taken_wholly_or_not_at_all(part: Part) -> None:
+    check_mutants(part.made(1, first=7), part.made().state_dict(), part.usable or part.ask, part.within)
+
+
+@parts()
+def test_another_version_is_refused(part: Part) -> None:
+    one = part.made(1)
+    state = one.state_dict()
+    for path, _ in entries(state):
+        if path[-1] == "schema_version":
+            with pytest.raises(ValueError, match="has schema version 99, this release reads version"):
+                one.load_state_dict(changed(state, path, 99))
+    assert not differences(one.state_dict(), state)
+
+
+def refused(one: Any, state: Any, says: str) -> None:
+    kept = copy.deepcopy(one.state_dict())
+    with pytest.raises(ValueError, match=says):
+        one.load_state_dict(state)
+    assert not differences(one.state_dict(), kept)
+
+
+@pytest.mark.parametrize(("part", "says"), EVERY["foreign"])
+def test_a_state_of_another_is_refused_by_name(part: Part, says: str) -> None:
+    refused(part.foreign[says](), part.made().state_dict(), says)
+
+
+@pytest.mark.parametrize(("part", "says"), EVERY["edited"])
+def test_what_is_wrong_in_a_state_is_named(part: Part, says: str) -> None:
+    one = part.made()
+    refused(one, changed(one.state_dict(), *part.edited[says]), says)
+
+
+COPIES = [each for each in EVERY["ways"] if each.values[1] in ("pickle", "deepcopy")]
+
+
+@pytest.mark.parametrize(("part", "way"), COPIES)
+def test_a_copy_and_its_original_leave_each_other_alone(part: Part, way: str) -> None:
+    one = part.made()
+    other = pickle.loads(pickle.dumps(one)) if way == "pickle" else copy.deepcopy(one)
+    for moved, still in ((one, other), (other, one)):
+        kept = copy.deepcopy(still.state_dict())
+        part.fill(moved, 500)
+        part.ask(moved)
+        assert not differences(still.state_dict(), kept)
+
+
+@parts()
+def test_the_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -> None:
+    empty, one, twin = part.make(0), part.made(), part.make(0)
+    one.load_state_dict(through_file(empty.state_dict()))
+    for each in (one, twin):
+        part.fill(each, 20)
+    assert not differences(plain(part.ask(one)), plain(part.ask(twin)))
+
+
+@parts()
+def test_an_empty_one_says_so(part: Part) -> None:
+    one = part.make(0)
+    assert not hasattr(one, "__len__") or not len(one)
+    if part.empty is not None:
+        error, says = part.empty
+        with pytest.raises(error, match=says):
+            part.ask(one)
