@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 
+from kit.runs import trainer
 from torchrl_lightning import EpisodicReplayBuffer, MLPNetwork, ReplayDataModule, SACModule
 
 
@@ -15,9 +15,7 @@ def test_it_is_served_and_its_verbs_work(tmp_path):
     data = ReplayDataModule(
         "Pendulum-v1", buffer=buffer, num_envs=2, batch_size=8, updates_per_epoch=20, warmup_frames=440, seed=0
     )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", limit_val_batches=0, default_root_dir=tmp_path, **quiet)
-    trainer.fit(module := SACModule(MLPNetwork([8])), datamodule=data)
+    trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module := SACModule(MLPNetwork([8])), datamodule=data)
     assert module.updates == 20
     windows, info = data.buffer.get_batch(4, 3)
     assert windows.shape == (4, 3)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.golden import arrays
+from kit.rings import ring
 from torchrl_lightning import (
     ExperienceBuffer,
     FrameStack,
@@ -18,14 +18,13 @@ from torchrl_lightning import (
     RingWriter,
     SequenceSampler,
 )
+from torchrl_lightning.replay.n_step import NStepReturns
 
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_frame_stack_and_her.npz"
 FIRST, LAST = 0, 2
 
 
 def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
-    with np.load(GOLDEN) as file:
-        data = {name.removeprefix("fs_"): file[name] for name in file.files if name.startswith("fs_")}
+    data = arrays("alf_frame_stack_and_her", "fs_")
     num_envs, length, _, count, steps = data["config_E_L_n_stack_len"].tolist()
     kinds = torch.from_numpy(data["step_type"])
     storage = RingStorage(num_envs * length)
@@ -51,52 +50,46 @@ def test_golden_and_right_where_an_episode_begins_inside_a_window() -> None:
 
 
 class Frames(gym.Env):
-    """Shows random images; episodes have a few steps."""
+    """Shows random images, and keeps them; episodes have a few steps."""
 
     def __init__(self, shape: tuple[int, ...], seed: int) -> None:
         self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.action_space = gym.spaces.Discrete(2)
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.frames = np.random.default_rng(seed), []
 
-    def _frame(self):
-        return self.rng.integers(0, 256, self.observation_space.shape, np.uint8)
+    def frame(self):
+        self.frames.append(self.rng.integers(0, 256, self.observation_space.shape, np.uint8))
+        return self.frames[-1]
 
     def reset(self, *, seed=None, options=None):
-        return self._frame(), {}
+        return self.frame(), {}
 
     def step(self, action):
-        return self._frame(), 0.0, bool(self.rng.random() < 0.2), False, {}
+        return self.frame(), 0.0, bool(self.rng.random() < 0.2), False, {}
 
 
 def play(shape, count, seed, steps):
     """Yield each step twice: with single frames, and as the recipe stacks them."""
-    env = FrameStack(Frames(shape, seed), count)
-    bare = env.env
-    frames = []
-
-    original = bare._frame
-    bare._frame = lambda: frames.append(original()) or frames[-1]
+    env = FrameStack(bare := Frames(shape, seed), count)
     stack, _ = env.reset()
     for _ in range(steps):
-        frame = frames[-1]
+        frame = bare.frames[-1]
         after, _, terminated, _, _ = env.step(0)
         flags = {"done": torch.tensor([terminated]), "reward": torch.rand(1)}
         yield tuple(
-            {"observation": torch.from_numpy(a), "next": {"observation": torch.from_numpy(b), **flags}}
-            for a, b in ((frame, frames[-1]), (stack, after))
+            TensorDict({"observation": torch.from_numpy(a), "next": {"observation": torch.from_numpy(b), **flags}})
+            for a, b in ((frame, bare.frames[-1]), (stack, after))
         )
         stack = env.reset()[0] if terminated else after
 
 
 def filled(shape, count, sampler=None, **options):
     """Buffers of two environments: one that stacks on read, and one that stored the stacks."""
-    storage, stacks = RingStorage(64), RingStorage(64)
-    transform = FrameStackTransform(count)
-    ours = ExperienceBuffer(storage=storage, num_envs=2, sampler=sampler, transform=transform, batch_size=64, **options)
-    plain = ExperienceBuffer(storage=stacks, num_envs=2, **options)
+    ours = ring(32, 2, sampler, transform=FrameStackTransform(count), batch_size=64, **options)
+    plain = ring(32, 2, **options)
     for pairs in zip(play(shape, count, 1, 30), play(shape, count, 2, 30), strict=True):
         for buffer, steps in zip((ours, plain), zip(*pairs, strict=True), strict=True):
-            buffer.extend(torch.stack([TensorDict({**step, "next": TensorDict(step["next"])}) for step in steps]))
+            buffer.extend(torch.stack(steps))
     return ours, plain
 
 
@@ -113,7 +106,7 @@ def test_stacks_are_those_of_the_recipe(shape, windows):
 def test_folded_steps_have_the_stack_after_the_last_of_them():
     ours, plain = filled((5, 7), 3, n_steps=3)
     batch = ours.sample()
-    plain.storage.n_step = plain._n_step
+    plain.storage.n_step = NStepReturns(plain.n_steps, plain.gamma)
     expected = plain.storage.get(batch["index"])
     assert (batch["steps_to_next_obs"] == 3).any()
     assert torch.equal(batch["next", "observation"], expected["next", "observation"])
@@ -122,7 +115,7 @@ def test_folded_steps_have_the_stack_after_the_last_of_them():
 def test_what_cannot_be_stacked_is_refused():
     with pytest.raises(ValueError, match="frame_stack"):
         FrameStackTransform(0)
-    buffer = ExperienceBuffer(storage=RingStorage(4), transform=FrameStackTransform(2), batch_size=2)
+    buffer = ring(4, transform=FrameStackTransform(2), batch_size=2)
     buffer.extend(TensorDict({"observation": torch.zeros(3, 5), "next": {"done": torch.zeros(3, 1).bool()}}, [3]))
     with pytest.raises(ValueError, match=r"'observation' is \[5\]; stacked are images"):
         buffer.sample()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from kit.rings import ring
 from torchrl_lightning import ExperienceBuffer, FrameStorage, PrioritizedSampler, RingStorage, SequenceSampler
 
 LAYOUTS = {(5, 7): 0, (2, 16, 12): 0, (16, 12, 2): 2}
@@ -48,12 +49,9 @@ class Stacks:
 
 def twins(length: int, num_envs: int, count: int = 3, **options) -> tuple[ExperienceBuffer, ExperienceBuffer]:
     """A buffer that keeps frames, and a plain one."""
-    storages = FrameStorage(length * num_envs, count), RingStorage(length * num_envs)
     ours, plain = (
-        ExperienceBuffer(
-            storage=storage, num_envs=num_envs, generator=torch.Generator().manual_seed(0), batch_size=16, **options
-        )
-        for storage in storages
+        ring(length, num_envs, batch_size=16, **{"storage": storage, **options})
+        for storage in (FrameStorage(length * num_envs, count), RingStorage(length * num_envs))
     )
     return ours, plain
 

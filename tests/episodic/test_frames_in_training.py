@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gymnasium as gym
-import lightning as L
 import numpy as np
 import pytest
 import torch
 
+from kit.runs import trainer
 from torchrl_lightning import (
     CNNNetwork,
     DQNModule,
@@ -55,17 +55,7 @@ def trained(storage, sampler, folder):
         seed=0,
     )
     module = DQNModule(CNNNetwork([4, 4], [2, 2], [2, 1], [8]), epsilon_frames=50)
-    L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        default_root_dir=folder,
-    ).fit(module, datamodule=data)
+    trainer(folder, max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
     return data.buffer, module.state_dict()
 
 

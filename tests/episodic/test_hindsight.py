@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.golden import arrays
+from kit.rings import ring
 from torchrl_lightning import (
     ExperienceBuffer,
     HindsightRelabel,
@@ -17,7 +17,6 @@ from torchrl_lightning import (
     SequenceSampler,
 )
 
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_frame_stack_and_her.npz"
 FIRST, LAST = 0, 2
 
 
@@ -36,10 +35,8 @@ class Injected(HindsightRelabel):
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(GOLDEN) as file:
-        data = {name.removeprefix("her_"): file[name] for name in file.files if name.startswith("her_")}
-    env, position = data["env_ids"], data["positions"]
-    data["straddles"] = data["step_type"][position, env] == LAST
+    data = arrays("alf_frame_stack_and_her", "her_")
+    data["straddles"] = data["step_type"][data["positions"], data["env_ids"]] == LAST
     relabelled = data["u_select"] < float(data["proportion"])
     data["relabelled"] = relabelled & ~data["straddles"]
     data["u_future"] = data["u_future"][~data["straddles"][relabelled]]  # ALF relabels pairs that straddle, too
@@ -106,18 +103,15 @@ def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
     return TensorDict({"achieved_goal": place, "desired_goal": goals, "next": after}, [len(place)])
 
 
-def relabelling(storage: RingStorage, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
+def relabelling(length: int, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
     transform = HindsightRelabel(**{"her_proportion": 1.0, **options})
-    generator = torch.Generator().manual_seed(0)
-    buffer = ExperienceBuffer(
-        storage=storage, sampler=sampler, transform=transform, batch_size=batch_size, generator=generator
-    )
+    buffer = ring(length, sampler=sampler, transform=transform, batch_size=batch_size)
     buffer.extend(walk(lengths))
     return buffer
 
 
 def test_future_goals_are_uniform_over_the_rest_of_the_episode():
-    buffer = relabelling(RingStorage(32), [3, 8, 5], 40_000)
+    buffer = relabelling(32, [3, 8, 5], 40_000)
     batch = buffer.sample()
     step = batch["index"]
     goal = batch["desired_goal"].squeeze(-1).long() - 1
@@ -132,7 +126,7 @@ def test_future_goals_are_uniform_over_the_rest_of_the_episode():
 
 
 def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
-    buffer = relabelling(RingStorage(32), [3, 8, 5], 10_000, her_proportion=0.25)
+    buffer = relabelling(32, [3, 8, 5], 10_000, her_proportion=0.25)
     batch = buffer.sample()
     relabelled = batch["desired_goal"].squeeze(-1) != -5
     assert abs(int(relabelled.sum()) - 2500) < 5 * (10_000 * 0.25 * 0.75) ** 0.5
@@ -143,16 +137,15 @@ def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
 
 
 def test_the_stored_steps_never_change():
-    storage = RingStorage(32)
-    buffer = relabelling(storage, [3, 8, 5], 100, compute_terminated=lambda achieved, desired, _: achieved == desired)
+    buffer = relabelling(32, [3, 8, 5], 100, compute_terminated=lambda achieved, desired, _: achieved == desired)
     buffer.sample()
-    assert (storage.get(torch.arange(16)) == walk([3, 8, 5])).all()
+    assert (buffer.storage.get(torch.arange(16)) == walk([3, 8, 5])).all()
 
 
 @pytest.mark.parametrize("ends", ["across", "inside", "pad"])
 def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
     sampler = SequenceSampler(4, episode_ends=ends)
-    batch = relabelling(RingStorage(32), [3, 8, 5], 500, sampler).sample()
+    batch = relabelling(32, [3, 8, 5], 500, sampler).sample()
     goal, step = batch["desired_goal"].squeeze(-1), batch["index"]
     episode = torch.bucketize(step, torch.tensor([2, 10, 15]))
     whole = (episode == episode[:, :1]).all(1)
@@ -166,10 +159,8 @@ def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
 
 
 def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored():
-    storage = RingStorage(8)
-    buffer = relabelling(storage, [6], 1000)
-    more = walk([6, 6])[6:10]
-    buffer.extend(more)  # the first two steps of the first episode go; the second has four steps so far
+    buffer = relabelling(8, [6], 1000)
+    buffer.extend(walk([6, 6])[6:10])  # the first two steps of the first episode go; the second has four steps so far
     batch = buffer.sample()
     place, goal = batch["achieved_goal"].squeeze(-1), batch["desired_goal"].squeeze(-1)
     assert set(place.tolist()) == set(range(2, 10))
@@ -178,9 +169,9 @@ def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored():
 
 
 def test_flags_stay_or_are_made_anew():
-    plain = relabelling(RingStorage(32), [3, 8, 5], 300).sample()
+    plain = relabelling(32, [3, 8, 5], 300).sample()
     assert torch.equal(plain["next", "done"].squeeze(-1), torch.isin(plain["index"], torch.tensor([2, 10, 15])))
-    batch = relabelling(RingStorage(32), [3, 8, 5], 300, compute_terminated=lambda a, d, _: (a == d).numpy()).sample()
+    batch = relabelling(32, [3, 8, 5], 300, compute_terminated=lambda a, d, _: (a == d).numpy()).sample()
     reached = batch["next", "achieved_goal"] == batch["desired_goal"]
     assert reached.any()
     assert not reached.all()
@@ -194,11 +185,8 @@ def test_goals_may_be_made_of_whole_observations():
         assert achieved.shape == desired.shape == (50, 1)
         return (achieved > desired).numpy().astype(np.float32).squeeze(-1)
 
-    storage = RingStorage(16)
-    transform = HindsightRelabel(
-        1.0, achieved_goal_key="state", goal=lambda state: state[..., 1:], compute_reward=reward
-    )
-    buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=50)
+    options = {"achieved_goal_key": "state", "goal": lambda state: state[..., 1:], "compute_reward": reward}
+    buffer = ring(16, transform=HindsightRelabel(1.0, **options), batch_size=50)
     data = walk([6]).exclude("achieved_goal", ("next", "achieved_goal"))
     data["state"], data["next", "state"] = torch.rand(6, 2), torch.rand(6, 2)
     data["next", "reward"] = torch.ones(6, 1)  # all are above their goal
@@ -210,13 +198,12 @@ def test_goals_may_be_made_of_whole_observations():
 
 
 def test_what_cannot_be_relabelled_is_refused():
-    storage = RingStorage(32)
     with pytest.raises(ValueError, match="her_proportion must be between 0 and 1"):
         HindsightRelabel(1.5)
     transform = HindsightRelabel(1.0)
     with pytest.raises(ValueError, match="it is in none: give it to an ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
-    buffer = ExperienceBuffer(storage=storage, transform=transform, batch_size=4, n_steps=2)
+    buffer = ring(32, transform=transform, batch_size=4, n_steps=2)
     with pytest.raises(ValueError, match="where episodes end"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer.extend(walk([4]))
@@ -227,6 +214,6 @@ def test_what_cannot_be_relabelled_is_refused():
     with pytest.raises(KeyError, match=r"HindsightRelabel needs the entry .*desired_goal"):
         transform(walk([4]).exclude("desired_goal").set("index", torch.arange(4)))
     three = HindsightRelabel(1.0, compute_reward=lambda achieved, desired, info: torch.zeros(3))
-    ExperienceBuffer(storage=RingStorage(32), transform=three).extend(walk([4]))
+    ring(32, transform=three).extend(walk([4]))
     with pytest.raises(ValueError, match=r"is \[4, 1\], got \[3\]"):
         three(walk([4]).set("index", torch.arange(4)))

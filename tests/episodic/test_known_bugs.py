@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.seeds import generator
 from torchrl_lightning.episodic import EpisodicReplayBuffer
 
 ENVS = torch.arange(2)
@@ -15,7 +16,7 @@ ENVS = torch.arange(2)
 
 def build(num_environments: int = 2, max_length: int = 8, **options: Any) -> EpisodicReplayBuffer:
     row = TensorDict({"x": torch.tensor(0)})
-    options = {"prioritized_sampling": True, "generator": torch.Generator().manual_seed(0), **options}
+    options = {"prioritized_sampling": True, "generator": generator(), **options}
     return EpisodicReplayBuffer(row, num_environments, max_length, **options)
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,30 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
-from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RecentSampler, RingStorage
-
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_uniform_and_recent_sampling.npz"
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def make(num_envs: int, length: int, sampler: RecentSampler) -> ExperienceBuffer:
-    storage = RingStorage(num_envs * length)
-    return ExperienceBuffer(storage=storage, num_envs=num_envs, sampler=sampler, generator=generator())
-
-
-def write(buffer: ExperienceBuffer, envs: list[int] | None = None) -> None:
-    """Write one step; it says of which environment, and its position."""
-    ids = torch.arange(buffer.writer.num_envs) if envs is None else torch.tensor(envs)
-    buffer.extend(TensorDict({"env": ids, "position": buffer.writer.positions[ids]}, [len(ids)]), env_ids=ids)
-
-
-def starts_of(batch: TensorDict) -> list[tuple[int, int]]:
-    return list(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+from kit.golden import arrays
+from kit.rings import ring, starts_of, write
+from kit.statistics import chi_square
+from torchrl_lightning import PrioritizedSampler, RecentSampler
 
 
 class Injected(RecentSampler):
@@ -48,16 +28,11 @@ class Injected(RecentSampler):
 
 @pytest.mark.parametrize("case", range(8))
 def test_golden_draws_of_alf(case: int) -> None:
-    golden = {key[3:]: value for key, value in np.load(GOLDEN).items() if key.startswith(f"c{case}_")}
+    golden = arrays("alf_uniform_and_recent_sampling", f"c{case}_")
     envs, length, adds, count, steps, ignored, ratio, newest, again = golden["config"].tolist()
-    sampler = Injected(
-        int(steps),
-        recent_data_steps=int(newest),
-        recent_data_ratio=ratio,
-        with_replacement=bool(again),
-        num_earliest_frames_ignored=int(ignored),
-    )
-    buffer = make(int(envs), int(length), sampler)
+    options = {"with_replacement": bool(again), "num_earliest_frames_ignored": int(ignored)}
+    sampler = Injected(int(steps), recent_data_steps=int(newest), recent_data_ratio=ratio, **options)
+    buffer = ring(int(length), int(envs), sampler)
     for _ in range(int(adds)):
         write(buffer)
     recent = int(golden["n_recent"])
@@ -77,9 +52,9 @@ def test_golden_draws_of_alf(case: int) -> None:
 
 @pytest.mark.parametrize("with_replacement", [False, True])
 def test_every_beginning_of_an_environment_is_equally_likely(with_replacement: bool) -> None:
-    buffer = make(3, 7, RecentSampler(3, with_replacement=with_replacement, num_earliest_frames_ignored=1))
+    buffer = ring(7, 3, RecentSampler(3, with_replacement=with_replacement, num_earliest_frames_ignored=1))
     for step in range(10):
-        write(buffer, [0, 1] if step % 2 else [0])
+        write(buffer, *range(1 + step % 2))
     counts: Counter[tuple[int, int]] = Counter()
     for _ in range(400):
         counts.update(starts_of(buffer.sample(10)))
@@ -87,12 +62,11 @@ def test_every_beginning_of_an_environment_is_equally_likely(with_replacement: b
     expected = dict.fromkeys([(0, position) for position in (4, 5, 6, 7)], 500.0)
     expected |= dict.fromkeys([(1, position) for position in (1, 2)], 1000.0)
     assert set(counts) == set(expected)
-    statistic = sum((counts[start] - expected[start]) ** 2 / expected[start] for start in expected)
-    assert statistic < 20.5  # 5 degrees of freedom, p = 0.001
+    assert chi_square([*counts.elements()], expected) < 20.5  # 5 degrees of freedom, p = 0.001
 
 
 def test_draws_are_spread_evenly() -> None:
-    buffer = make(2, 50, RecentSampler())
+    buffer = ring(50, 2, RecentSampler())
     for _ in range(60):
         write(buffer)
     drawn = starts_of(buffer.sample(100))
@@ -102,7 +76,7 @@ def test_draws_are_spread_evenly() -> None:
 
 
 def test_recent_windows_come_first_and_only_where_there_are_enough_others() -> None:
-    buffer = make(2, 40, RecentSampler(2, recent_data_steps=4, recent_data_ratio=0.3, num_earliest_frames_ignored=1))
+    buffer = ring(40, 2, RecentSampler(2, recent_data_steps=4, recent_data_ratio=0.3, num_earliest_frames_ignored=1))
     for stored in range(1, 60):
         write(buffer)
         if stored < 3:
@@ -117,7 +91,7 @@ def test_recent_windows_come_first_and_only_where_there_are_enough_others() -> N
             assert Counter(env for env, _ in starts_of(batch)) == {0: 5, 1: 5}
     drawn = Counter(start for _ in range(200) for start in starts_of(buffer.sample(10))[:3])
     assert {position for _, position in drawn} == {54, 55, 56, 57}
-    assert sum((count - 75) ** 2 / 75 for count in drawn.values()) < 24.3  # 7 degrees of freedom, p = 0.001
+    assert chi_square([*drawn.elements()], dict.fromkeys(drawn, 1.0)) < 24.3  # 7 degrees of freedom, p = 0.001
 
 
 @st.composite
@@ -135,12 +109,12 @@ def test_beginnings_equal_those_of_plain_lists(
 ) -> None:
     num_envs, length, steps, ignored, writes = history
     sampler = RecentSampler(steps, num_earliest_frames_ignored=ignored, recent_data_steps=2, recent_data_ratio=ratio)
-    buffer = make(num_envs, length, sampler)
+    buffer = ring(length, num_envs, sampler)
     stored: list[list[int]] = [[] for _ in range(num_envs)]
     for envs in writes:
         for env in envs:
             stored[env] = [*stored[env], stored[env][-1] + 1 if stored[env] else 0][-length:]
-        write(buffer, sorted(envs))
+        write(buffer, *sorted(envs))
         allowed = {(env, each[i]) for env, each in enumerate(stored) for i in range(ignored, len(each) - steps + 1)}
         if not allowed:
             with pytest.raises(ValueError, match="There is no room for a window"):
@@ -160,7 +134,7 @@ def test_beginnings_equal_those_of_plain_lists(
 
 
 def test_the_length_of_windows_may_change_between_samples() -> None:
-    buffer = make(2, 10, RecentSampler())
+    buffer = ring(10, 2, RecentSampler())
     for _ in range(4):
         write(buffer)
     for steps in (1, 4, 2):
@@ -185,7 +159,7 @@ def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
     for length in (1, None):
         sampler = RecentSampler(recent_data_ratio=0.5, prioritized=prioritized(40) if inner else None)
         sampler.batch_length = length
-        buffer = make(2, 20, sampler)
+        buffer = ring(20, 2, sampler)
         for _ in range(9):
             write(buffer)
         found.append(buffer.sample(8))
@@ -203,7 +177,7 @@ def test_recent_windows_beside_prioritized_ones() -> None:
     sampler = RecentSampler(
         2, recent_data_steps=4, recent_data_ratio=0.25, num_earliest_frames_ignored=1, prioritized=inner
     )
-    buffer = make(2, 40, sampler)
+    buffer = ring(40, 2, sampler)
     for _ in range(10):
         write(buffer)
     batch = buffer.sample(16)  # too few are stored to favour the newest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
+from kit.golden import arrays
 from torchrl_lightning.episodic import EpisodicReturn
 from torchrl_lightning.episodic.steps import FIRST, LAST, TIME_STEPS, TRANSITIONS, StepLayout
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
 
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_episodic_returns.npz"
 DEFAULT = -1000.0
 
 
@@ -39,8 +38,7 @@ def stored(buffer: ExperienceBuffer, env: int) -> list[float]:
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("at_once", [1, 7])
 def test_golden(case: int, at_once: int) -> None:
-    with np.load(GOLDEN) as file:
-        data = {name[3:]: file[name] for name in file.files if name.startswith(f"c{case}_")}
+    data = arrays("alf_episodic_returns", f"c{case}_")
     clip = None if np.isnan(data["clip"]).any() else tuple(data["clip"].tolist())
     num_envs = data["step_type"].shape[1]
     buffer = build(num_envs, int(data["max_length"]), TIME_STEPS)

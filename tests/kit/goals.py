@@ -22,13 +22,13 @@ class Reach(gym.Env[dict[str, Any], Any]):
         super().reset(seed=seed)
         self.place, self.steps = np.zeros(2), 0
         self.goal = self.np_random.uniform(-0.5, 0.5, 2)
-        return self._seen(), {}
+        return self.seen(), {}
 
     def step(self, action: Any):
         self.place = self.place + 0.25 * np.asarray(action, np.float64)
         self.steps += 1
         is_near = bool(np.linalg.norm(self.place - self.goal) < 0.05)
-        return self._seen(), is_near - 1.0, False, self.steps == 8, {"is_success": np.float32(is_near)}
+        return self.seen(), is_near - 1.0, False, self.steps == 8, {"is_success": np.float32(is_near)}
 
-    def _seen(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         return {"observation": self.place.copy(), "achieved_goal": self.place.copy(), "desired_goal": self.goal.copy()}

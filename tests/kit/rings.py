@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from kit.rows import numbered
 from kit.seeds import generator
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
+
+HOUSES: dict[str, Callable[[Any], Any]] = {
+    "torchrl": lambda sampler: TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_plain": lambda sampler: ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
+    "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
+    "torchrl_over_ring": lambda sampler: TensorDictReplayBuffer(storage=RingStorage(20), sampler=sampler),
+    "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
+}
 
 
 def ring(
@@ -24,15 +35,30 @@ def ring(
 ) -> ExperienceBuffer:
     """Make a buffer of ``length`` steps for each environment, of which the first ``filled`` are written as numbers."""
     storage = RingStorage(length * num_envs, scratch_dir=scratch_dir)
-    settings = {"generator": generator(seed), **settings}
-    buffer = ExperienceBuffer(storage=storage, num_envs=num_envs, sampler=sampler, **settings)
+    settings = {"storage": storage, "generator": generator(seed), **settings}
+    buffer = ExperienceBuffer(num_envs=num_envs, sampler=sampler, **settings)
     for step in range(filled):
         buffer.extend(numbered(num_envs, step * num_envs))
     return buffer
 
 
-def cell_of(buffer: ExperienceBuffer, env: int, position: int) -> torch.Tensor:
-    return buffer.writer.cell(torch.tensor([env]), torch.tensor([position]))
+def uneven(sampler: Any, fills: Sequence[int] = (7, 0, 2, 4), length: int = 5) -> ExperienceBuffer:
+    """Make a ring for each environment, the e-th one written ``fills[e]`` times with ``100 e + position``."""
+    buffer = ring(length, len(fills), sampler)
+    for position in range(max(fills)):
+        ids = torch.tensor([env for env, steps in enumerate(fills) if steps > position])
+        buffer.extend(TensorDict({"number": 100 * ids + position}, [len(ids)]), env_ids=ids)
+    return buffer
+
+
+UNEVEN = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]  # what uneven() holds
+
+
+def write(buffer: ExperienceBuffer, *envs: int, steps: int = 1) -> None:
+    """Write steps of some environments, or of all; each says of which one it is, and its position."""
+    ids = torch.tensor(envs or range(buffer.writer.num_envs))
+    data = {"env": ids.expand(steps, -1), "position": buffer.writer.positions[ids] + torch.arange(steps)[:, None]}
+    buffer.extend(TensorDict(data, [steps, len(ids)], names=["time", None]), env_ids=ids)
 
 
 def starts_of(batch: Any) -> list[tuple[int, int]]:

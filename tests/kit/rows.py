@@ -21,4 +21,4 @@ def numbered(count: int, start: int = 0, *, ends: bool | int = 5, **entries: Any
     done = torch.full((count,), ends) if isinstance(ends, bool) else number % ends == ends - 1
     column = number.float().unsqueeze(-1)
     following = {"reward": column, "done": done.unsqueeze(-1), "deep": {"x": number.half()}}
-    return TensorDict({"a": number.float(), "next": following, **entries}, [count])
+    return TensorDict({"number": number, "a": number.float(), "next": following, **entries}, [count])

@@ -18,17 +18,11 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
 from torchrl.envs.transforms import RewardScaling, Transform, UnsqueezeTransform
 
+from kit.rings import ring
+from kit.rows import numbered
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    value = torch.arange(start, start + count).float()
-    following = {"reward": value.unsqueeze(-1), "done": (value % 5 == 4).unsqueeze(-1)}
-    return TensorDict({"a": value, "next": following}, [count])
-
-
-def buffer(size: int = 20, **kwargs: object) -> ExperienceBuffer:
-    return ExperienceBuffer(storage=RingStorage(size), **{"batch_size": 6, **kwargs})
+buffer = partial(ring, 20, batch_size=6)
 
 
 class Noting(RandomSampler):
@@ -69,7 +63,7 @@ def rollout(envs: int, steps: int) -> TensorDict:
 
 def test_index_points_to_what_was_sampled() -> None:
     ours = buffer()
-    ours.extend(rows(33))
+    ours.extend(numbered(33))
     batch = ours.sample()
     assert batch.batch_size == (6,)
     assert batch["index"].dtype == torch.int64
@@ -105,7 +99,7 @@ def test_ambiguous_data_are_refused() -> None:
     with pytest.raises(ValueError, match="time"):
         ours.extend(TensorDict({"a": torch.zeros(2, 3)}, [2, 3]))
     with pytest.raises(ValueError, match="6 rows for 2 environments"):
-        ours.extend(rows(6))
+        ours.extend(numbered(6))
     with pytest.raises(ValueError, match="3 environments, the writer has 2"):
         ours.extend(rollout(3, 2))
     with pytest.raises(TypeError, match="dict"):
@@ -115,13 +109,13 @@ def test_ambiguous_data_are_refused() -> None:
 
 def test_add() -> None:
     ours = buffer()
-    assert [ours.add(row) for row in rows(3).unbind(0)] == [0, 1, 2]
-    several = buffer(21, num_envs=3)
-    assert several.add(rows(3)).tolist() == [0, 1, 2]
+    assert [ours.add(row) for row in numbered(3).unbind(0)] == [0, 1, 2]
+    several = buffer(num_envs=3)
+    assert several.add(numbered(3)).tolist() == [0, 1, 2]
 
 
 def test_the_data_stay_as_they_were() -> None:
-    ours, data = buffer(), rows(4)
+    ours, data = buffer(), numbered(4)
     before = data.clone()
     ours.extend(data.lock_())
     assert set(data.keys(True)) == set(before.keys(True))
@@ -129,9 +123,9 @@ def test_the_data_stay_as_they_were() -> None:
 
 
 def test_short_and_long_path_give_the_same() -> None:
-    short, long = (buffer(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    short, long = (buffer(seed=3) for _ in range(2))
     for ours in (short, long):
-        ours.extend(rows(12))
+        ours.extend(numbered(12))
     for _ in range(3):
         one, (other, info) = short.sample(), long.sample(return_info=True)
         assert set(one.keys(True)) == set(other.keys(True))
@@ -143,7 +137,7 @@ def test_short_and_long_path_give_the_same() -> None:
 def test_entries_from_the_sampler() -> None:
     for kwargs in ({}, {"prefetch": 2}):
         ours = buffer(sampler=Biased(), **kwargs)
-        ours.extend(rows(10))
+        ours.extend(numbered(10))
         batch = ours.sample()
         assert batch["priority_weight"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
         assert batch["note", "x"].tolist() == [0, 2, 4, 6, 8, 10]
@@ -152,7 +146,7 @@ def test_entries_from_the_sampler() -> None:
 def test_transforms_on_both_ways() -> None:
     ours = buffer(transform=UnsqueezeTransform(-1, in_keys=["a"], in_keys_inv=[]))
     ours.append_transform(RewardScaling(loc=0.0, scale=2.0, in_keys=[("next", "reward")]))
-    ours.extend(rows(10))
+    ours.extend(numbered(10))
     batch = ours.sample()
     assert batch["a"].shape == (6, 1)
     assert torch.equal(batch["next", "reward"], batch["a"] * 2)
@@ -164,27 +158,27 @@ def test_a_transform_that_keeps_data_back() -> None:
             return None
 
     ours = buffer(transform=Keep())
-    assert ours.extend(rows(3)).shape == (0,)
+    assert ours.extend(numbered(3)).shape == (0,)
     assert len(ours) == 0
 
 
 def test_prefetched_batches_do_not_outlive_empty() -> None:
     ours = buffer(prefetch=3)
-    ours.extend(rows(10))
+    ours.extend(numbered(10))
     ours.sample()
     ours.empty()
-    ours.extend(rows(10, 50))
+    ours.extend(numbered(10, 50))
     assert all(ours.sample()["a"].min() >= 50 for _ in range(5))
 
 
 def test_batch_sizes() -> None:
     ours = ExperienceBuffer(storage=RingStorage(10))
-    ours.extend(rows(10))
+    ours.extend(numbered(10))
     with pytest.raises(RuntimeError, match="batch_size"):
         ours.sample()
     assert ours.sample(3).shape == (3,)
     ours = buffer()
-    ours.extend(rows(10))
+    ours.extend(numbered(10))
     with pytest.warns(UserWarning, match="conflicting batch_sizes"):
         assert ours.sample(3).shape == (3,)
     assert ours.sample(4).shape == (4,)
@@ -192,25 +186,25 @@ def test_batch_sizes() -> None:
 
 def test_iteration_without_replacement_sees_everything_once() -> None:
     ours = buffer(sampler=SamplerWithoutReplacement(), batch_size=5)
-    ours.extend(rows(20))
+    ours.extend(numbered(20))
     assert sorted(torch.cat([batch["a"] for batch in ours]).tolist()) == list(range(20))
 
 
 def test_sequence_unit_of_torchrl() -> None:
     ours = buffer(sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
-    ours.extend(rows(12))
+    ours.extend(numbered(12))
     batch = ours.sample()
     assert batch["a"].numel() == 12
     several = buffer(num_envs=2, sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
     for step in range(5):
-        several.extend(rows(2, step))
+        several.extend(numbered(2, step))
     with pytest.raises(RuntimeError, match="interleaved"):
         several.sample()
 
 
 def test_slices_of_torchrl() -> None:
     ours = buffer(sampler=SliceSampler(slice_len=3, traj_key="episode"))
-    data = rows(33).set("episode", torch.arange(33) // 5)
+    data = numbered(33).set("episode", torch.arange(33) // 5)
     ours.extend(data)
     batch = ours.sample()["a"].reshape(2, 3)
     assert torch.equal(batch - batch[:, :1], torch.arange(3.0).expand(2, 3))
@@ -228,19 +222,19 @@ class OfAUser(RandomSampler):
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, OfAUser])
 def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None:
     ours = buffer(num_envs=2, sampler=sampler(), batch_size=2)
-    ours.extend(rows(2))
+    ours.extend(numbered(2))
     ours.sample()
-    ours.extend(rows(1), env_ids=torch.tensor([1]))
+    ours.extend(numbered(1), env_ids=torch.tensor([1]))
     with pytest.raises(RuntimeError, match=r"unevenly filled rings \(\[1, 2\]"):
         ours.sample()
-    for _ in range(9):
-        ours.extend(rows(2))
+    for _ in range(20):
+        ours.extend(numbered(2))
     assert ours.sample()["index"].shape == (2,)  # full again, so that all cells hold something
 
 
 def test_priorities_reach_the_sampler() -> None:
     ours = buffer(sampler=Noting())
-    ours.extend(rows(6).set("td_error", torch.arange(6.0)))
+    ours.extend(numbered(6).set("td_error", torch.arange(6.0)))
     assert ours.sampler.noted == {i: float(i) for i in range(6)}
     batch = ours.sample()
     batch["td_error"] = torch.full((6, 1), 9.0)
@@ -250,17 +244,17 @@ def test_priorities_reach_the_sampler() -> None:
         ours.update_tensordict_priority(batch.exclude("td_error"))
     assert ours.sampler.marked == 6
     plain = buffer()
-    plain.extend(rows(6))
+    plain.extend(numbered(6))
     plain.update_tensordict_priority(plain.sample())  # nothing to do, and no warning
 
 
 def test_one_generator() -> None:
     torch.manual_seed(0)
-    one = buffer()
+    one = buffer(generator=None)
     torch.manual_seed(0)
-    other = buffer()
+    other = buffer(generator=None)
     for ours in (one, other):
-        ours.extend(rows(20))
+        ours.extend(numbered(20))
     torch.manual_seed(1)
     assert torch.equal(one.sample()["index"], other.sample()["index"])
     sampler = RandomSampler()
@@ -282,7 +276,7 @@ def test_parts_are_exchanged_for_others_of_ours() -> None:
     ):
         with pytest.raises(TypeError, match="TensorDictReplayBuffer"):
             exchange()
-    ours.extend(rows(3))
+    ours.extend(numbered(3))
     assert ours.sample()["index"].max() < 3
 
 
@@ -291,6 +285,6 @@ def test_two_buffers_cannot_fill_one_storage() -> None:
     one = make(num_envs=2)
     with pytest.raises(ValueError, match="already fills this RingStorage"):
         make(num_envs=2)
-    one.extend(rows(2))
+    one.extend(numbered(2))
     shared = ExperienceBuffer(storage=one.storage, writer=one.writer, batch_size=2)
     assert len(shared) == 2

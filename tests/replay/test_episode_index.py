@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from kit.golden import arrays
 from torchrl_lightning.replay import RingStorage, RingWriter
 
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_episode_index.npz"
 FIRST, LAST = 0, 2
 
 
@@ -32,9 +30,8 @@ def steps(done: list[bool], init: list[bool]) -> TensorDict:
 
 @pytest.mark.parametrize("case", range(4))
 def test_golden(case: int) -> None:
-    with np.load(GOLDEN) as file:
-        data = {name: file[f"c{case}_{name}"] for name in ("step_type", "current_pos", "begin_pos", "steps_to_end")}
-        num_envs, length = file[f"c{case}_num_envs_max_length"].tolist()
+    data = arrays("alf_episode_index", f"c{case}_")
+    num_envs, length = data["num_envs_max_length"].tolist()
     writer = rings(num_envs, length)
     for i, types in enumerate(data["step_type"]):
         env = np.flatnonzero(types >= 0)

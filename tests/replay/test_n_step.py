@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torchrl.data import RandomSampler, SliceSampler
 from torchrl.envs import MultiStepTransform, RewardScaling
 
+from kit.rings import ring
 from torchrl_lightning.replay import (
     ExperienceBuffer,
     PrioritizedSampler,
@@ -21,6 +22,7 @@ from torchrl_lightning.replay import (
     SequenceSampler,
     UniformSampler,
 )
+from torchrl_lightning.replay.n_step import NStepReturns
 
 GAMMA = 0.5
 
@@ -42,14 +44,7 @@ def rollout(envs: int, steps: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def buffer(envs: int, n: int = 3, length: int = 40, sampler=None, **kwargs) -> ExperienceBuffer:
-    return ExperienceBuffer(
-        storage=RingStorage(envs * length),
-        sampler=UniformSampler() if sampler is None else sampler,
-        num_envs=envs,
-        n_steps=n,
-        gamma=GAMMA,
-        **{"batch_size": 16, **kwargs},
-    )
+    return ring(length, envs, sampler or UniformSampler(), n_steps=n, gamma=GAMMA, **{"batch_size": 16, **kwargs})
 
 
 def check(batch: TensorDict, data: TensorDict, n: int = 3) -> None:
@@ -112,7 +107,7 @@ def test_as_a_twin_adds_them_up(data: st.DataObject) -> None:
     """Uneven rings, ends, cuts without an end, overwritten heads, the seam: every stored cell, by both ways to fold."""
     envs, length, n = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7)), data.draw(st.integers(1, 5))
     ours, twin = buffer(envs, max(2, n), length), Twin(envs, length)
-    returns = ours._n_step
+    returns = NStepReturns(ours.n_steps, ours.gamma)
     for _ in range(data.draw(st.integers(1, 6))):
         who = data.draw(st.permutations(range(envs)))[: data.draw(st.integers(1, envs))]
         pair = st.tuples(st.sampled_from([False] * 4 + [True]), st.sampled_from([False] * 5 + [True]))

@@ -9,7 +9,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs import RewardScaling
 
-from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
+from kit.rings import ring
+from kit.seeds import generator
+from torchrl_lightning.replay import PrioritizedSampler
 from torchrl_lightning.replay.prepared import PreparedRows
 
 
@@ -22,16 +24,11 @@ def make_rows(*shape: int) -> TensorDict:
     return rows
 
 
-def make_buffer(**kwargs: Any) -> ExperienceBuffer:
-    generator = torch.Generator().manual_seed(0)
-    return ExperienceBuffer(storage=RingStorage(10), num_envs=2, generator=generator, **kwargs)
-
-
 def fill(rows: TensorDict, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    rows["a"].normal_(generator=generator)
-    rows["next", "done"].copy_(torch.rand(rows["next", "done"].shape, generator=generator) < 0.3)
-    rows["is_init"].copy_(torch.rand(rows["is_init"].shape, generator=generator) < 0.1)
+    seeded = generator(step)
+    rows["a"].normal_(generator=seeded)
+    rows["next", "done"].copy_(torch.rand(rows["next", "done"].shape, generator=seeded) < 0.3)
+    rows["is_init"].copy_(torch.rand(rows["is_init"].shape, generator=seeded) < 0.1)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -44,7 +41,7 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("change", ["nothing", "priorities", "uneven", "shared", "restored", "emptied"])
 def test_prepared_rows_are_written_as_by_extend(shape: tuple[int, ...], change: str) -> None:
     sampler = {"sampler": lambda: PrioritizedSampler(10, alpha=0.7, beta=0.5)} if change == "priorities" else {}
-    one, other = (make_buffer(**{key: make() for key, make in sampler.items()}) for _ in range(2))
+    one, other = (ring(5, 2, **{key: make() for key, make in sampler.items()}) for _ in range(2))
     rows = make_rows(*shape)
     for buffer in (one, other):
         buffer.extend(rows)
@@ -69,10 +66,10 @@ def test_prepared_rows_are_written_as_by_extend(shape: tuple[int, ...], change: 
 def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
     rows = make_rows(2)
     with pytest.raises(ValueError, match="ring that has stored some"):
-        PreparedRows(make_buffer(), rows)
+        PreparedRows(ring(5, 2), rows)
 
     def refused(rows: TensorDict, match: str, **kwargs: Any) -> None:
-        buffer = make_buffer(**kwargs)
+        buffer = ring(5, 2, **kwargs)
         buffer.extend(rows)
         with pytest.raises(ValueError, match=match):
             PreparedRows(buffer, rows)
@@ -82,7 +79,7 @@ def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
     refused(make_rows(3, 2).set("a", torch.zeros(3, 2, 3).transpose(0, 1).contiguous().transpose(0, 1)), "by extend")
     refused(make_rows(2).set("is_init", torch.zeros(2, 1)), "write them by extend")
     refused(rows, "write them by extend", transform=RewardScaling(0.0, 1.0, in_keys=["a"]))
-    buffer = make_buffer()
+    buffer = ring(5, 2)
     buffer.extend(rows)
     with pytest.raises(ValueError, match="does not fit what is stored"):
         PreparedRows(buffer, make_rows(2).set("b", torch.zeros(2)))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,53 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer
+from kit.golden import arrays
+from kit.rings import HOUSES, UNEVEN, ring, uneven
+from kit.rows import numbered
+from kit.seeds import generator
+from kit.statistics import chi_square
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.storage import RingStorage
-
-GOLDEN = Path(__file__).parents[1] / "data" / "alf_prioritized_sampling.npz"
-
-
-def rows(count: int, start: int = 0, **entries: Tensor) -> TensorDict:
-    return TensorDict({"a": torch.arange(start, start + count), **entries}, [count])
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make(capacity: int = 20, alpha: float = 1.0, beta: float = 1.0, **kwargs: Any) -> PrioritizedSampler:
     return PrioritizedSampler(capacity, alpha, beta, **{"eps": 0.0, "generator": generator(), **kwargs})
 
 
-BUFFERS = {
-    "torchrl": lambda sampler: TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
-    "torchrl_plain": lambda sampler: ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
-    "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
-    "torchrl_over_ring": lambda sampler: TensorDictReplayBuffer(storage=RingStorage(20), sampler=sampler),
-    "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
-}
-kinds = pytest.mark.parametrize("kind", BUFFERS)
+kinds = pytest.mark.parametrize("kind", HOUSES)
 # A plain ReplayBuffer does not take priorities out of a TensorDict.
-tensordict_kinds = pytest.mark.parametrize("kind", [kind for kind in BUFFERS if kind != "torchrl_plain"])
-
-
-def chi_square(values: Tensor, expected: Tensor) -> float:
-    counts = torch.bincount(values, minlength=len(expected)).double()
-    expected = expected.double() / expected.sum() * len(values)
-    assert counts[expected == 0].sum() == 0, "drew what cannot be drawn"
-    possible = expected > 0
-    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+tensordict_kinds = pytest.mark.parametrize("kind", [kind for kind in HOUSES if kind != "torchrl_plain"])
 
 
 def draw(buffer: Any, batches: int, size: int) -> Tensor:
-    return torch.cat([buffer.sample(size)["a"] for _ in range(batches)])
+    return torch.cat([buffer.sample(size)["number"] for _ in range(batches)])
 
 
 # ------------------------------------------------------------------------------------------------------- draws
@@ -67,32 +44,32 @@ def draw(buffer: Any, batches: int, size: int) -> Tensor:
 @pytest.mark.parametrize("stratified", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_draws_follow_the_priorities(kind: str, stratified: bool, alpha: float) -> None:
-    buffer = BUFFERS[kind](make(alpha=alpha, stratified=stratified))
-    index = buffer.extend(rows(9))
+    buffer = HOUSES[kind](make(alpha=alpha, stratified=stratified))
+    index = buffer.extend(numbered(9))
     priorities = torch.tensor([0.5, 1.0, 3.0, 0.2, 7.0, 1.0, 2.0, 0.1, 4.0])
     buffer.update_priority(index, priorities)
     cells = torch.cat([buffer.sampler.sample(buffer.storage, 16)[0] for _ in range(500)])
     # Strata make counts vary less than the statistic allows for.
-    values = buffer.storage.get(cells)["a"]
+    values = buffer.storage.get(cells)["number"]
     assert chi_square(values, priorities**alpha) < 26.1  # 8 degrees of freedom, p = 0.001
 
 
 def test_strata_draw_in_proportion_within_one() -> None:
-    buffer = BUFFERS["torchrl"](make())
-    buffer.update_priority(buffer.extend(rows(4)), torch.tensor([1.0, 2.0, 1.0, 4.0]))
+    buffer = HOUSES["torchrl"](make())
+    buffer.update_priority(buffer.extend(numbered(4)), torch.tensor([1.0, 2.0, 1.0, 4.0]))
     for _ in range(20):
-        assert torch.bincount(buffer.sample(8)["a"]).tolist() == [1, 2, 1, 4]
+        assert torch.bincount(buffer.sample(8)["number"]).tolist() == [1, 2, 1, 4]
 
 
 def test_golden_frequencies_of_alf() -> None:
-    golden = np.load(GOLDEN)
+    golden = arrays("alf_prioritized_sampling")
     for stage in "abcd":
         leaves = torch.from_numpy(golden[f"{stage}_leaf_priorities"])
         cells = leaves.numel()  # ALF counts env * length + slot
         buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(cells), sampler=make(cells), batch_size=1000)
-        buffer.update_priority(buffer.extend(rows(cells)), leaves.reshape(-1))
+        buffer.update_priority(buffer.extend(numbered(cells)), leaves.reshape(-1))
         env, slot = golden[f"{stage}_unique_env_pos"][0], golden[f"{stage}_unique_env_pos"][1] % leaves.shape[1]
-        counts = torch.bincount(buffer.sample()["a"], minlength=cells)
+        counts = torch.bincount(buffer.sample()["number"], minlength=cells)
         expected = torch.zeros(cells, dtype=torch.int64)
         expected[torch.from_numpy(env * leaves.shape[1] + slot)] = torch.from_numpy(golden[f"{stage}_counts"])
         assert (counts - expected).abs().max() <= 1
@@ -100,26 +77,21 @@ def test_golden_frequencies_of_alf() -> None:
 
 @kinds
 def test_only_stored_cells_are_drawn(kind: str) -> None:
-    buffer = BUFFERS[kind](make())
-    buffer.extend(rows(3))
+    buffer = HOUSES[kind](make())
+    buffer.extend(numbered(3))
     assert set(draw(buffer, 20, 10).tolist()) == {0, 1, 2}
-    buffer.extend(rows(30, start=3))
+    buffer.extend(numbered(30, start=3))
     assert set(draw(buffer, 20, 40).tolist()) == set(range(13, 33))
     buffer.empty()
     with pytest.raises(RuntimeError, match="0 are stored"):
         buffer.sample(2)
-    buffer.extend(rows(2, start=50))
+    buffer.extend(numbered(2, start=50))
     assert set(draw(buffer, 20, 10).tolist()) == {50, 51}
 
 
 def test_uneven_rings() -> None:
-    buffer = ExperienceBuffer(storage=RingStorage(20), num_envs=4, sampler=make())
-    fills = (7, 0, 2, 4)
-    for position in range(7):
-        ids = torch.tensor([env for env in range(4) if fills[env] > position])
-        buffer.extend(TensorDict({"a": 100 * ids + position}, [len(ids)]), env_ids=ids)
-    stored = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]
-    assert sorted(set(draw(buffer, 20, 60).tolist())) == stored
+    buffer = uneven(make())
+    assert sorted(set(draw(buffer, 20, 60).tolist())) == UNEVEN
     late = make()
     assert sorted(late.sample(buffer.storage, 200)[0].unique().tolist()) == buffer.writer.filled_cells().tolist()
 
@@ -129,15 +101,15 @@ def test_several_dimensions() -> None:
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=8, dim_extend=0, priority_key="td"
     )
-    buffer.extend(TensorDict({"a": torch.arange(6).view(2, 3)}, [2, 3]))
+    buffer.extend(TensorDict({"number": torch.arange(6).view(2, 3)}, [2, 3]))
     buffer.update_priority(torch.tensor([[1, 2], [0, 1]]), torch.tensor([3.0, 2.0]))
     assert sampler.table.priorities[:7].tolist() == [1.0, 2.0, 1.0, 1.0, 1.0, 3.0, -1.0]
     batch = buffer.sample()
-    assert torch.equal(batch["index"][:, 0] * 3 + batch["index"][:, 1], batch["a"])
+    assert torch.equal(batch["index"][:, 0] * 3 + batch["index"][:, 1], batch["number"])
     buffer.update_priority(batch["index"], torch.full((8,), 9.0))
-    drawn = batch["a"].unique()
+    drawn = batch["number"].unique()
     assert (sampler.table.priorities[drawn] == 9.0).all()
-    buffer.extend(TensorDict({"a": torch.arange(6, 9).view(1, 3)}, [1, 3]))
+    buffer.extend(TensorDict({"number": torch.arange(6, 9).view(1, 3)}, [1, 3]))
     assert sampler.table.priorities[6:9].tolist() == [9.0, 9.0, 9.0]
 
 
@@ -151,10 +123,10 @@ def test_importance_weights(alpha: float, beta: float) -> None:
     probability = priorities**alpha / (priorities**alpha).sum()
     raw = (5 * probability) ** -beta
     for norm in ("batch", "buffer", None):
-        buffer = BUFFERS["torchrl"](make(alpha=alpha, beta=beta, weight_norm=norm))
-        buffer.update_priority(buffer.extend(rows(5)), priorities)
+        buffer = HOUSES["torchrl"](make(alpha=alpha, beta=beta, weight_norm=norm))
+        buffer.update_priority(buffer.extend(numbered(5)), priorities)
         batch = buffer.sample(6)
-        expected = raw[batch["a"]]
+        expected = raw[batch["number"]]
         expected = expected / {"batch": expected.max(), "buffer": raw.max(), None: 1.0}[norm]
         assert batch["priority_weight"].dtype is torch.float32
         torch.testing.assert_close(batch["priority_weight"], expected.float())
@@ -162,18 +134,18 @@ def test_importance_weights(alpha: float, beta: float) -> None:
 
 def test_weights_correct_the_bias() -> None:
     # E_P[w f] / E_P[w] is the plain mean, whatever the priorities.
-    buffer = BUFFERS["torchrl"](make(beta=1.0, weight_norm="buffer"))
-    buffer.update_priority(buffer.extend(rows(10)), torch.arange(1.0, 11.0))
+    buffer = HOUSES["torchrl"](make(beta=1.0, weight_norm="buffer"))
+    buffer.update_priority(buffer.extend(numbered(10)), torch.arange(1.0, 11.0))
     batch = buffer.sample(20_000)
     weight = batch["priority_weight"].double()
-    assert float((weight * batch["a"]).sum() / weight.sum()) == pytest.approx(4.5, abs=0.05)
+    assert float((weight * batch["number"]).sum() / weight.sum()) == pytest.approx(4.5, abs=0.05)
 
 
 def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
-    buffer = BUFFERS["torchrl"](make(weight_norm="buffer"))
-    buffer.update_priority(buffer.extend(rows(3)), torch.tensor([0.0, 2.0, 4.0]))
+    buffer = HOUSES["torchrl"](make(weight_norm="buffer"))
+    buffer.update_priority(buffer.extend(numbered(3)), torch.tensor([0.0, 2.0, 4.0]))
     batch = buffer.sample(6)
-    assert set(batch["a"].tolist()) == {1, 2}
+    assert set(batch["number"].tolist()) == {1, 2}
     assert batch["priority_weight"].max() == 1.0
 
 
@@ -184,10 +156,10 @@ def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
 def test_priorities_go_back_through_the_batch(kind: str) -> None:
     sampler = make()
     assert isinstance(sampler, TorchRLPrioritizedSampler)
-    buffer = BUFFERS[kind](sampler)
-    buffer.extend(rows(8))
+    buffer = HOUSES[kind](sampler)
+    buffer.extend(numbered(8))
     batch = buffer.sample(64)
-    batch["td_error"] = batch["a"].float() + 1
+    batch["td_error"] = batch["number"].float() + 1
     buffer.update_tensordict_priority(batch)
     assert sampler.table.priorities[:8].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
@@ -195,26 +167,21 @@ def test_priorities_go_back_through_the_batch(kind: str) -> None:
 @kinds
 def test_new_data_get_the_highest_priority_so_far(kind: str) -> None:
     sampler = make(initial_priority=0.5)
-    buffer = BUFFERS[kind](sampler)
-    buffer.extend(rows(2))
+    buffer = HOUSES[kind](sampler)
+    buffer.extend(numbered(2))
     assert sampler.table.priorities[:2].tolist() == [0.5, 0.5]
     buffer.update_priority(torch.tensor([0, 1]), torch.tensor([6.0, 0.1]))
-    buffer.extend(rows(2))
+    buffer.extend(numbered(2))
     buffer.update_priority(torch.tensor([0, 2]), torch.tensor([0.2, 0.3]))
-    buffer.extend(rows(1))
-    buffer.add(TensorDict({"a": torch.tensor(1)}, []))
-    torch.testing.assert_close(
-        sampler.table.priorities[:6],
-        torch.tensor([0.2, 0.1, 0.3, 6.0, 6.0, 6.0], dtype=torch.float64),
-        atol=1e-7,
-        rtol=0,
-    )
+    buffer.extend(numbered(1))
+    buffer.add(numbered(1)[0])
+    assert sampler.table.priorities[:6].tolist() == pytest.approx([0.2, 0.1, 0.3, 6.0, 6.0, 6.0], abs=1e-7)
 
 
 def test_highest_priority_that_is_still_stored() -> None:
     sampler = make(4, initial_priority=0.0, max_priority_within_buffer=True)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler)
-    buffer.extend(rows(4))
+    buffer.extend(numbered(4))
     buffer.update_priority(torch.arange(4), torch.tensor([9.0, 2.0, 5.0, 1.0]))
     assert sampler.default_priority == 9.0
     buffer.update_priority(torch.tensor([0]), torch.tensor([0.5]))
@@ -226,8 +193,8 @@ def test_highest_priority_that_is_still_stored() -> None:
 @tensordict_kinds
 def test_priorities_that_come_with_the_data(kind: str) -> None:
     sampler = make()
-    buffer = BUFFERS[kind](sampler)
-    buffer.extend(rows(3, td_error=torch.tensor([[1.0], [2.0], [5.0]])))
+    buffer = HOUSES[kind](sampler)
+    buffer.extend(numbered(3, td_error=torch.tensor([[1.0], [2.0], [5.0]])))
     assert sampler.table.priorities[:3].tolist() == [1.0, 2.0, 5.0]
     assert chi_square(draw(buffer, 100, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
 
@@ -237,16 +204,16 @@ def test_stale_updates_are_ignored(backend: Any) -> None:
     sampler = make(4)
     sampler.table = Priorities(4, 1.0, 0.0, backend=backend)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=8)
-    buffer.extend(rows(4))
+    buffer.extend(numbered(4))
     batch = buffer.sample()
     assert set(batch["index"].tolist()) == {0, 1, 2, 3}
-    buffer.extend(rows(2))  # overwrites cells 0 and 1
+    buffer.extend(numbered(2))  # overwrites cells 0 and 1
     sampler.update_priority(batch["index"], torch.full((8,), 7.0), generation=batch["write_generation"])
     assert sampler.table.priorities.tolist() == [1.0, 1.0, 7.0, 7.0]
     assert float(sampler.table.tree.summary()) == 16.0
     buffer.empty()
     sampler.update_priority(batch["index"], torch.full((8,), 9.0))
-    buffer.extend(rows(3))
+    buffer.extend(numbered(3))
     sampler.update_priority(batch["index"], torch.full((8,), 9.0), generation=batch["write_generation"])
     assert sampler.table.priorities.tolist() == [1.0, 1.0, 1.0, -1.0]
 
@@ -256,7 +223,7 @@ def test_cells_that_hold_nothing_are_left_alone(backend: Any) -> None:
     sampler = make(6)
     sampler.table = Priorities(6, 1.0, 0.0, backend=backend)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler)
-    buffer.extend(rows(2))
+    buffer.extend(numbered(2))
     buffer.update_priority(torch.tensor([-1, 1, 4]), torch.tensor([5.0, 6.0, 7.0]))
     buffer.update_priority(torch.tensor([3, -1]), 8.0)
     assert sampler.table.priorities.tolist() == [1.0, 6.0, -1.0, -1.0, -1.0, -1.0]
@@ -268,7 +235,7 @@ def test_bad_updates_change_nothing(backend: Any) -> None:
     sampler = make(6)
     sampler.table = Priorities(6, 0.0, 0.0, backend=backend)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler)
-    buffer.extend(rows(4))
+    buffer.extend(numbered(4))
     before = sampler.table.state_dict()
     for bad in (-0.1, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"finite and not negative, got .* for cell 2"):
@@ -299,13 +266,13 @@ def test_max_value_writer() -> None:
     sampler = make(3)
     writer = TensorDictMaxValueWriter(rank_key="rank")
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), sampler=sampler, writer=writer, batch_size=30)
-    buffer.extend(rows(5, rank=torch.tensor([1.0, 5.0, 2.0, 9.0, 0.5])))
+    buffer.extend(numbered(5, rank=torch.tensor([1.0, 5.0, 2.0, 9.0, 0.5])))
     assert set(buffer.sample()["rank"].tolist()) == {5.0, 2.0, 9.0}
 
 
 def test_zero_priorities_are_never_drawn_and_nothing_but_zeros_is_an_error() -> None:
-    buffer = BUFFERS["torchrl"](make())
-    index = buffer.extend(rows(4))
+    buffer = HOUSES["torchrl"](make())
+    index = buffer.extend(numbered(4))
     buffer.update_priority(index, torch.tensor([0.0, 1.0, 0.0, 1.0]))
     assert set(draw(buffer, 50, 10).tolist()) == {1, 3}
     buffer.update_priority(index, 0.0)
@@ -316,12 +283,12 @@ def test_zero_priorities_are_never_drawn_and_nothing_but_zeros_is_an_error() -> 
 def test_capacity_must_cover_the_storage() -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(30), sampler=make(20))
     with pytest.raises(ValueError, match="has 30 cells, this sampler keeps 20"):
-        buffer.extend(rows(3))
+        buffer.extend(numbered(3))
 
 
 def test_sampler_that_comes_to_a_filled_storage() -> None:
-    buffer = BUFFERS["torchrl"](None)
-    buffer.extend(rows(5))
+    buffer = HOUSES["torchrl"](None)
+    buffer.extend(numbered(5))
     sampler = make()
     buffer.set_sampler(sampler)
     assert set(draw(buffer, 10, 20).tolist()) == set(range(5))
@@ -334,9 +301,9 @@ def test_sampler_that_comes_to_a_filled_storage() -> None:
 
 
 def test_alpha_can_be_changed_and_back_from_zero() -> None:
-    buffer = BUFFERS["torchrl"](make(alpha=0.7))
+    buffer = HOUSES["torchrl"](make(alpha=0.7))
     priorities = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
-    buffer.update_priority(buffer.extend(rows(3)), priorities)
+    buffer.update_priority(buffer.extend(numbered(3)), priorities)
     sampler = buffer.sampler
     for alpha in (0.0, 1.0, 0.5):
         sampler.alpha = alpha
@@ -347,8 +314,8 @@ def test_alpha_can_be_changed_and_back_from_zero() -> None:
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
 def test_torchrl_schedulers(name: str) -> None:
-    buffer = BUFFERS["torchrl"](make(**{name: 0.4}))
-    buffer.update_priority(buffer.extend(rows(4)), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    buffer = HOUSES["torchrl"](make(**{name: 0.4}))
+    buffer.update_priority(buffer.extend(numbered(4)), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     scheduler = LinearScheduler(buffer, name, final_value=1.0, num_steps=3)
     seen = []
     for _ in range(5):
@@ -356,7 +323,7 @@ def test_torchrl_schedulers(name: str) -> None:
         seen.append(getattr(buffer.sampler, name))
     assert seen == pytest.approx([0.6, 0.8, 1.0, 1.0, 1.0])
     batch = buffer.sample(8)
-    expected = 1 / (batch["a"] + 1.0)
+    expected = 1 / (batch["number"] + 1.0)
     torch.testing.assert_close(batch["priority_weight"], expected / expected.max())
 
 
@@ -369,20 +336,20 @@ def test_bad_options() -> None:
     for name in ("alpha", "beta"):
         with pytest.raises(ValueError, match=name):
             setattr(sampler, name, -1.0)
-    with pytest.raises(ValueError, match="weight_norm must be one of"):
-        make(weight_norm="max")
-    with pytest.raises(ValueError, match="reduction must be one of"):
-        make(reduction="sum")
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        make(0)
-    with pytest.raises(TypeError, match=r"torch\.int64"):
-        make(dtype=torch.int64)
+    for options, error, says in (
+        ({"weight_norm": "max"}, ValueError, "weight_norm must be one of"),
+        ({"reduction": "sum"}, ValueError, "reduction must be one of"),
+        ({"capacity": 0}, ValueError, "at least 1, got 0"),
+        ({"dtype": torch.int64}, TypeError, r"torch\.int64"),
+    ):
+        with pytest.raises(error, match=says):
+            make(**options)
     assert (sampler.alpha, sampler.beta) == (1.0, 1.0)
 
 
 def test_single_precision() -> None:
-    buffer = BUFFERS["torchrl"](make(dtype=torch.float32))
-    buffer.update_priority(buffer.extend(rows(3)), torch.tensor([1.0, 2.0, 5.0]))
+    buffer = HOUSES["torchrl"](make(dtype=torch.float32))
+    buffer.update_priority(buffer.extend(numbered(3)), torch.tensor([1.0, 2.0, 5.0]))
     assert buffer.sampler.dtype is torch.float32
     assert chi_square(draw(buffer, 200, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
 
@@ -393,9 +360,9 @@ def test_same_seed_same_batches_and_no_global_randomness() -> None:
         buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(20), sampler=make(generator=None), generator=generator(7), batch_size=5
         )
-        buffer.extend(rows(20))
+        buffer.extend(numbered(20))
         state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-        draws.append([buffer.sample()["a"].tolist() for _ in range(3)])
+        draws.append([buffer.sample()["number"].tolist() for _ in range(3)])
         assert torch.equal(state, torch.get_rng_state())
         assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
     assert draws[0] == draws[1]
@@ -407,7 +374,7 @@ def test_same_seed_same_batches_and_no_global_randomness() -> None:
 def test_memory_that_moves_is_followed() -> None:
     sampler, storage = make(), LazyTensorStorage(20)
     buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
-    buffer.extend(rows(3))
+    buffer.extend(numbered(3))
     buffer.sample()
     for part in (sampler.table.tree.nodes, sampler.table.priorities, sampler.table.generations):
         part.share_memory_()  # as on the way to another process
@@ -489,10 +456,9 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
 
 
 def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
-    ours = ExperienceBuffer(storage=RingStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0, eps=0.0), batch_size=8)
-    ours.extend(TensorDict({"a": torch.arange(4)}, [4]))
+    ours = ring(4, sampler=make(4), filled=4, batch_size=8)
     batch = ours.sample()
-    ours.extend(TensorDict({"a": torch.arange(2)}, [2]))
+    ours.extend(numbered(2))
     batch["td_error"] = torch.full((8,), 7.0)
     ours.update_tensordict_priority(batch)
     assert set(batch["index"].tolist()) == {0, 1, 2, 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,39 +14,23 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from kit.golden import arrays
+from kit.rings import ring, starts_of, write
+from kit.statistics import chi_square
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 
-GOLDEN = np.load(Path(__file__).parents[1] / "data" / "alf_prioritized_sampling.npz")
 
-
-def make(num_envs: int, length: int, sampler: PrioritizedSampler | None = None, **options: Any) -> ExperienceBuffer:
+def make(num_envs: int, length: int, sampler: Any = None, **options: Any) -> ExperienceBuffer:
     options = {"alpha": 1.0, "beta": 0.5, "eps": 0.0, "batch_length": 1, **options}
-    return ExperienceBuffer(
-        storage=RingStorage(num_envs * length),
-        num_envs=num_envs,
-        sampler=sampler or PrioritizedSampler(num_envs * length, **options),
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-def write(buffer: ExperienceBuffer, *envs: int, steps: int = 1) -> None:
-    """Write steps; each says of which environment it is, and its position."""
-    ids = torch.tensor(envs or range(buffer.writer.num_envs))
-    data = {"env": ids.expand(steps, -1), "position": buffer.writer.positions[ids] + torch.arange(steps)[:, None]}
-    buffer.extend(TensorDict(data, [steps, len(ids)], names=["time", None]), env_ids=ids)
+    return ring(length, num_envs, sampler or PrioritizedSampler(num_envs * length, **options))
 
 
 def give(buffer: ExperienceBuffer, env: int, position: int, priority: float) -> None:
     cell = buffer.writer.cell(torch.tensor([env]), torch.tensor([position]))
     buffer.update_priority(cell, torch.tensor([priority]))
-
-
-def starts_of(batch: TensorDict) -> list[tuple[int, int]]:
-    return list(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
 
 
 class Injected(PrioritizedSampler):
@@ -72,7 +55,7 @@ def test_golden_draws_of_alf() -> None:
         else:
             give(buffer, 1, 1, 1.0)
             give(buffer, 2, 0, 1.0)
-        golden = {key[2:]: value for key, value in GOLDEN.items() if key.startswith(f"{stage}_")}
+        golden = arrays("alf_prioritized_sampling", f"{stage}_")
         # ALF numbers leaves by environment, we by step: put the draws where they fall into the same leaves.
         leaves = golden["leaf_priorities"].astype(np.float64)
         drawn = np.minimum((golden["uniforms"] + np.arange(1000.0)) / 1000, 1 - 1e-7) * leaves.sum()
@@ -94,13 +77,13 @@ def test_golden_draws_of_alf() -> None:
 
 
 def test_golden_leaves_of_alf_for_windows_of_two() -> None:
-    buffer = make(2, 6, batch_length=2)
+    golden, buffer = arrays("alf_prioritized_sampling", "len2_"), make(2, 6, batch_length=2)
     for _ in range(9):
         write(buffer)
     buffer.sample(4)
-    assert buffer.writer.positions.tolist() == GOLDEN["len2_current_pos"].tolist()
+    assert buffer.writer.positions.tolist() == golden["current_pos"].tolist()
     leaves = buffer.sampler.table.tree.leaves.view(6, 2).T
-    assert leaves.tolist() == GOLDEN["len2_leaf_priorities"].tolist()
+    assert leaves.tolist() == golden["leaf_priorities"].tolist()
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -116,9 +99,7 @@ def test_windows_follow_the_priorities_of_their_first_steps(steps: int) -> None:
                 expected[env, position] = 1.0 + env + position % 4
     drawn = starts_of(buffer.sample(8000))
     assert set(drawn) == set(expected)
-    total = sum(expected.values()) / len(drawn)
-    statistic = sum((drawn.count(start) - p / total) ** 2 / (p / total) for start, p in expected.items())
-    assert statistic < 26.1  # 8 degrees of freedom at most, p = 0.001
+    assert chi_square(drawn, expected) < 26.1  # 8 degrees of freedom at most, p = 0.001
 
 
 def test_equal_priorities_give_equal_counts() -> None:

@@ -13,6 +13,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torchrl.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.utils import TED2Flat
 
+from kit.rings import ring
+from kit.rows import numbered
 from torchrl_lightning import (
     ExperienceBuffer,
     PPOBuffer,
@@ -28,16 +30,8 @@ from torchrl_lightning import (
 SIZES = pytest.mark.parametrize("size", [-1, 2.5, True, "3"])
 
 
-def rows(count: int, **extra: Any) -> TensorDict:
-    done = torch.zeros(count, 1, dtype=torch.bool)
-    return TensorDict({"a": torch.arange(float(count)), "next": {"done": done}, **extra}, [count])
-
-
-def buffer(filled: int = 5, size: int = 8, **kwargs: Any) -> ExperienceBuffer:
-    ours = ExperienceBuffer(storage=RingStorage(size), **kwargs)
-    if filled:
-        ours.extend(rows(filled))
-    return ours
+def buffer(filled: int = 5, num_envs: int = 1, **kwargs: Any) -> ExperienceBuffer:
+    return ring(8 // num_envs, num_envs, filled=filled, **kwargs)
 
 
 def prioritized(filled: int = 5, capacity: int = 8) -> ExperienceBuffer:
@@ -48,6 +42,11 @@ def state(ours: ExperienceBuffer) -> str:
     return repr((ours.state_dict(), sorted(ours.storage.tree), len(ours), ours.writer.index is None))
 
 
+def lazy(**last: Any) -> LazyStackedTensorDict:
+    *steps, end = numbered(3).unbind(0)
+    return LazyStackedTensorDict(*steps, end.copy().update(last))
+
+
 # ---------------------------------------------------------------------- a failed write
 
 
@@ -56,16 +55,16 @@ def state(ours: ExperienceBuffer) -> str:
 def test_a_wrong_priority_is_refused_before_anything_is_written(wrong: float, filled: int) -> None:
     ours = prioritized(0)
     if filled:
-        ours.extend(rows(filled, td_error=torch.ones(filled)))
+        ours.extend(numbered(filled, td_error=torch.ones(filled)))
     before = state(ours)
     with pytest.raises(ValueError, match=r"got (nan|-1\.0|inf) in row 1; nothing was written"):
-        ours.extend(rows(2, td_error=torch.tensor([1.0, wrong])))
+        ours.extend(numbered(2, td_error=torch.tensor([1.0, wrong])))
     assert state(ours) == before
 
 
 def test_priorities_with_further_dimensions_are_reduced() -> None:
     ours = prioritized(0)
-    ours.extend(rows(2, td_error=torch.tensor([[1.0, 2.0], [3.0, 1.0]])))
+    ours.extend(numbered(2, td_error=torch.tensor([[1.0, 2.0], [3.0, 1.0]])))
     assert ours.sampler.table.priorities[:2].tolist() == [2, 3]
 
 
@@ -75,7 +74,7 @@ def test_a_sampler_smaller_than_the_storage_is_refused_before_anything_is_writte
     ours.set_sampler(PrioritizedSampler(4, 1.0, 1.0))
     before = state(ours)
     with pytest.raises(ValueError, match=r"8 cells, this sampler keeps 4 .* max_capacity=8"):
-        ours.extend(rows(2))
+        ours.extend(numbered(2))
     assert state(ours) == before
 
 
@@ -83,32 +82,25 @@ def test_a_failed_first_write_leaves_the_schema_open() -> None:
     ours = ExperienceBuffer(storage=RingStorage(8), writer=RingWriter(track_episodes=True))
     with pytest.raises(KeyError, match="track_episodes=True needs"):
         ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))
-    ours.extend(rows(2))
-    assert sorted(ours[:].keys()) == ["a", "next"]
+    ours.extend(numbered(2))
+    assert sorted(ours[:].keys()) == ["a", "next", "number"]
     ours = buffer(0)
     with pytest.raises(ValueError, match="meta"):
-        ours.extend(rows(2).to("meta"))
+        ours.extend(numbered(2).to("meta"))
     ours.extend(TensorDict({"b": torch.zeros(2)}, [2]))  # nor has it made an episode index that needs a done flag
     assert ours.writer.index is None
-
-
-def lazy(**last: Any) -> LazyStackedTensorDict:
-    done = torch.zeros(1, dtype=torch.bool)
-    steps = [TensorDict({"a": torch.tensor(float(i)), "next": {"done": done}}, []) for i in range(3)]
-    steps[-1].update(last)
-    return LazyStackedTensorDict(*steps)
 
 
 @pytest.mark.parametrize("filled", [0, 5])
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: rows(3, x=NonTensorData("a", [3])), "'x' is a NonTensorData"),
-        (lambda: rows(3, x=NonTensorStack("a", "b", "c")), "'x' is a NonTensorStack"),
-        (lambda: rows(3, x="text"), "'x' is a NonTensorData"),
-        (lambda: rows(3, x=np.array(["a", "b", "c"])), "'x' is a NonTensorData"),
-        (lambda: rows(3).set("x", {"y": np.zeros(3), "z": "text"}), r"\('x', 'z'\) is a NonTensorData"),
-        (lambda: rows(3, x=torch.eye(3).to_sparse()), "'x' is a sparse"),
+        (lambda: numbered(3, x=NonTensorData("a", [3])), "'x' is a NonTensorData"),
+        (lambda: numbered(3, x=NonTensorStack("a", "b", "c")), "'x' is a NonTensorStack"),
+        (lambda: numbered(3, x="text"), "'x' is a NonTensorData"),
+        (lambda: numbered(3, x=np.array(["a", "b", "c"])), "'x' is a NonTensorData"),
+        (lambda: numbered(3).set("x", {"y": np.zeros(3), "z": "text"}), r"\('x', 'z'\) is a NonTensorData"),
+        (lambda: numbered(3, x=torch.eye(3).to_sparse()), "'x' is a sparse"),
         (lambda: lazy(extra=torch.zeros(())), r"Only some rows have the entries \['extra'\]"),
     ],
 )
@@ -172,13 +164,13 @@ def test_writing_no_rows_writes_nothing(filled: int) -> None:
     for ours in (buffer(filled), prioritized(filled), buffer(filled, writer=RingWriter(1))):
         before = state(ours)
         for write in (ours.extend, ours.writer.extend):
-            index = write(rows(0))
+            index = write(numbered(0))
             assert index.tolist() == []
             assert index.dtype == torch.int64
         assert state(ours) == before
     several = buffer(0, num_envs=2)
     assert several.extend(TensorDict({"a": torch.zeros(2, 0)}, [2, 0]), time_dim=1).tolist() == []
-    assert several.extend(rows(0), env_ids=[]).tolist() == []
+    assert several.extend(numbered(0), env_ids=[]).tolist() == []
 
 
 SAMPLERS = [
@@ -225,14 +217,14 @@ def test_priorities_of_nothing() -> None:
 
 def test_negative_numbers_count_from_the_last_cell() -> None:
     ours, theirs = buffer(), TensorDictReplayBuffer(storage=LazyTensorStorage(8))
-    theirs.extend(rows(5))
+    theirs.extend(numbered(5))
     for index in (-1, -5, [0, -1], [], slice(-2, None), torch.tensor([-1, 0]), np.array([-1]), np.int64(-2)):
         assert ours[index]["a"].tolist() == theirs[index]["a"].tolist()
     for index in (-6, [0, -6], 5):
         with pytest.raises(IndexError, match=r"Cell (-6|5) holds nothing; 5 of 8"):
             ours[index]
     uneven = buffer(0, num_envs=2)
-    uneven.extend(rows(1), env_ids=[1])
+    uneven.extend(numbered(1), env_ids=[1])
     with pytest.raises(IndexError, match="Cell -1 holds nothing"):
         uneven[-1]
 
@@ -244,7 +236,7 @@ def test_cells_are_integers(index: Any) -> None:
         with pytest.raises(TypeError, match="Cells must be integers, got torch"):
             ours.storage.get(index)
     with pytest.raises(TypeError, match="Cells must be integers, got torch"):
-        ours.storage.set(index, rows(1))
+        ours.storage.set(index, numbered(1))
     with pytest.raises(TypeError, match="Cells must be integers, got torch"):
         ours.update_priority(index, 1.0)
 
@@ -252,12 +244,12 @@ def test_cells_are_integers(index: Any) -> None:
 @pytest.mark.parametrize("env_ids", [[0.5], [1.0], [True], torch.tensor([True, False]), "1"])
 def test_env_ids_are_integers(env_ids: Any) -> None:
     ours = buffer(0, num_envs=2)
-    ours.extend(rows(2))
-    for call in (lambda: ours.extend(rows(1), env_ids), lambda: ours.writer.cut(env_ids)):
+    ours.extend(numbered(2))
+    for call in (lambda: ours.extend(numbered(1), env_ids), lambda: ours.writer.cut(env_ids)):
         with pytest.raises(TypeError, match="env_ids must be integers, got"):
             call()
     assert ours.writer.positions.tolist() == [1, 1]
-    assert ours.extend(rows(1), env_ids=1).tolist() == [3]
+    assert ours.extend(numbered(1), env_ids=1).tolist() == [3]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "a", math.nan, math.inf])

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, UniformSampler
+from kit.rings import ring
+from torchrl_lightning.replay import ExperienceBuffer, UniformSampler
 from torchrl_lightning.replay.cells import Cells
 
 ENVS, LENGTH = 3, 4
@@ -22,7 +23,7 @@ def step(number: int, rows: int = ENVS) -> TensorDict:
 
 
 def filled(steps: int) -> ExperienceBuffer:
-    ours = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, batch_size=200)
+    ours = ring(LENGTH, ENVS, batch_size=200)
     for number in range(steps):
         ours.extend(step(number))
     return ours
@@ -35,7 +36,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "bfloat16": (torch.bfloat16, lambda value: value),
     "float8": (torch.float8_e4m3fn, lambda value: value),
     "conjugated": (torch.complex64, lambda value: value.conj()),
-    "negated": (torch.float32, torch._neg_view),
+    "negated": (torch.float32, lambda value: torch.complex(value, value).conj().imag),
     "parameter": (torch.float32, nn.Parameter),
     "with a gradient": (torch.float32, lambda value: value.requires_grad_() * 2),
     "empty": (torch.float32, lambda value: value[:, :0]),
@@ -46,7 +47,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_of_every_kind(kind: str, env_ids: list[int] | None) -> None:
     dtype, make = KINDS[kind]
-    ours = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS)
+    ours = ring(LENGTH, ENVS)
     rows = ENVS if env_ids is None else len(env_ids)
     for number in range(2 * LENGTH + 1):
         leaf = make((torch.arange(rows * 4).view(rows, 4) + number).to(dtype))
@@ -82,7 +83,7 @@ def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
     ends = torch.minimum(position + (2 - position) % 3, torch.tensor(steps - 1))
     lost = (ENVS if env_ids is None else 1) if steps >= LENGTH else 0
     assert len(kept) == len(ours) == ENVS * min(steps, LENGTH) - lost
-    restored = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, batch_size=200)
+    restored = ring(LENGTH, ENVS, batch_size=200)
     restored.load_state_dict(ours.state_dict())
     for one in (ours, restored):
         batch = one.sample()

@@ -12,8 +12,10 @@ from scipy.stats import chisquare
 from tensordict import TensorDict
 from torchrl.modules import GRUModule, set_recurrent_mode
 
+from kit.rings import ring, starts_of
+from kit.seeds import generator
 from replay.sequence_twin import Twin, episodes
-from torchrl_lightning import ExperienceBuffer, RingStorage, SequenceSampler
+from torchrl_lightning import ExperienceBuffer, SequenceSampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes"),
@@ -23,13 +25,7 @@ ENDS = ("inside", "across", "pad")
 
 
 def make_buffer(num_envs: int, length: int, batch_size: int = 8, **options: Any) -> ExperienceBuffer:
-    return ExperienceBuffer(
-        storage=RingStorage(num_envs * length),
-        num_envs=num_envs,
-        sampler=SequenceSampler(**options),
-        batch_size=batch_size,
-        generator=torch.Generator().manual_seed(0),
-    )
+    return ring(length, num_envs, SequenceSampler(**options), batch_size=batch_size)
 
 
 # ------------------------------------------------------------------ twin
@@ -57,7 +53,7 @@ def test_windows_are_those_of_the_twin(
     twin, buffer = Twin(3, 7), make_buffer(3, 7, **rule)
     for envs, steps, seed, restore in writes:
         ids = sorted(envs)
-        dones = torch.rand(steps, len(ids), generator=torch.Generator().manual_seed(seed)) < rate
+        dones = torch.rand(steps, len(ids), generator=generator(seed)) < rate
         buffer.extend(twin.rows(ids, dones.tolist()), env_ids=torch.tensor(ids), time_dim=0)
         if not twin.starts(**rule):
             with pytest.raises(ValueError, match="no room for a window"):
@@ -70,7 +66,7 @@ def test_windows_are_those_of_the_twin(
             assert (buffer.sample() == old.sample()).all()
     if starts := twin.starts(**rule):
         batch = buffer.sample(60 * len(starts))
-        drawn = set(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+        drawn = set(starts_of(batch))
         assert drawn == set(starts)
 
 
@@ -80,9 +76,9 @@ def test_windows_are_those_of_the_twin(
 def uneven(**options: Any) -> tuple[Twin, ExperienceBuffer]:
     """Three rings, wrapped, unaligned and unevenly filled."""
     twin, buffer = Twin(3, 20), make_buffer(3, 20, **options)
-    generator = torch.Generator().manual_seed(1)
+    seeded = generator(1)
     for ids, steps in (([0, 1, 2], 9), ([0, 2], 17), ([1], 3), ([0], 4)):
-        dones = (torch.rand(steps, len(ids), generator=generator) < 0.2).tolist()
+        dones = (torch.rand(steps, len(ids), generator=seeded) < 0.2).tolist()
         buffer.extend(twin.rows(ids, dones), env_ids=torch.tensor(ids), time_dim=0)
     return twin, buffer
 
@@ -94,10 +90,10 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
     twin, buffer = uneven(**options)
     if aligned:
         twin, buffer = Twin(3, 20), make_buffer(3, 20, **options)
-        dones = torch.rand(33, 3, generator=torch.Generator().manual_seed(2)) < 0.2
+        dones = torch.rand(33, 3, generator=generator(2)) < 0.2
         buffer.extend(twin.rows([0, 1, 2], dones.tolist()), time_dim=0)
     batch = buffer.sample(20_000)
-    counts = Counter(zip(batch["env"][:, 0].tolist(), batch["position"][:, 0].tolist(), strict=True))
+    counts = Counter(starts_of(batch))
     assert set(counts) == set(twin.starts(**options))
     assert chisquare(list(counts.values())).pvalue > 1e-3
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
+from kit.files import through_file
 from replay.sequence_twin import Twin, episodes
 from torchrl_lightning import ExperienceBuffer, RingStorage, RingWriter, SequenceSampler
 
@@ -42,18 +40,11 @@ def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_
         write(twin.rows(list(range(num_envs)), dones.tolist()).reshape(-1))
         twin.check(replay.sample(), **options)
     restored = build()
-    restored.load_state_dict(reloaded(replay.state_dict()))
+    restored.load_state_dict(through_file(replay.state_dict(), weights_only=False))
     batch = restored.sample()
     twin.check(batch, **options)
     if buffer == "ours" or storage != "memmap":
         assert (batch == replay.sample()).all()
-
-
-def reloaded(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on() -> None:

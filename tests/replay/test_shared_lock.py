@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
+from kit.rings import ring
+from kit.rows import numbered
 from torchrl_lightning import PrioritizedSampler
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter, sharing
 from torchrl_lightning.replay.sharing import SharedLock
@@ -22,6 +24,7 @@ from torchrl_lightning.replay.sharing import SharedLock
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SECONDS = 60  # after which a test fails instead of hanging
 ENVS, LENGTH = 3, 4
+step = partial(numbered, ENVS, ends=False)
 
 
 def nothing() -> None:
@@ -131,14 +134,9 @@ def test_a_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert not buffer.shared
 
 
-def step(value: float, done: bool = False) -> TensorDict:
-    column = torch.arange(ENVS) + value
-    return TensorDict({"a": column, "next": {"done": torch.full((ENVS, 1), done)}}, [ENVS])
-
-
 def shared(sampler: Any = None) -> ExperienceBuffer:
-    buffer = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS, sampler=sampler, batch_size=256)
-    buffer.extend(step(0, done=True))
+    buffer = ring(LENGTH, ENVS, sampler, batch_size=256, generator=None)
+    buffer.extend(step(0, ends=True))
     buffer.extend(step(10))
     return buffer.share()
 
@@ -193,7 +191,7 @@ def test_rings_that_a_process_died_writing_to_are_dropped(where: str, caplog: An
     assert index.steps_to_end(torch.tensor([1, 1]), torch.tensor([0, 1])).tolist() == [0, 0]
     caplog.clear()
     buffer.extend(step(30))
-    buffer.extend(step(40, done=True)[:2], env_ids=ids)
+    buffer.extend(step(40, ends=True)[:2], env_ids=ids)
     assert stored(buffer) == [[30.0, 40.0], [1.0, 11.0, 31.0], [32.0, 41.0]]
     assert set(buffer.sample()["a"].tolist()) == {30.0, 40.0, 1.0, 11.0, 31.0, 32.0, 41.0}
     begin = buffer.writer.positions[ids] - 2
@@ -222,7 +220,7 @@ def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
     assert stored(buffer) == [[0.0, 10.0, 20.0], [21.0], [2.0, 12.0, 22.0]]
     assert len(buffer) == 7
     assert buffer.writer.index.begin(torch.tensor([1]), torch.tensor([2]), clip=False).tolist() == [1]
-    buffer.extend(step(30, done=True))  # the episode goes on
+    buffer.extend(step(30, ends=True))  # the episode goes on
     assert buffer.writer.index.end(torch.tensor([1]), torch.tensor([2])).tolist() == [3]
     assert not caplog.records
 

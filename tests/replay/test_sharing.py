@@ -7,30 +7,25 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
+from kit.rings import ring
+from kit.rows import numbered
 from torchrl_lightning import PrioritizedSampler, SequenceSampler, UniformSampler
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 ENVS, SIZE = 3, 12
+rows = partial(numbered, ENVS, ends=False)
 BATCH = 512  # large enough to draw every stored step, whatever the seed: a started process's follows from its number
 
 
-def rows(start: int, done: bool = False) -> TensorDict:
-    value = torch.arange(start, start + ENVS).float()
-    return TensorDict({"a": value, "next": {"done": torch.full((ENVS, 1), done)}}, [ENVS])
-
-
 def filled(sampler: Any = None, scratch: Path | None = None, **kwargs: Any) -> ExperienceBuffer:
-    storage = RingStorage(SIZE, scratch_dir=scratch)
-    ours = ExperienceBuffer(storage=storage, num_envs=ENVS, sampler=sampler, batch_size=BATCH, **kwargs)
-    ours.extend(rows(0))
-    return ours
+    return ring(SIZE // ENVS, ENVS, sampler, filled=1, scratch_dir=scratch, batch_size=BATCH, generator=None, **kwargs)
 
 
 def work(buffers: list[ExperienceBuffer], inbox: Any, outbox: Any) -> None:
@@ -44,8 +39,8 @@ def work(buffers: list[ExperienceBuffer], inbox: Any, outbox: Any) -> None:
 
 
 def write(ours: ExperienceBuffer) -> Any:
-    ours.extend(rows(100, done=True))
-    ours.extend(rows(1, done=False)[:1], env_ids=torch.tensor([1]))
+    ours.extend(rows(100, ends=True))
+    ours.extend(rows(1)[:1], env_ids=torch.tensor([1]))
     return len(ours), ours.writer.positions.tolist(), ours.writer.write_count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,27 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler, ReplayBuffer
 
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, memory
+from kit.rings import ring
+from kit.rows import numbered
+from torchrl_lightning.replay import RingStorage, memory
 
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    column = torch.arange(start, start + count)
-    flag = column.unsqueeze(-1) % 2 == 0
-    return TensorDict({"a": column.float(), "next": {"done": flag, "deep": {"x": column.half()}}}, [count])
-
-
-def buffer(size: int = 8, **kwargs: object) -> ExperienceBuffer:
-    return ExperienceBuffer(storage=RingStorage(size, **kwargs), batch_size=4)
+buffer = partial(ring, 8, batch_size=4)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_nested_leaves_come_back(on_disk: bool, tmp_path: Path) -> None:
     ours = buffer(scratch_dir=tmp_path / "ring" if on_disk else None)
-    ours.extend(rows(11))
+    ours.extend(numbered(11))
     batch = ours.sample()
     assert batch["next", "deep", "x"].dtype == torch.half
     assert torch.equal(batch["next", "deep", "x"].float(), batch["a"])
-    assert torch.equal(batch["next", "done"], batch["a"].unsqueeze(-1) % 2 == 0)
+    assert torch.equal(batch["next", "done"], batch["a"].unsqueeze(-1) % 5 == 4)
     assert sorted(ours[:]["a"].tolist()) == list(range(3, 11))
 
 
 def test_reading_in_every_way() -> None:
     ours = buffer()
-    ours.extend(rows(5))
+    ours.extend(numbered(5))
     storage = ours.storage
     assert storage.get(2)["a"].item() == 2
     assert storage.get([1, 3])["a"].tolist() == [1, 3]
@@ -54,7 +49,7 @@ def test_reading_in_every_way() -> None:
 
 def test_batches_are_copies() -> None:
     ours = buffer()
-    ours.extend(rows(8))
+    ours.extend(numbered(8))
     ours.sample()["a"].fill_(99)
     assert ours[:]["a"].max() == 7
 
@@ -84,10 +79,10 @@ def test_gradients_and_inference_mode_stay_outside() -> None:
 )
 def test_another_schema_changes_nothing(change: object, says: str) -> None:
     ours = buffer()
-    ours.extend(rows(3))
+    ours.extend(numbered(3))
     before = ours.state_dict()
     with pytest.raises((ValueError, TypeError), match=says):
-        ours.extend(change(rows(3, 10)))
+        ours.extend(change(numbered(3, 10)))
     after = ours.state_dict()
     assert torch.equal(after["writer"]["positions"], before["writer"]["positions"])
     assert torch.equal(after["storage"]["data"]["a"], before["storage"]["data"]["a"])
@@ -104,13 +99,13 @@ def test_another_device_is_refused() -> None:
 
 
 def test_size_is_checked_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours = buffer(10**12)
+    ours = ring(10**12)
     with pytest.raises(ValueError, match=r"RingStorage\(1000000000000\) needs .*scratch_dir"):
-        ours.extend(rows(3))
+        ours.extend(numbered(3))
     assert not ours.storage.initialized
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder=None: 10)
     with pytest.raises(ValueError, match="10 bytes are free on the disk"):
-        buffer(scratch_dir=tmp_path / "full").extend(rows(3))
+        buffer(scratch_dir=tmp_path / "full").extend(numbered(3))
     assert not (tmp_path / "full").exists()
 
 
@@ -126,12 +121,12 @@ def test_nothing_stored() -> None:
 
 def test_torchrl_sets_cells() -> None:
     ours = ReplayBuffer(storage=RingStorage(8), batch_size=4)
-    ours.extend(rows(3))
-    ours[1] = rows(1, 50)[0]
-    ours.storage.set(torch.tensor([0, 2]), rows(2, 60), set_cursor=False)
+    ours.extend(numbered(3))
+    ours[1] = numbered(1, 50)[0]
+    ours.storage.set(torch.tensor([0, 2]), numbered(2, 60), set_cursor=False)
     assert ours[:]["a"].tolist() == [60, 50, 61]
     with pytest.raises(IndexError, match="8 cells"):
-        ours.storage.set(torch.tensor([8]), rows(1))
+        ours.storage.set(torch.tensor([8]), numbered(1))
 
 
 def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +137,7 @@ def test_a_disk_that_fills_up_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         OSError, match=r"cells need [0-9]+ KiB, but only .* are free on the disk of .*scratch_dir="
     ) as raised:
-        buffer(scratch_dir=tmp_path).extend(rows(3))
+        buffer(scratch_dir=tmp_path).extend(numbered(3))
     assert raised.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())
 
@@ -156,8 +151,8 @@ def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch
         blocks.append(os.fstat(descriptor).st_blocks * 512)
 
     monkeypatch.setattr(memory.os, "posix_fallocate", counting)
-    ours = buffer(1 << 16, scratch_dir=tmp_path)
-    ours.extend(rows(3))
+    ours = ring(1 << 16, scratch_dir=tmp_path)
+    ours.extend(numbered(3))
     assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
 
 
@@ -166,17 +161,17 @@ def test_a_disk_that_cannot_reserve_says_so(
 ) -> None:
     monkeypatch.delattr(memory.os, "posix_fallocate")
     ours = buffer(scratch_dir=tmp_path)
-    ours.extend(rows(3))
+    ours.extend(numbered(3))
     assert "cannot reserve the " in caplog.text
     assert ours[:]["a"].tolist() == [0, 1, 2]
 
 
 def test_memory_that_moves_is_followed() -> None:
     ours = buffer()
-    ours.extend(rows(4))
+    ours.extend(numbered(4))
     for leaf in ours.storage.cells.leaves:
         leaf.share_memory_()  # as on the way to another process
-    ours.extend(rows(3, 4))
+    ours.extend(numbered(3, 4))
     assert ours[:]["a"].tolist() == ours.storage.get(torch.arange(7))["a"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
@@ -195,7 +190,7 @@ def test_cells_that_a_foreign_sampler_makes_up_are_refused() -> None:
         def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
             return torch.full((batch_size,), -1), {}
 
-    ours = ExperienceBuffer(storage=RingStorage(8), sampler=Wrong(), batch_size=4)
-    ours.extend(rows(3))
+    ours = buffer(sampler=Wrong())
+    ours.extend(numbered(3))
     with pytest.raises(IndexError, match="Cell -1 holds nothing"):
         ours.sample()

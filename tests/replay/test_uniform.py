@@ -6,93 +6,59 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer
-from torchrl_lightning.replay.storage import RingStorage
+from kit.rings import HOUSES, UNEVEN, ring, uneven
+from kit.rows import numbered
+from kit.seeds import generator
+from kit.statistics import chi_square
 from torchrl_lightning.replay.uniform import UniformSampler
-
-
-def rows(count: int, start: int = 0) -> TensorDict:
-    return TensorDict({"a": torch.arange(start, start + count)}, [count])
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def uneven(sampler: UniformSampler, fills: tuple[int, ...] = (7, 0, 2, 4), length: int = 5) -> ExperienceBuffer:
-    """One ring per environment, the e-th one written ``fills[e]`` times with ``100 e + position``."""
-    envs = len(fills)
-    buffer = ExperienceBuffer(storage=RingStorage(length * envs), num_envs=envs, sampler=sampler, generator=generator())
-    for position in range(max(fills)):
-        ids = torch.tensor([env for env in range(envs) if fills[env] > position])
-        buffer.extend(TensorDict({"a": 100 * ids + position}, [len(ids)]), env_ids=ids)
-    return buffer
-
-
-STORED = [2, 3, 4, 5, 6, 200, 201, 300, 301, 302, 303]  # what uneven() holds
-
-
-def chi_square(values: Tensor, expected: dict[int, float]) -> float:
-    counts = {value: int((values == value).sum()) for value in expected}
-    assert sum(counts.values()) == len(values), "drew something that is not stored"
-    scale = len(values) / sum(expected.values())
-    return sum((counts[value] - share * scale) ** 2 / (share * scale) for value, share in expected.items())
 
 
 def draw(buffer: Any, batches: int, size: int) -> Tensor:
     """Draw many batches of the sampler alone, and read what is in their cells at once."""
     cells = [buffer.sampler.sample(buffer.storage, size)[0] for _ in range(batches)]
-    return buffer.storage.get(torch.cat(cells))["a"]
+    return buffer.storage.get(torch.cat(cells))["number"]
 
 
-BUFFERS = {
-    "torchrl": lambda sampler: TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
-    "torchrl_plain": lambda sampler: ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler),
-    "torchrl_memmap": lambda sampler: TensorDictReplayBuffer(storage=LazyMemmapStorage(20), sampler=sampler),
-    "ours": lambda sampler: ExperienceBuffer(storage=RingStorage(20), sampler=sampler),
-}
-
-
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", HOUSES)
 @pytest.mark.parametrize("with_replacement", [True, False])
 @pytest.mark.parametrize("stratified", [True, False])
 def test_uniform_over_what_is_stored(kind: str, with_replacement: bool, stratified: bool) -> None:
     sampler = UniformSampler(with_replacement, stratified=stratified, generator=generator(1))
-    buffer = BUFFERS[kind](sampler)
-    buffer.extend(rows(13))
+    buffer = HOUSES[kind](sampler)
+    buffer.extend(numbered(13))
     values = draw(buffer, 1000, 6)
     # Without replacement or stratified, counts vary less than the statistic allows for.
     assert chi_square(values, dict.fromkeys(range(13), 1.0)) < 32.9  # 12 degrees of freedom, p = 0.001
-    buffer.extend(rows(15, start=13))
-    drawn = torch.cat([buffer.sample(6)["a"] for _ in range(50)])
+    buffer.extend(numbered(15, start=13))
+    drawn = torch.cat([buffer.sample(6)["number"] for _ in range(50)])
     assert set(drawn.tolist()) <= set(range(8, 28))
 
 
 @pytest.mark.parametrize("with_replacement", [True, False])
 def test_uniform_over_uneven_rings(with_replacement: bool) -> None:
     values = draw(uneven(UniformSampler(with_replacement)), 1500, 4)
-    assert chi_square(values, dict.fromkeys(STORED, 1.0)) < 29.6  # 10 degrees of freedom, p = 0.001
+    assert chi_square(values, dict.fromkeys(UNEVEN, 1.0)) < 29.6  # 10 degrees of freedom, p = 0.001
 
 
 def test_stratified_gives_every_environment_the_same_share() -> None:
     buffer = uneven(UniformSampler(stratified=True))
     values = draw(buffer, 1500, 4)
-    expected = {value: 1.0 / {0: 5, 2: 2, 3: 4}[value // 100] for value in STORED}
+    expected = {value: 1.0 / {0: 5, 2: 2, 3: 4}[value // 100] for value in UNEVEN}
     assert chi_square(values, expected) < 29.6
     for _ in range(20):
-        counts = torch.bincount(buffer.sample(7)["a"] // 100, minlength=4)
+        counts = torch.bincount(buffer.sample(7)["number"] // 100, minlength=4)
         assert counts[1] == 0
         assert sorted(counts[[0, 2, 3]].tolist()) == [2, 2, 3]
 
 
 def test_stratified_spreads_over_the_steps() -> None:
     sampler = UniformSampler(stratified=True, generator=generator(3))
-    buffer = BUFFERS["torchrl"](sampler)
-    buffer.extend(rows(20))
+    buffer = HOUSES["torchrl"](sampler)
+    buffer.extend(numbered(20))
     for _ in range(20):
-        values = buffer.sample(10)["a"].sort().values
+        values = buffer.sample(10)["number"].sort().values
         gaps = (torch.cat([values, values[:1] + 20])).diff()
         assert gaps.min() >= 1
         assert gaps.max() <= 3
@@ -101,30 +67,30 @@ def test_stratified_spreads_over_the_steps() -> None:
 def test_stratified_without_replacement_passes_on_what_an_environment_lacks() -> None:
     buffer = uneven(UniformSampler(False, stratified=True))
     for size in (3, 8, 11):
-        values = buffer.sample(size)["a"].tolist()
+        values = buffer.sample(size)["number"].tolist()
         assert len(set(values)) == size
-    assert sorted(values) == STORED
+    assert sorted(values) == UNEVEN
 
 
 @pytest.mark.parametrize("size", [1, 5, 11])
 def test_without_replacement_no_cell_comes_twice(size: int) -> None:
     buffer = uneven(UniformSampler(False))
     for _ in range(50):
-        assert len(set(buffer.sample(size)["a"].tolist())) == size
+        assert len(set(buffer.sample(size)["number"].tolist())) == size
 
 
 def test_order_without_replacement_is_random() -> None:
-    buffer = BUFFERS["torchrl"](UniformSampler(False, generator=generator(5)))
-    buffer.extend(rows(20))
+    buffer = HOUSES["torchrl"](UniformSampler(False, generator=generator(5)))
+    buffer.extend(numbered(20))
     first = draw(buffer, 2000, 3).view(2000, 3)[:, 0]
     assert chi_square(first, dict.fromkeys(range(20), 1.0)) < 43.8  # 19 degrees of freedom, p = 0.001
 
 
 def test_errors_give_both_numbers() -> None:
-    buffer = BUFFERS["ours"](UniformSampler(False))
+    buffer = HOUSES["ours"](UniformSampler(False))
     with pytest.raises(RuntimeError, match=r"Cannot sample 4 cells: 0 are stored"):
         buffer.sample(4)
-    buffer.extend(rows(3))
+    buffer.extend(numbered(3))
     with pytest.raises(ValueError, match=r"Cannot sample 4 different cells: 3 are stored"):
         buffer.sample(4)
     buffer.empty()
@@ -139,16 +105,16 @@ def test_several_dimensions() -> None:
         batch_size=500,
         dim_extend=0,
     )
-    buffer.extend(TensorDict({"a": torch.arange(6).view(2, 3)}, [2, 3]))
-    assert set(buffer.sample()["a"].tolist()) == set(range(6))
+    buffer.extend(TensorDict({"number": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert set(buffer.sample()["number"].tolist()) == set(range(6))
 
 
 def test_same_seed_same_batches_and_no_global_randomness() -> None:
     draws = []
     for _ in range(2):
-        buffer = ExperienceBuffer(storage=RingStorage(20), sampler=UniformSampler(), generator=generator(9))
-        buffer.extend(rows(20))
+        buffer = ring(20, sampler=UniformSampler(), seed=9)
+        buffer.extend(numbered(20))
         state = torch.get_rng_state()
-        draws.append([buffer.sample(5)["a"].tolist() for _ in range(3)])
+        draws.append([buffer.sample(5)["number"].tolist() for _ in range(3)])
         assert torch.equal(state, torch.get_rng_state())
     assert draws[0] == draws[1]

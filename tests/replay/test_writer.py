@@ -6,15 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from kit.rings import ring
+from kit.rows import numbered
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
-
-
-def rows(values: list[int]) -> TensorDict:
-    column = torch.tensor(values)
-    return TensorDict({"a": column, "next": {"b": column.unsqueeze(-1).expand(-1, 3).float()}}, [len(values)])
 
 
 @st.composite
@@ -30,14 +26,14 @@ def plans(draw: st.DrawFn) -> tuple[int, int, list[tuple[list[int] | None, int]]
 def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     num_envs, length, pieces = plan
     scratch = tmp_path_factory.mktemp("ring") if on_disk else None
-    buffer = ExperienceBuffer(storage=RingStorage(num_envs * length, scratch_dir=scratch), num_envs=num_envs)
+    buffer = ring(length, num_envs, scratch_dir=scratch)
     writer, stored = buffer.writer, [[] for _ in range(num_envs)]
     number = 0
     for env_ids, many in pieces:
         who = list(range(num_envs)) if env_ids is None else env_ids
         values = list(range(number, number + many * len(who)))
         number += len(values)
-        index = writer.extend(rows(values), None if env_ids is None else torch.tensor(env_ids))
+        index = writer.extend(numbered(len(values), values[0]), None if env_ids is None else torch.tensor(env_ids))
         for i, value in enumerate(values):
             stored[who[i % len(who)]].append(value)
         kept = values[-length * len(who) :]
@@ -56,7 +52,7 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
         found = buffer.storage.get(cells)
         expected = [stored[e][p] for e, p in zip(env.tolist(), position.tolist(), strict=True)]
         assert found["a"].tolist() == expected
-        assert found["next", "b"].tolist() == [[value] * 3 for value in expected]
+        assert found["next", "deep", "x"].tolist() == expected
         empty = torch.tensor([cell for cell in range(num_envs * length) if cell not in cells.tolist()])
         if len(empty):
             assert (writer.position_of(empty) < writer.oldest[writer.env_of(empty)]).all()
@@ -65,31 +61,31 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
 
 
 def test_empty_starts_again() -> None:
-    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
-    buffer.extend(rows([1, 2]))
-    buffer.extend(rows([3]), env_ids=torch.tensor([1]))
+    buffer = ring(3, 2)
+    buffer.extend(numbered(2, 1))
+    buffer.extend(numbered(1, 3), env_ids=torch.tensor([1]))
     buffer.empty()
     assert len(buffer) == 0
     assert buffer.write_count == 0
     assert buffer.writer.is_even
-    assert buffer.extend(rows([5, 6])).tolist() == [0, 1]
+    assert buffer.extend(numbered(2, 5)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("ids", [[0, 0], [2], [-1], []])
 def test_bad_environments_are_refused(ids: list[int]) -> None:
-    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
-    buffer.extend(rows([1, 2]))
+    buffer = ring(3, 2)
+    buffer.extend(numbered(2, 1))
     with pytest.raises(ValueError, match="env_ids"):
-        buffer.writer.extend(rows([3] * len(ids) or [3]), env_ids=torch.tensor(ids))
+        buffer.writer.extend(numbered(len(ids) or 1, 3), env_ids=torch.tensor(ids))
     assert buffer.writer.positions.tolist() == [1, 1]
 
 
 def test_rows_that_do_not_fit_the_environments_are_refused() -> None:
-    buffer = ExperienceBuffer(storage=RingStorage(6), num_envs=2)
+    buffer = ring(3, 2)
     with pytest.raises(ValueError, match=r"\[3\] for 2 environments"):
-        buffer.writer.extend(rows([1, 2, 3]))
+        buffer.writer.extend(numbered(3, 1))
     with pytest.raises(ValueError, match="2 environments"):
-        buffer.add(rows([1])[0])
+        buffer.add(numbered(1, 1)[0])
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
@@ -103,8 +99,8 @@ def test_sizes_that_cannot_work_are_refused() -> None:
 
 def test_uneven_rings_need_our_storage() -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=RingWriter(2))
-    buffer.extend(rows([1, 2]))
+    buffer.extend(numbered(2, 1))
     with pytest.raises(ValueError, match="RingStorage"):
-        buffer.writer.extend(rows([3]), env_ids=torch.tensor([0]))
+        buffer.writer.extend(numbered(1, 3), env_ids=torch.tensor([0]))
     assert len(buffer) == 2
     assert buffer.writer.positions.tolist() == [1, 1]
