@@ -30,18 +30,3 @@ def test_merging_keeps_what_single_precision_would_lose():
     for part in values.float().split(7):
         moments = moments.merged(Moments.of(part))
     assert moments.variance.item() == pytest.approx(0.25, rel=1e-9)
-
-
-def test_a_state_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match="expected a tensor \\[2\\]"):
-        Moments.none(2).restored(Moments.none(3).state_dict(), "moments")
-
-
-def test_a_state_is_a_copy_and_comes_back():
-    moments = Moments.of(torch.rand(5, 2))
-    state = moments.state_dict()
-    state["mean"].add_(1)
-    back = Moments.none(2).restored(moments.state_dict(), "moments")
-    assert back.count == 5
-    assert torch.equal(back.mean, moments.mean)
-    assert not torch.equal(state["mean"], moments.mean)

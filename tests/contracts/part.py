@@ -24,7 +24,7 @@ class Part:
         edited: places in the state and what is put there, by the words of the refusal.
         refused: calls of a filled one by the words of their errors; nothing changes.
         empty: words of the error when an empty one is asked; no words for none.
-        canonical: whether two that hold the same have the same state.
+        canonical: ways behind which the states of both stay the same, too.
         ours: whether its state is ours; that of another library's buffer is restored, and that is all.
     """
 
@@ -38,7 +38,7 @@ class Part:
     edited: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
     refused: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = field(default_factory=dict)
     empty: tuple[type[Exception], str] | None = None
-    canonical: bool = True
+    canonical: tuple[str, ...] = WAYS
     ours: bool = True
 
     def made(self, seed: int = 0, first: int = 0, fillings: int = 2) -> Any:

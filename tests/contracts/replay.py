@@ -15,6 +15,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler, SamplerWithoutReplace
 from torchrl.envs.transforms import ObservationNorm
 
 from contracts.part import Part
+from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
     ExperienceBuffer,
@@ -28,10 +29,6 @@ from torchrl_lightning import (
 )
 
 ENVS, SIZE = 2, 12
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def rows(count: int, start: int = 0, **entries: Any) -> TensorDict:
@@ -80,7 +77,7 @@ def build(
 ) -> ExperienceBuffer:
     made = None if transform is None else transform()
     return ExperienceBuffer(
-        storage=storage(), num_envs=envs, sampler=sampler(), transform=made, generator=seeded(seed), **settings
+        storage=storage(), num_envs=envs, sampler=sampler(), transform=made, generator=generator(seed), **settings
     )
 
 
@@ -172,7 +169,7 @@ def in_files(seed: int) -> ExperienceBuffer:
 
 
 def theirs(seed: int, storage: Any, sampler: Any) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(storage=storage(), sampler=sampler(), generator=seeded(seed), batch_size=4)
+    return TensorDictReplayBuffer(storage=storage(), sampler=sampler(), generator=generator(seed), batch_size=4)
 
 
 BUFFERS = {
@@ -238,7 +235,7 @@ BUFFERS = {
     "in files": replace(buffer(), make=in_files, ask=prefer),
     "frames": Part(
         make=frames,
-        canonical=False,  # places for frames are taken as they are free
+        canonical=("deepcopy",),  # places for frames are taken as they are free
         fill=write_frames,
         ask=draw,
         within=("storage",),
@@ -284,7 +281,7 @@ def use_priorities(sampler: PrioritizedSampler, start: int) -> None:
 
 SAMPLERS = {
     "UniformSampler": Part(
-        make=lambda seed: UniformSampler(seed > 0, stratified=not seed, generator=seeded(seed)),
+        make=lambda seed: UniformSampler(seed > 0, stratified=not seed, generator=generator(seed)),
         fill=lambda sampler, start: None,
         ask=seen,
         edited={
@@ -294,7 +291,7 @@ SAMPLERS = {
     ),
     "PrioritizedSampler": Part(
         make=lambda seed: prioritized(  # what it prefers is part of the state
-            alpha=1.0 if seed else 0.6, eps=0.5 if seed else 0.0, generator=seeded(seed)
+            alpha=1.0 if seed else 0.6, eps=0.5 if seed else 0.0, generator=generator(seed)
         ),
         fill=use_priorities,
         ask=seen,
@@ -313,13 +310,13 @@ SAMPLERS = {
         },
     ),
     "SequenceSampler": Part(
-        make=lambda seed: SequenceSampler(2, generator=seeded(seed)),
+        make=lambda seed: SequenceSampler(2, generator=generator(seed)),
         fill=lambda sampler, start: None,
         ask=repr,
         edited={"lacks": (("generator",), GONE)},
     ),
     "RecentSampler": Part(
-        make=lambda seed: RecentSampler(2, recent_data_ratio=0.5, generator=seeded(seed)),
+        make=lambda seed: RecentSampler(2, recent_data_ratio=0.5, generator=generator(seed)),
         fill=lambda sampler, start: None,
         ask=repr,
     ),

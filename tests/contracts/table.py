@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from contracts import replay
+from contracts import demonstrations, families, replay, rollouts, small
 from contracts.part import Part
 
 PARTS: dict[str, Part] = {
     **{f"ExperienceBuffer: {name}": part for name, part in replay.BUFFERS.items()},
     **replay.SAMPLERS,
+    **small.SMALL,
+    **rollouts.ROLLOUTS,
+    **families.FAMILIES,
+    **demonstrations.DEMONSTRATIONS,
 }

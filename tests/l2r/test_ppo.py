@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from kit.golden import load
 from kit.rollouts import make_critic, make_rollout
-from kit.states import check_mutants
 from torchrl_lightning.l2r.ppo import PPOBuffer
 
 CASES = ("c0", "c1", "c2")
@@ -300,43 +299,6 @@ def test_rollouts_and_steps_replace_each_other_whole() -> None:
     assert by_number(buffer.sample_batch(), "ret") == {0: 1.0}
     buffer.reset()
     assert (buffer.step, buffer.ptr, buffer.path_length) == (0, 0, 0)
-
-
-def test_restored_buffer_draws_the_same_and_goes_on_with_the_open_path() -> None:
-    buffer = build(4, 2)
-    for t in range(3):
-        buffer.store(step(t, reward=float(t), done=t == 1))
-        if t == 1:
-            buffer.finish_path()
-    copy = build(4, 2)
-    copy.load_state_dict(torch.load(_saved(buffer), weights_only=True))
-    for one in (buffer, copy):
-        one.store(step(3, done=False))
-        with pytest.raises(ValueError, match="path was cut"):
-            one.finish_path()
-        one.finish_path(act(2.0))
-    for _ in range(3):
-        expected, found = buffer.sample_batch(), copy.sample_batch()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-def test_an_edited_state_is_taken_wholly_or_not_at_all() -> None:
-    buffer, other = build(4), build(4)
-    for ours, steps in ((buffer, 3), (other, 2)):
-        for t in range(steps):
-            ours.store(step(t, done=t == 1))
-            if t == 1:
-                ours.finish_path()
-    check_mutants(other, buffer.state_dict(), lambda ours: ours.sample_batch(), ("paths", "writer"))
-
-
-def _saved(buffer: PPOBuffer) -> Any:
-    import io
-
-    file = io.BytesIO()
-    torch.save(buffer.state_dict(), file)
-    file.seek(0)
-    return file
 
 
 def test_config_verbs(tmp_path: Path) -> None:

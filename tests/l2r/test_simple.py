@@ -163,16 +163,6 @@ def test_finish_path_does_nothing() -> None:
     assert (buffer[:] == before).all()
 
 
-def test_a_restored_buffer_draws_the_same() -> None:
-    buffer, other = build(size=4), build(size=4)
-    for number in range(6):
-        buffer.store(step(float(number)))
-    other.load_state_dict(buffer.state_dict())
-    for _ in range(3):
-        expected, found = buffer.sample_batch(), other.sample_batch()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 def test_every_kept_step_is_equally_likely() -> None:
     buffer = build(size=10, batch_size=2, generator=torch.Generator().manual_seed(0))
     for number in range(13):

@@ -152,28 +152,3 @@ def test_empty_and_unknown_units_are_errors() -> None:
         GAEBuffer(3).generate_batches(1)
     with pytest.raises(ValueError, match="this sampler has by="):
         MinibatchSampler(by="environments").load_state_dict(MinibatchSampler().state_dict())
-
-
-def test_state_in_the_middle_of_an_epoch(tmp_path) -> None:
-    buffer, other = make_torchrl(), make_torchrl()
-    buffer.extend(make_rollout(6, 3))
-    buffer.sample()
-    torch.save(buffer.state_dict(), tmp_path / "state.pt")
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for _ in range(7):
-        assert torch.equal(buffer.sample()["observation"], other.sample()["observation"])
-
-
-def test_buffer_state_gives_the_same_next_batches(tmp_path) -> None:
-    buffer, other = filled(gamma=0.9), GAEBuffer(5, gamma=0.9)
-    buffer.rollout["advantage"] = torch.rand(5, 3, 1)
-    list(buffer.generate_batches(2))
-    torch.save(buffer.state_dict(), tmp_path / "state.pt")
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for ours, theirs in zip(buffer.generate_batches(3, None, 2), other.generate_batches(3, None, 2), strict=True):
-        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
-        assert (ours == theirs).all()
-    buffer.dumps(tmp_path / "folder")
-    third = GAEBuffer(5)
-    third.loads(tmp_path / "folder")
-    assert (third.storage.tail == buffer.storage.tail).all()

@@ -172,33 +172,6 @@ def test_state_holds_the_filled_part_and_is_a_copy() -> None:
     assert state["data"]["observation"].sum() > 0
 
 
-@pytest.mark.parametrize(("other", "message"), [({"size": 6}, "size=5.*size=6"), ({"num_envs": 4}, "num_envs=3")])
-def test_state_of_another_shape_is_refused(other: dict[str, int], message: str) -> None:
-    buffer = GAEBuffer(5)
-    buffer.insert_data_slice(make_rollout())
-    with pytest.raises(ValueError, match=message):
-        GAEBuffer(**{"size": 5, **other}).load_state_dict(buffer.state_dict())
-
-
-def test_state_of_other_data_and_other_version_is_refused() -> None:
-    buffer, other = GAEBuffer(5), GAEBuffer(5)
-    buffer.insert_data_slice(make_rollout())
-    other.insert_data_slice(make_rollout(surprise=torch.zeros(5, 3)))
-    with pytest.raises(ValueError, match="surprise"):
-        buffer.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="schema version"):
-        buffer.load_state_dict({**buffer.state_dict(), "schema_version": 99})
-
-
-def test_torchrl_dumps_and_loads(tmp_path) -> None:
-    buffer, other = torchrl_buffer(), torchrl_buffer()
-    buffer.extend(make_rollout())
-    buffer.sample()
-    buffer.dumps(tmp_path / "rb")
-    other.loads(tmp_path / "rb")
-    assert torch.equal(buffer.sample()["observation"], other.sample()["observation"])
-
-
 def test_padded_rollouts_are_refused() -> None:
     data, buffer = make_rollout(), GAEBuffer(5)
     data["collector", "mask"] = torch.ones(3, 5, 1, dtype=torch.bool)

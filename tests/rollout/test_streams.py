@@ -77,18 +77,6 @@ def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) ->
         assert torch.equal(buffer.rollout["next", "intrinsic_reward"][..., 0], raw)
 
 
-def test_intrinsic_statistics_are_part_of_the_state(tmp_path) -> None:
-    one, two = (GAEBuffer(5, critic=both_values()) for _ in range(2))
-    one.insert_data_slice(with_intrinsic())
-    one.before_gradients()
-    torch.save(one.state_dict(), tmp_path / "state.pt")
-    two.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for buffer in (one, two):
-        buffer.insert_data_slice(with_intrinsic(seed=3))
-        buffer.before_gradients()
-    assert torch.equal(one.rollout["intrinsic_advantage"], two.rollout["intrinsic_advantage"])
-
-
 def test_intrinsic_errors() -> None:
     buffer = GAEBuffer(5, critic=make_critic())
     buffer.insert_data_slice(make_rollout())

@@ -1,0 +1,190 @@
+"""The documented replay buffers, and sources of batches over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from contracts.part import Part
+from kit.dynamics import numbered
+from kit.seeds import generator
+from torchrl_lightning import (
+    BranchedReplay,
+    EpisodicReplayBuffer,
+    ExperienceBuffer,
+    MBReplayBuffer,
+    MixedReplay,
+    RecurrentReplayBuffer,
+    RingStorage,
+    SimpleReplayBuffer,
+)
+from torchrl_lightning.episodic.steps import FIRST, LAST
+
+
+def velora_columns(start: int, count: int = 9) -> dict[str, torch.Tensor]:
+    number = torch.arange(start, start + count).float().unsqueeze(1)
+    columns = {"states": number.expand(count, 3), "actions": number.expand(count, 2), "rewards": number.squeeze(1)}
+    hidden = {"dones": number.squeeze(1) % 3 == 2, "hiddens": number.expand(count, 4)}
+    return {**columns, "next_states": number.expand(count, 3) + 1, **hidden}
+
+
+def recurrent(seed: int = 0, capacity: int = 7, state_dim: int | None = 3) -> RecurrentReplayBuffer:
+    return RecurrentReplayBuffer(capacity, state_dim, 2, 4, generator=generator(seed))
+
+
+def simple(seed: int, size: int = 5) -> SimpleReplayBuffer:
+    return SimpleReplayBuffer(1, 2, size, 2, generator=generator(seed))
+
+
+def store(buffer: SimpleReplayBuffer, start: int) -> None:
+    for number in map(float, range(start, start + 3)):
+        act = SimpleNamespace(action=np.array([number, -number]))
+        buffer.store({"obs": [number], "next_obs": [number + 0.5], "act": act, "rew": number, "done": number % 2 == 1})
+
+
+def time_steps(start: int) -> TensorDict:
+    kind = FIRST if start % 5 == 0 else LAST if start % 5 == 4 else 1
+    columns = {"step_type": [kind] * 2, "reward": [start + 0.0, start + 100.0], "discount": [float(kind != LAST)] * 2}
+    return TensorDict({name: torch.tensor(column) for name, column in columns.items()}, [2])
+
+
+def episodic(seed: int = 0, max_length: int = 6, **options: Any) -> EpisodicReplayBuffer:
+    row = time_steps(1)[0]
+    options = {"record_episodic_return": True, "generator": generator(seed), **options}
+    return EpisodicReplayBuffer(row, 2, max_length, **options)
+
+
+def add_batches(buffer: EpisodicReplayBuffer, start: int) -> None:
+    for number in range(start, start + 8):
+        buffer.add_batch(time_steps(number))
+
+
+def look_at_windows(buffer: EpisodicReplayBuffer) -> Any:
+    batch, info = buffer.get_batch(4, 2)
+    if info.importance_weights is not None:
+        buffer.update_priority(info.env_ids, info.positions, batch["reward"][:, 0] % 7)
+    return batch, info.env_ids, info.positions, info.importance_weights, info.discounted_return
+
+
+episode_windows = Part(
+    make=episodic,
+    fill=add_batches,
+    ask=look_at_windows,
+    within=("sampler",),
+    empty=(RuntimeError, "0 steps are stored"),
+    foreign={"max_size=12": partial(episodic, max_length=7)},
+)
+
+
+class Source:
+    """A source of batches with the buffer that it draws from, as a DataModule keeps both."""
+
+    def __init__(self, own: ExperienceBuffer, source: Any) -> None:
+        self.own, self.source = own, source
+
+    def state_dict(self) -> Any:
+        return {"own": self.own.state_dict(), "source": self.source.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.source.load_state_dict(state["source"])
+        self.own.load_state_dict(state["own"])
+
+
+def rows(start: int, count: int = 20) -> TensorDict:
+    number = torch.arange(start, start + count).float()
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    return TensorDict({"a": number, "next": {"a": number + 1, "done": done}}, [count])
+
+
+def ring(seed: int, filled: int = 0) -> ExperienceBuffer:
+    made = ExperienceBuffer(storage=RingStorage(100), generator=generator(seed))
+    if filled:
+        made.extend(rows(1000 * seed, filled))
+    return made
+
+
+def mixed(seed: int, ratios: tuple[float, ...] = (0.5, 0.3, 0.2)) -> Source:
+    own, *others = (ring(seed + number, 20 * min(number, 1)) for number in range(len(ratios)))
+    return Source(own, MixedReplay(own, others, list(ratios)))
+
+
+class Dreamer:
+    """Imagines that each step adds 1000."""
+
+    def fit_dynamics(self, training: TensorDict, validation: TensorDict) -> None: ...
+
+    def imagine(self, start: TensorDict, length: int) -> TensorDict:
+        return torch.cat([start.clone().set("a", start["a"] + 1000.0 * (step + 1)) for step in range(length)])
+
+
+def branched(seed: int) -> Source:
+    settings = {"branches_per_fit": 30, "frames_per_fit": 10, "real_ratio": 0.25, "fits_kept": 2}
+    own = ring(seed)
+    return Source(own, BranchedReplay(own, **settings, last_length=2, lengthened_between=(45, 60)))
+
+
+def imagine_and_draw(own: Source) -> Any:
+    own.source.prepare(Dreamer())
+    return own.source.draw(7), own.source.fits
+
+
+def source(make: Callable[[int], Source], ask: Callable[[Source], Any]) -> Part:
+    return Part(
+        make=make,
+        fill=lambda own, start: own.own.extend(rows(start)),
+        ask=ask,
+        ways=("memory", "file"),
+        within=(("source", "fits"),),
+    )
+
+
+FAMILIES = {
+    "RecurrentReplayBuffer": Part(
+        make=recurrent,
+        fill=lambda buffer, start: buffer.add_multi(**velora_columns(start)),
+        ask=lambda buffer: buffer.sample(4),
+        within=("storage",),
+        empty=(ValueError, "Available: 0, Requested: 4"),
+        foreign={
+            "max_size=7.*max_size=8": partial(recurrent, capacity=8),
+            "state_dim=3, this buffer has state_dim=9": partial(recurrent, state_dim=9),
+        },
+    ),
+    "SimpleReplayBuffer": Part(
+        make=simple,
+        fill=store,
+        ask=lambda buffer: buffer.sample_batch(),
+        within=("sampler",),
+        empty=(ValueError, "2 different steps from 0"),
+        foreign={"max_size=5": partial(simple, 0, size=6)},
+    ),
+    "MBReplayBuffer": Part(
+        make=lambda seed: MBReplayBuffer(4, num_envs=2, generator=generator(seed)),
+        fill=lambda buffer, start: buffer.insert_data_slice(numbered(start, start + 6, 2)),
+        ask=lambda buffer: list(buffer.generate_batches(mini_batch_size=3)),
+        within=("sampler", "transform"),
+        empty=(RuntimeError, "Nothing is stored"),
+        foreign={"max_size": partial(MBReplayBuffer, 5, num_envs=2)},
+    ),
+    "EpisodicReplayBuffer": episode_windows,
+    "EpisodicReplayBuffer, recent": replace(episode_windows, make=partial(episodic, recent_data_ratio=0.9)),
+    "EpisodicReplayBuffer, prioritized": replace(
+        episode_windows,
+        make=partial(episodic, prioritized_sampling=True, recent_data_ratio=0.5, num_earliest_frames_ignored=1),
+    ),
+    "MixedReplay": replace(
+        source(mixed, lambda own: own.source.draw(7)),
+        foreign={"state is that of 3 mixed buffers, but here are 2": partial(mixed, 0, (0.5, 0.5))},
+    ),
+    "BranchedReplay": replace(
+        source(branched, imagine_and_draw),
+        edited={"branched replay state is foreign: it lacks": (("source",), {})},
+    ),
+}

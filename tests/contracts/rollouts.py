@@ -1,0 +1,150 @@
+"""Buffers of rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torchrl.data import TensorDictReplayBuffer
+
+from contracts.part import Part
+from kit.rollouts import both_values, linear_actor, make_rollout
+from kit.seeds import generator
+from kit.states import GONE
+from torchrl_lightning import (
+    GAEBuffer,
+    MinibatchSampler,
+    PPOBuffer,
+    RolloutStorage,
+    RolloutWriter,
+    VanillaOnPolicyBuffer,
+    VTraceBuffer,
+)
+
+
+def build(seed: int, kind: Any = GAEBuffer, size: int = 5, **settings: Any) -> Any:
+    return kind(size, critic=both_values(), generator=generator(seed), **settings)
+
+
+def collect(buffer: Any, start: int) -> None:
+    """A rollout with rewards of both kinds, estimated; what is left of the last one goes."""
+    data = make_rollout(seed=start).exclude("action_log_prob", "collector")
+    data["observation"] = data["observation"] + start
+    data["next", "intrinsic_reward"] = torch.rand(3, 5, 1, generator=generator(start))
+    buffer.empty()
+    buffer.insert_data_slice(data)
+    buffer.before_gradients()
+
+
+def learn(buffer: Any) -> Any:
+    return [batch.exclude("index") for batch in buffer.generate_batches(2)]
+
+
+def with_another_entry(buffer: Any) -> Any:
+    buffer.insert_data_slice(make_rollout(surprise=torch.zeros(5, 3)))
+    return buffer
+
+
+SAVED = ("memory", "file", "folder")  # a copy has two generators for one
+
+
+def rollout(kind: Any, **settings: Any) -> Part:
+    """A row of a buffer of rollouts."""
+    return Part(
+        make=partial(build, kind=kind, **settings),
+        fill=collect,
+        ask=learn,
+        canonical=SAVED,
+        within=("consumed", "schema_version"),
+        empty=(RuntimeError, "empty"),
+    )
+
+
+gae = replace(
+    rollout(GAEBuffer),
+    within=("storage", "sampler", "writer", "transforms", "consumed", "schema_version"),
+    foreign={
+        "size=5.*size=6": partial(build, 0, size=6),
+        "num_envs=3": partial(build, 0, num_envs=4),
+        "surprise": lambda: with_another_entry(build(0)),
+        "gamma": partial(build, 0, gamma_intrinsic=0.5),
+    },
+    edited={
+        "by=": (("sampler", "by"), "environments"),
+        "lacks sampler": (("sampler",), GONE),
+        "write_count": (("writer", "write_count"), GONE),
+        "num_steps": (("storage", "num_steps"), GONE),
+        "'num_steps' is 6": (("storage", "num_steps"), 6),
+        "advantage": (("storage", "added", "advantage"), torch.zeros(2, 3, 1)),
+        "'is_init' is a tensor": (("storage", "tail", "is_init"), torch.zeros(7, 1)),
+        "'generator'": (("generator",), torch.zeros(3, dtype=torch.uint8)),
+        "generator": (("sampler", "generator"), None),
+        "transforms": (("transforms",), {"weight": torch.zeros(2)}),
+        "mean": (("intrinsic", "mean"), GONE),
+    },
+)
+
+
+def vtrace(seed: int) -> VTraceBuffer:
+    return build(seed, VTraceBuffer, actor=linear_actor())
+
+
+def collect_with_log_prob(buffer: Any, start: int) -> None:
+    buffer.empty()
+    buffer.insert_data_slice(make_rollout(seed=start))
+    buffer.before_gradients()
+
+
+def path_step(number: int) -> dict[str, Any]:
+    act = SimpleNamespace(action=torch.zeros(1), value=torch.tensor([number / 7]), logp=-1.0)
+    return {"obs": torch.tensor([float(number)]), "act": act, "rew": number / 3, "done": number % 3 == 2}
+
+
+def walk_paths(buffer: PPOBuffer, start: int) -> None:
+    """Steps of which each third ends its path; the last path is open."""
+    for number in range(start, start + 4):
+        buffer.store(path_step(number))
+        if number % 3 == 2:
+            buffer.finish_path()
+
+
+def close_path(buffer: PPOBuffer) -> Any:
+    if buffer.path_length:
+        buffer.finish_path(SimpleNamespace(value=torch.tensor([2.0])))
+    return buffer.sample_batch()
+
+
+def theirs(seed: int) -> TensorDictReplayBuffer:
+    parts = {"storage": RolloutStorage(5), "writer": RolloutWriter(), "sampler": MinibatchSampler()}
+    return TensorDictReplayBuffer(**parts, dim_extend=0, batch_size=4, generator=generator(seed))
+
+
+def extend(buffer: TensorDictReplayBuffer, start: int) -> None:
+    buffer.empty()
+    buffer.extend(make_rollout(seed=start))
+
+
+ROLLOUTS = {
+    "rollouts in TorchRL's buffer": Part(
+        make=theirs,
+        fill=extend,
+        ask=lambda buffer: [buffer.sample()["next", "reward"] for _ in range(3)],
+        ways=SAVED,
+        ours=False,
+    ),
+    "GAEBuffer": gae,
+    "VanillaOnPolicyBuffer": rollout(VanillaOnPolicyBuffer),
+    "VTraceBuffer": replace(rollout(VTraceBuffer), make=vtrace, fill=collect_with_log_prob),
+    "PPOBuffer": Part(
+        make=lambda seed: PPOBuffer(1, 1, 9, 2, generator=generator(seed)),
+        fill=walk_paths,
+        ask=close_path,
+        canonical=SAVED,
+        within=("paths", "writer"),
+        empty=(ValueError, "2 different steps from 0"),
+        foreign={"size=9.*size=8": partial(PPOBuffer, 1, 1, 8, 2)},
+    ),
+}
