@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -70,11 +69,3 @@ def test_a_misspelt_attribute_is_an_error(said):
 )
 def test_a_name_has_its_type(said, name, revealed):
     assert revealed in said[name]
-
-
-@pytest.mark.parametrize("package", ["torchrl_lightning", "torchrl_lightning.collectors"])
-def test_completion_knows_every_name(package):
-    module = importlib.import_module(package)
-    assert set(module.__all__) <= set(dir(module))
-    for name in module.__all__:
-        assert getattr(module, name) is not None

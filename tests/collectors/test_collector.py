@@ -95,23 +95,13 @@ def test_seed_comes_from_torch_if_not_given() -> None:
     assert same(run(), run())
 
 
-def test_resume_is_exact_with_resets_at_each_batch() -> None:
-    def make():
-        return GymnasiumCollector(
-            RandomEnv, stochastic_policy(), num_envs=2, frames_per_batch=14, seed=1, reset_at_each_batch=True
-        )
-
-    original = make()
-    whole = collect(original, 4)
+def test_each_batch_begins_with_other_resets_on_request() -> None:
+    made = GymnasiumCollector(
+        RandomEnv, stochastic_policy(), num_envs=2, frames_per_batch=14, seed=1, reset_at_each_batch=True
+    )
+    whole = collect(made, 4)
     assert all(batch["is_init"][:, 0].all() for batch in whole)
     assert not same(whole[0]["observation"], whole[1]["observation"])
-    stopped = make()
-    collect(stopped, 2)
-    restored = make()
-    restored.load_state_dict(stopped.state_dict())
-    for mine, other in zip(collect(restored, 2), whole[2:], strict=True):
-        assert same(mine, other)
-    assert restored.state_dict() == original.state_dict()
 
 
 def test_restored_collector_begins_with_a_reset_otherwise() -> None:
@@ -123,8 +113,6 @@ def test_restored_collector_begins_with_a_reset_otherwise() -> None:
     assert batch["is_init"][:, 0].all()
     assert batch["collector", "traj_ids"].min() >= 4
     assert second.frames == 24
-    with pytest.raises(ValueError, match=r"frames_per_batch=8.*frames_per_batch=16"):
-        GymnasiumCollector(vector_env(), frames_per_batch=16).load_state_dict(first.state_dict())
 
 
 def test_reset_and_set_seed_take_effect_at_the_next_batch() -> None:
@@ -206,17 +194,6 @@ def test_bad_policies() -> None:
         run(lambda td: td["observation"])
     with pytest.raises(TypeError, match="int"):
         run(3)
-
-
-def test_bad_sizes() -> None:
-    with pytest.raises(ValueError, match=r"frames_per_batch=11.*nearest is 12"):
-        GymnasiumCollector(vector_env(), frames_per_batch=11)
-    with pytest.raises(ValueError, match="total_frames"):
-        GymnasiumCollector(vector_env(), frames_per_batch=8, total_frames=0)
-    with pytest.raises(ValueError, match="seed"):
-        GymnasiumCollector(vector_env(), frames_per_batch=8, seed=-1)
-    with pytest.raises(ValueError, match="num_envs"):
-        GymnasiumCollector(CountingEnv, num_envs=0, frames_per_batch=8)
 
 
 def test_end_and_shutdown() -> None:

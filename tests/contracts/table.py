@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contracts import demonstrations, families, replay, rollouts, small
+from contracts import collectors, demonstrations, families, replay, rollouts, small
 from contracts.part import Part
 
 PARTS: dict[str, Part] = {
@@ -12,4 +12,5 @@ PARTS: dict[str, Part] = {
     **rollouts.ROLLOUTS,
     **families.FAMILIES,
     **demonstrations.DEMONSTRATIONS,
+    **collectors.COLLECTORS,
 }

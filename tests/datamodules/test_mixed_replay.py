@@ -77,19 +77,6 @@ def test_windows_are_mixed_too():
     assert all(each[:]["state"].any() for each in mixed.buffers)
 
 
-@pytest.mark.parametrize(
-    ("ratios", "message"),
-    [
-        ([0.5, 0.4], "sum to 0.9; they must sum to 1"),
-        ([1.0], "must be 2 positive numbers, one for a buffer"),
-        ([1.2, -0.2], "must be 2 positive numbers"),
-    ],
-)
-def test_ratios_that_are_none_are_refused(ratios, message):
-    with pytest.raises(ValueError, match=message):
-        MixedReplay(buffer(0), [buffer(1)], ratios)
-
-
 def test_what_cannot_be_mixed_is_said():
     with pytest.raises(RuntimeError, match="buffer 1 of 2 is empty"):
         MixedReplay(buffer(0), [buffer(1, rows=0)], [0.5, 0.5]).draw(4)

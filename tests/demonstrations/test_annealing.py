@@ -53,13 +53,6 @@ def test_no_probability_is_lost_where_rho_starts_at_nothing(schedule: str) -> No
         assert rho > before[0] or before[0] == 0.4
 
 
-def test_what_makes_no_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="annealing must be one of 'linear', 'current', got 'cosine'"):
-        DemonstrationAnnealing(50, "cosine")
-    with pytest.raises(ValueError, match="value_capacity must be an integer of at least 0, got -1"):
-        DemonstrationAnnealing(-1)
-
-
 def test_nothing_is_divided_by_no_places() -> None:
     assert DemonstrationAnnealing(0).moved(0.0, 1, 0) == 1.0
     assert DemonstrationAnnealing(0, "current").moved(0.5, 1, 0) == 0.5

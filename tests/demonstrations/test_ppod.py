@@ -98,29 +98,6 @@ def test_a_demonstration_is_read_and_checked(tmp_path: Path) -> None:
         PPODBuffer(3).load_demo(tmp_path / "0.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rho": 0.8, "phi": 0.3}, r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3"),
-        ({"rho": -0.1}, "rho must be between 0 and 1, got -0.1"),
-        ({"phi": 1.5}, "phi must be between 0 and 1, got 1.5"),
-        ({"alpha": -1.0}, "alpha must be"),
-        ({"total_buffer_demo_capacity": 0}, "total_buffer_demo_capacity must be"),
-        ({"initial_reward_threshold": float("nan")}, "reward_threshold must be a finite number or None"),
-        ({"save_demos_every": 0}, "save_demos_every must be"),
-        ({"num_agent_demos_to_save": -1}, "num_agent_demos_to_save must be"),
-        ({"demo_dtypes": {"Weights": "uint8"}}, "demo_dtypes has 'Weights': 'uint8'"),
-        ({"demo_dtypes": {"Action": "number"}}, "demo_dtypes has 'Action': 'number'"),
-        ({"log_prob": "none"}, "log_prob must be"),
-        ({"ends": "never"}, "ends must be"),
-        ({"annealing": "sudden"}, "annealing must be"),
-    ],
-)
-def test_bad_arguments_are_refused_at_start(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PPODBuffer(8, **options)
-
-
 def test_a_start_without_usable_demonstrations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DemonstrationFault, match=r"^initial_human_demos_dir=.*none: .*none is no directory"):
         attached(initial_human_demos_dir=str(tmp_path / "none"))

@@ -336,20 +336,6 @@ def test_recurrent_states_go_on_only_where_a_demonstration_does() -> None:
     assert "recurrent_states" not in line_collector(None, 2, 4, policy, seed=0, env=env).state_dict()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_envs": 0}, "num_envs"),
-        ({"ends": "done"}, "ends must be one of"),
-        ({"log_prob": 0.0}, "log_prob must be"),
-        ({"frame_stack": 0}, "frame_stack"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DemonstrationReplay(DemonstrationStorage(), DemonstrationSampler(), **{"num_envs": 1, **options})
-
-
 def test_another_number_of_environments_is_refused() -> None:
     with pytest.raises(ValueError, match="for 2 environments, asked for the steps of 3"):
         DemonstrationReplay(DemonstrationStorage(), DemonstrationSampler(), 2)(np.ones(3, bool))

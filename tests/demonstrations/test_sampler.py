@@ -90,18 +90,3 @@ def test_a_seed_decides_the_draws() -> None:
     first = draws(DemonstrationSampler(0.4, 0.4), filled(), 50)
     torch.manual_seed(5)
     assert draws(DemonstrationSampler(0.4, 0.4), filled(), 50) == first
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rho": 0.8, "phi": 0.3}, r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3"),
-        ({"rho": -0.1}, "rho must be between 0 and 1, got -0.1"),
-        ({"phi": 1.5}, "phi must be between 0 and 1, got 1.5"),
-        ({"rho": float("nan")}, "rho must be between"),
-        ({"alpha": -1}, "alpha must be a finite number of at least 0"),
-    ],
-)
-def test_wrong_probabilities_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DemonstrationSampler(**options)

@@ -52,5 +52,3 @@ def test_more_than_the_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="There are 5 demonstrations, 4 have a place"):
         storage.replace([rewarded()] * 3, [rewarded()] * 2)
     assert storage.reward_demonstrations is before
-    with pytest.raises(ValueError, match="capacity must be a positive integer"):
-        DemonstrationStorage(0)

@@ -56,55 +56,6 @@ def test_it_is_copied_and_pickled(copied: Any) -> None:
     assert (found.name, found.metadata) == ("a.npz", {"seed": 3})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"action": None}, "lacks the entry 'action'; it has"),
-        ({"reward": None}, r"lacks the entry \('next', 'reward'\)"),
-        ({"observation": None}, "lacks an observation"),
-        ({"reward": torch.zeros(3)}, r"'reward'\) is \[3\] of float32, expected \[T, 1\] of float32"),
-        ({"reward": torch.zeros(3, 1).double()}, r"is \[3, 1\] of float64, expected"),
-        ({"reward": torch.tensor([[0.0], [math.nan], [0.0]])}, "'reward'.* holds NaN or infinity"),
-        ({"observation": torch.full((3, 4), math.inf)}, "'observation' holds NaN or infinity"),
-        ({"action": torch.full((3, 1), math.nan)}, "'action' holds NaN or infinity"),
-        ({"observation": torch.zeros(2, 4)}, r"'observation' is \[2, 4\], but there are 3 rewards"),
-        ({"action": torch.tensor(1)}, r"'action' is \[\], but there are 3 rewards"),
-        ({name: torch.zeros(0, 1) for name in ("observation", "action", "reward")}, "has no steps"),
-    ],
-)
-def test_what_makes_no_demonstration_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"Demonstration 'a.npz'.*{message}"):
-        Demonstration(steps(**changes), name="a.npz")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"frame_skip": 0}, "frame_skip must be a positive integer, got 0"),
-        ({"value": math.nan}, "value must be a finite number"),
-        ({"value": math.inf}, "value must be a finite number"),
-        ({"metadata": {"a": [1]}}, "metadata 'a' is"),
-        ({"terminated": True}, "terminated=True and truncated=None; give both, or neither"),
-        ({"last_observation": TensorDict({"other": torch.zeros(4)})}, "last_observation has the entries"),
-        ({"last_observation": TensorDict({"observation": torch.zeros(3)})}, r"of last_observation is \[3\] of float32"),
-        ({"last_observation": TensorDict({"observation": torch.full((4,), math.nan)})}, "last_observation.*holds NaN"),
-    ],
-)
-def test_fields_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Demonstration(steps(), **options)
-
-
-def test_a_flag_is_a_flag() -> None:
-    with pytest.raises(TypeError, match="terminated must be True or False, got 'no'"):
-        Demonstration(steps(), terminated="no", truncated=True)  # type: ignore[arg-type]
-
-
-def test_what_is_no_tensordict_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Demonstration .*Expected a TensorDict, got a dict"):
-        Demonstration({"action": torch.zeros(3)})  # type: ignore[arg-type]
-
-
 def test_shortened_keeps_what_followed() -> None:
     found = demo(0.0, 1.0, 0.0).shortened(2)
     assert found.length == 2

@@ -235,9 +235,3 @@ def test_a_failed_call_changes_nothing(total: float, monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError):
         writer.load([rewarded()])
     assert seen() == before
-
-
-@pytest.mark.parametrize("threshold", [math.nan, math.inf])
-def test_a_threshold_that_is_no_number_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="reward_threshold must be a finite number or None"):
-        build(reward_threshold=threshold)

@@ -229,24 +229,6 @@ def test_bad_input_changes_nothing(call: Any, error: type[Exception], says: str)
     assert snapshot(buffer) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"record_episodic_return": True, "keep_episodic_info": False}, ValueError, "return=True needs the index"),
-        ({"num_environments": 0}, ValueError, "num_environments must be a positive integer"),
-        ({"max_length": 0}, ValueError, "max_length must be a positive integer"),
-        ({"recent_data_ratio": 2.0}, ValueError, "recent_data_ratio"),
-        ({"record_episodic_return": True, "reward_clip": (1, 0)}, ValueError, "reward_clip"),
-        ({"data_spec": steps([1])}, ValueError, r"describes one row, got one of batch size \[1\]"),
-        ({"data_spec": 3}, TypeError, "Expected a TensorDict, got a int"),
-        ({"data_spec": ROW.exclude("reward"), "record_episodic_return": True}, KeyError, "'reward', which returns"),
-    ],
-)
-def test_settings_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        EpisodicReplayBuffer(**{"data_spec": ROW, "num_environments": 2, "max_length": 4, **options})
-
-
 def test_episodes_are_not_known_without_their_index() -> None:
     buffer = build(keep_episodic_info=False)
     buffer.add_batch(steps([FIRST, FIRST]))

@@ -292,7 +292,5 @@ def test_a_state_is_loaded_before() -> None:
 
 def test_what_cannot_be_shared(tmp_path: Any) -> None:
     row = rows(torch.tensor([0]), 0)[0]
-    with pytest.raises(ValueError, match="needs a data_spec"):
-        EpisodicReplayBuffer(None, 2, allow_multiprocess=True)
     with pytest.raises(ValueError, match="scratch_dir"):
         EpisodicReplayBuffer(row, 2, allow_multiprocess=True, scratch_dir=tmp_path)

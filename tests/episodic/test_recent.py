@@ -145,14 +145,6 @@ def test_the_length_of_windows_may_change_between_samples() -> None:
         buffer.sample(6)
 
 
-def test_bad_options() -> None:
-    for option, bad in (("recent_data_steps", 0), ("recent_data_ratio", 1.5), ("num_earliest_frames_ignored", -1)):
-        with pytest.raises(ValueError, match=option):
-            RecentSampler(**{option: bad})
-    with pytest.raises(ValueError, match="batch_length"):
-        RecentSampler(0)
-
-
 @pytest.mark.parametrize("inner", [False, True])
 def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
     found = []
@@ -204,9 +196,3 @@ def test_recent_windows_beside_prioritized_ones() -> None:
     assert (inner.table.priorities[first] == 7.0).all()
     buffer.empty()
     assert inner.table.count == 0
-
-
-def test_the_prioritized_sampler_must_draw_the_same_windows() -> None:
-    for inner in (PrioritizedSampler(8, 1.0, 1.0), prioritized(8, 2)):
-        with pytest.raises(ValueError, match="must be built with a batch_length and num_earliest_frames_ignored=0"):
-            RecentSampler(prioritized=inner)

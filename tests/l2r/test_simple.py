@@ -175,12 +175,6 @@ def test_every_kept_step_is_equally_likely() -> None:
     assert chi_square < 27.9  # 0.1 % of 9 degrees of freedom
 
 
-@pytest.mark.parametrize("wrong", [{"size": 0}, {"batch_size": 1.5}, {"obs_dim": True}, {"act_dim": -1}])
-def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        SimpleReplayBuffer(**{"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1, **wrong})
-
-
 @pytest.mark.parametrize("given", [{}, {"sampler": None}])
 def test_no_sampler_means_uniform_without_replacement(given: dict[str, Any]) -> None:
     sampler = build(**given).sampler

@@ -236,20 +236,6 @@ def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
         assert torch.equal(batch["next", "recurrent_state"][..., 0], ahead)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"n": 0}, ValueError, "n_steps must be a positive integer, got 0"),
-        ({"n": True}, ValueError, "n_steps must be a positive integer, got True"),
-        ({"gamma": 1.5}, ValueError, "gamma must be between 0 and 1, got 1.5"),
-    ],
-)
-def test_what_cannot_be_folded_is_refused_at_once(settings, error, message) -> None:
-    arguments = {"storage": RingStorage(9), "n_steps": settings.pop("n", 3), **settings}
-    with pytest.raises(error, match=message):
-        ExperienceBuffer(**arguments)
-
-
 def test_data_without_ends_or_rewards_are_refused() -> None:
     ours, data = buffer(1), rollout(1, 3)[0]
     with pytest.raises(KeyError, match="needs the entry"):

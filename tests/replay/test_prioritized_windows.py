@@ -304,9 +304,3 @@ def test_storages_of_torchrl(writer: Any) -> None:
     begin: Tensor = index[:, :1]
     assert set(begin.reshape(-1).tolist()) == {0, 1, 2, 3}
     assert torch.equal(index, begin + 2 * torch.arange(3))
-
-
-def test_bad_options() -> None:
-    for option, bad in (("batch_length", 0), ("num_earliest_frames_ignored", -1)):
-        with pytest.raises(ValueError, match=option):
-            make(1, 4, **{option: bad})

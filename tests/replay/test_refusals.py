@@ -252,14 +252,6 @@ def test_env_ids_are_integers(env_ids: Any) -> None:
     assert ours.extend(numbered(1), env_ids=1).tolist() == [3]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "a", math.nan, math.inf])
-def test_capacities_are_positive_integers(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="max_size must be a positive integer"):
-        RingStorage(wrong)
-    with pytest.raises(ValueError, match="num_envs must be a positive integer"):
-        ExperienceBuffer(num_envs=wrong)
-
-
 # ---------------------------------------------------------------------- extras of TorchRL
 
 

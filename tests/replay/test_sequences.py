@@ -193,21 +193,6 @@ def test_nested_states_under_other_keys() -> None:
 # ------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"batch_length": 0}, "batch_length"),
-        ({"batch_length": 2.5}, "batch_length"),
-        ({"batch_length": 4, "burn_in": 4}, "burn_in"),
-        ({"batch_length": 4, "burn_in": -1}, "burn_in"),
-        ({"batch_length": 4, "episode_ends": "over"}, "episode_ends"),
-    ],
-)
-def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SequenceSampler(**options)
-
-
 def test_nothing_stored() -> None:
     buffer = make_buffer(1, 10, batch_length=4)
     with pytest.raises(RuntimeError, match="0 steps are stored"):

@@ -10,7 +10,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter
+from torchrl_lightning.replay import RingWriter
 
 
 @st.composite
@@ -89,12 +89,8 @@ def test_rows_that_do_not_fit_the_environments_are_refused() -> None:
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_size=8 or 12"):
-        ExperienceBuffer(storage=RingStorage(10), num_envs=4)
     with pytest.raises(ValueError, match="one-dimensional"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), writer=RingWriter(2))
-    with pytest.raises(ValueError, match="num_envs=3"):
-        ExperienceBuffer(storage=RingStorage(10), writer=RingWriter(2), num_envs=3)
 
 
 def test_uneven_rings_need_our_storage() -> None:

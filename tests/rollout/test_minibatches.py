@@ -146,8 +146,6 @@ def test_inside_torchrl_by_environments() -> None:
 def test_empty_and_unknown_units_are_errors() -> None:
     with pytest.raises(RuntimeError, match="empty"):
         MinibatchSampler().sample(RolloutStorage(3), 2)
-    with pytest.raises(ValueError, match="by must be"):
-        MinibatchSampler(by="frames")
     with pytest.raises(RuntimeError, match="empty"):
         GAEBuffer(3).generate_batches(1)
     with pytest.raises(ValueError, match="this sampler has by="):

@@ -205,12 +205,6 @@ def test_too_few_transitions_give_both_numbers() -> None:
         buffer.sample(3)
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"state_dim": 1.5}, {"action_dim": True}, {"hidden_dim": -1}])
-def test_sizes_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        RecurrentReplayBuffer(**{"capacity": 1, "state_dim": 1, "action_dim": 1, "hidden_dim": 1, **wrong})
-
-
 def test_the_base_cannot_be_used_without_sample() -> None:
     with pytest.raises(TypeError, match="RecurrentReplayBuffer"):
         BufferBase(1, 1, 1, 1)

@@ -1,0 +1,321 @@
+"""Arguments that constructors refuse: a new one enters the contract by its row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from contracts.families import ring, time_steps
+from torchrl_lightning import (
+    Demonstration,
+    DemonstrationReplay,
+    DemonstrationSampler,
+    DemonstrationStorage,
+    DemonstrationWriter,
+    EpisodicReplayBuffer,
+    ExperienceBuffer,
+    GAEBuffer,
+    GeneralizedAdvantages,
+    GymnasiumCollector,
+    HoldoutSplit,
+    IntrinsicRewardNormalizer,
+    MinibatchSampler,
+    MixedReplay,
+    PPODBuffer,
+    PrioritizedSampler,
+    RecentSampler,
+    RecurrentReplayBuffer,
+    RingStorage,
+    RingWriter,
+    SegmentTree,
+    SequenceSampler,
+    SimpleReplayBuffer,
+    SumSegmentTree,
+)
+from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A constructor, arguments that it takes, and others that it refuses: the words, and what is wrong.
+
+    Several of one kind stand in a list.
+    """
+
+    kind: Callable[..., Any]
+    sound: dict[str, Any]
+    wrong: dict[str, Any]
+    error: type[Exception] = ValueError
+
+    def cases(self) -> list[tuple[str, dict[str, Any]]]:
+        """Words, and arguments."""
+        lists = {says: given if isinstance(given, list) else [given] for says, given in self.wrong.items()}
+        return [(says, {**self.sound, **each}) for says, given in lists.items() for each in given]
+
+
+def each(name: str, *values: Any) -> list[dict[str, Any]]:
+    return [{name: value} for value in values]
+
+
+SIZES = (0, -1, 2.5, True, "a", math.nan, math.inf)
+NUMBERS = (-0.1, math.nan, math.inf)
+PRIORITIES = {"max_capacity": 20, "alpha": 1.0, "beta": 1.0}
+ROW = time_steps(1)[0]
+EPISODES = {"data_spec": ROW, "num_environments": 2, "max_length": 4}
+PLAYED = {"storage": DemonstrationStorage(), "sampler": DemonstrationSampler(), "num_envs": 1}
+STEPS = TensorDict({"observation": torch.zeros(3, 4), "action": torch.zeros(3, 1)}, [3])
+STEPS["next", "reward"] = torch.zeros(3, 1)
+
+
+def replaced(**entries: Any) -> dict[str, Any]:
+    """Steps of a demonstration with other entries; None leaves one out."""
+    paths = {name: ("next", name) if name == "reward" else name for name in ("observation", "action", "reward")}
+    found: dict[Any, Any] = {path: entries.get(name, STEPS[path]) for name, path in paths.items()}
+    steps = TensorDict({}, [])
+    for path, value in found.items():
+        if value is not None:
+            steps[path] = value
+    return {"steps": steps}
+
+
+NOTHING = replaced(**{name: torch.zeros(0, 1) for name in ("observation", "action", "reward")})
+
+
+def last(**entries: torch.Tensor) -> dict[str, Any]:
+    return {"last_observation": TensorDict(entries)}
+
+
+def worked(env: str = "CartPole-v1", **settings: Any) -> GymnasiumCollector:
+    return GymnasiumCollector(env, **{"num_envs": 2, "frames_per_batch": 8, **settings})
+
+
+ARGUMENTS = (
+    Refused(RingStorage, {"max_size": 9}, {"max_size must be a positive integer": each("max_size", *SIZES)}),
+    Refused(
+        lambda max_size=8, **settings: ExperienceBuffer(storage=RingStorage(max_size), **settings),
+        {},
+        {
+            "num_envs must be a positive integer": each("num_envs", *SIZES),
+            "max_size=8 or 12": {"max_size": 10, "num_envs": 4},
+            "num_envs=3": {"writer": RingWriter(2), "num_envs": 3},
+            "n_steps must be a positive integer, got (0|True)": each("n_steps", 0, True),
+            "gamma must be between 0 and 1, got 1.5": {"n_steps": 3, "gamma": 1.5},
+        },
+    ),
+    Refused(
+        SequenceSampler,
+        {"batch_length": 4},
+        {
+            "batch_length": each("batch_length", 0, 2.5),
+            "burn_in": each("burn_in", 4, -1),
+            "episode_ends": {"episode_ends": "over"},
+        },
+    ),
+    Refused(
+        PrioritizedSampler,
+        PRIORITIES,
+        {
+            **{
+                f"{name} must be a finite number of at least 0": each(name, *NUMBERS)
+                for name in ("alpha", "beta", "eps", "initial_priority")
+            },
+            "weight_norm must be one of": {"weight_norm": "max"},
+            "reduction must be one of": {"reduction": "sum"},
+            "at least 1, got 0": {"max_capacity": 0},
+            "batch_length": {"batch_length": 0},
+            "num_earliest_frames_ignored": {"num_earliest_frames_ignored": -1},
+        },
+    ),
+    Refused(PrioritizedSampler, PRIORITIES, {r"torch\.int64": {"dtype": torch.int64}}, TypeError),
+    Refused(
+        RecentSampler,
+        {},
+        {
+            "recent_data_steps": {"recent_data_steps": 0},
+            "recent_data_ratio": {"recent_data_ratio": 1.5},
+            "num_earliest_frames_ignored": {"num_earliest_frames_ignored": -1},
+            "batch_length": {"batch_length": 0},
+            "must be built with a batch_length and num_earliest_frames_ignored=0": [
+                {"prioritized": PrioritizedSampler(8, 1.0, 1.0, **settings)}
+                for settings in ({}, {"batch_length": 1, "num_earliest_frames_ignored": 2})
+            ],
+        },
+    ),
+    Refused(MinibatchSampler, {}, {"by must be": {"by": "frames"}}),
+    Refused(
+        EpisodicReplayBuffer,
+        EPISODES,
+        {
+            "return=True needs the index": {"record_episodic_return": True, "keep_episodic_info": False},
+            "num_environments must be a positive integer": {"num_environments": 0},
+            "max_length must be a positive integer": {"max_length": 0},
+            "recent_data_ratio": {"recent_data_ratio": 2.0},
+            "reward_clip": {"record_episodic_return": True, "reward_clip": (1, 0)},
+            r"describes one row, got one of batch size \[1\]": {"data_spec": ROW.unsqueeze(0)},
+            "needs a data_spec": {"data_spec": None, "allow_multiprocess": True},
+        },
+    ),
+    Refused(EpisodicReplayBuffer, EPISODES, {"Expected a TensorDict, got a int": {"data_spec": 3}}, TypeError),
+    Refused(
+        EpisodicReplayBuffer,
+        EPISODES,
+        {"'reward', which returns": {"data_spec": ROW.exclude("reward"), "record_episodic_return": True}},
+        KeyError,
+    ),
+    Refused(
+        RecurrentReplayBuffer,
+        {"capacity": 1, "state_dim": 1, "action_dim": 1, "hidden_dim": 1},
+        {next(iter(wrong)): wrong for wrong in ({"capacity": 0}, {"state_dim": 1.5}, {"action_dim": True})}
+        | {"hidden_dim": {"hidden_dim": -1}},
+    ),
+    Refused(
+        SimpleReplayBuffer,
+        {"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1},
+        {next(iter(wrong)): wrong for wrong in ({"size": 0}, {"batch_size": 1.5}, {"obs_dim": True}, {"act_dim": -1})},
+    ),
+    Refused(GAEBuffer, {"size": 5}, {"string": {"value_key": 3}}, TypeError),
+    Refused(partial(GeneralizedAdvantages), {}, {"gamma must be between": {"gamma": 1.5}}),
+    Refused(
+        HoldoutSplit,
+        {},
+        {"validation_fraction must be above 0 and below 1": each("validation_fraction", 0.0, 1.0, -0.1, 2.0)},
+    ),
+    Refused(
+        IntrinsicRewardNormalizer,
+        {},
+        {
+            "'forward' or 'backward', got 'sideways'": {"direction": "sideways"},
+            "gamma must be between 0 and 1": {"gamma": 2.0},
+        },
+    ),
+    Refused(
+        SumSegmentTree,
+        {"capacity": 4},
+        {
+            "at least 1, got 0": {"capacity": 0},
+            "backend": {"backend": "cuda"},
+            "SumSegmentTree: a leaf must be finite and not negative": each("initial", -1.0, math.nan, math.inf),
+        },
+    ),
+    Refused(
+        SumSegmentTree,
+        {"capacity": 4},
+        {r"must be an integer, got 2\.0": {"capacity": 2.0}, r"torch\.int64": {"dtype": torch.int64}},
+        TypeError,
+    ),
+    Refused(
+        SegmentTree,
+        {"capacity": 3, "op": "min"},
+        {r"op must be one of \('sum', 'min', 'max'\), or torch.add": each("op", torch.mul, sum, None, "mean")},
+    ),
+    Refused(
+        partial(MixedReplay, ring(0), [ring(1)]),
+        {"ratios": [0.5, 0.5]},
+        {
+            "sum to 0.9; they must sum to 1": {"ratios": [0.5, 0.4]},
+            "must be 2 positive numbers, one for a buffer": each("ratios", [1.0], [1.2, -0.2]),
+        },
+    ),
+    Refused(DemonstrationStorage, {"capacity": 1}, {"capacity must be a positive integer": {"capacity": 0}}),
+    Refused(
+        DemonstrationWriter,
+        {"storage": DemonstrationStorage()},
+        {"reward_threshold must be a finite number or None": each("reward_threshold", math.nan, math.inf)},
+    ),
+    Refused(
+        DemonstrationSampler,
+        {},
+        {
+            r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3": {"rho": 0.8, "phi": 0.3},
+            "rho must be between 0 and 1, got (-0.1|nan)": each("rho", -0.1, math.nan),
+            "phi must be between 0 and 1, got 1.5": {"phi": 1.5},
+            "alpha must be a finite number of at least 0": {"alpha": -1},
+        },
+    ),
+    Refused(
+        DemonstrationAnnealing,
+        {"value_capacity": 50},
+        {
+            "annealing must be one of 'linear', 'current', got 'cosine'": {"schedule": "cosine"},
+            "value_capacity must be an integer of at least 0, got -1": {"value_capacity": -1},
+        },
+    ),
+    Refused(
+        DemonstrationReplay,
+        PLAYED,
+        {
+            "num_envs": {"num_envs": 0},
+            "ends must be one of": {"ends": "done"},
+            "log_prob must be": {"log_prob": 0.0},
+            "frame_stack": {"frame_stack": 0},
+        },
+    ),
+    Refused(
+        PPODBuffer,
+        {"size": 8},
+        {
+            r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3": {"rho": 0.8, "phi": 0.3},
+            "rho must be between 0 and 1, got -0.1": {"rho": -0.1},
+            "phi must be between 0 and 1, got 1.5": {"phi": 1.5},
+            "alpha must be": {"alpha": -1.0},
+            "total_buffer_demo_capacity must be": {"total_buffer_demo_capacity": 0},
+            "reward_threshold must be a finite number or None": {"initial_reward_threshold": math.nan},
+            "save_demos_every must be": {"save_demos_every": 0},
+            "num_agent_demos_to_save must be": {"num_agent_demos_to_save": -1},
+            "demo_dtypes has 'Weights': 'uint8'": {"demo_dtypes": {"Weights": "uint8"}},
+            "demo_dtypes has 'Action': 'number'": {"demo_dtypes": {"Action": "number"}},
+            "log_prob must be": {"log_prob": "none"},
+            "ends must be": {"ends": "never"},
+            "annealing must be": {"annealing": "sudden"},
+        },
+    ),
+    Refused(
+        Demonstration,
+        {"steps": STEPS, "name": "a.npz"},
+        {
+            "'a.npz'.* lacks the entry 'action'; it has": replaced(action=None),
+            r"'a.npz'.* lacks the entry \('next', 'reward'\)": replaced(reward=None),
+            "'a.npz'.* lacks an observation": replaced(observation=None),
+            r"'reward'\) is \[3\] of float32, expected \[T, 1\] of float32": replaced(reward=torch.zeros(3)),
+            r"is \[3, 1\] of float64, expected": replaced(reward=torch.zeros(3, 1).double()),
+            "'reward'.* holds NaN or infinity": replaced(reward=torch.tensor([[0.0], [math.nan], [0.0]])),
+            "'observation' holds NaN or infinity": replaced(observation=torch.full((3, 4), math.inf)),
+            "'action' holds NaN or infinity": replaced(action=torch.full((3, 1), math.nan)),
+            r"'observation' is \[2, 4\], but there are 3 rewards": replaced(observation=torch.zeros(2, 4)),
+            r"'action' is \[\], but there are 3 rewards": replaced(action=torch.tensor(1)),
+            "'a.npz'.* has no steps": NOTHING,
+            "frame_skip must be a positive integer, got 0": {"frame_skip": 0},
+            "value must be a finite number": each("value", math.nan, math.inf),
+            "metadata 'a' is": {"metadata": {"a": [1]}},
+            "terminated=True and truncated=None; give both, or neither": {"terminated": True},
+            "last_observation has the entries": last(other=torch.zeros(4)),
+            r"of last_observation is \[3\] of float32": last(observation=torch.zeros(3)),
+            "last_observation.*holds NaN": last(observation=torch.full((4,), math.nan)),
+        },
+    ),
+    Refused(
+        Demonstration,
+        {"steps": STEPS},
+        {
+            "terminated must be True or False, got 'no'": {"terminated": "no", "truncated": True},
+            "Demonstration .*Expected a TensorDict, got a dict": {"steps": {"action": torch.zeros(3)}},
+        },
+        TypeError,
+    ),
+    Refused(
+        worked,
+        {},
+        {
+            "frames_per_batch=11.*nearest is 12": {"frames_per_batch": 11, "num_envs": 4},
+            "total_frames": {"total_frames": 0},
+            "seed": {"seed": -1},
+            "num_envs": {"num_envs": 0},
+        },
+    ),
+)
