@@ -12,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
+from kit.forks import Forked
 from kit.store import only_our_schemas
 
 # 4 environments x 32 steps, two passes of two mini-batches; an evaluation after each second rollout
@@ -99,6 +101,18 @@ def command_line(name: str, *arguments: str) -> list[str]:
     As in a console script, the working directory is not on the import path.
     """
     return [sys.executable, "-P", "-c", f"from torchrl_lightning.cli.{name} import main; main()", *arguments]
+
+
+def start(name: str, *arguments: str, cwd: Path, **options: Any) -> Forked:
+    """Run an entry point in a process that is forked from this one."""
+
+    def run() -> None:
+        GlobalHydra.instance().clear()
+        sys.argv = [f"torchrl-lightning-{name}", *arguments]
+        with only_our_schemas():
+            importlib.import_module(f"torchrl_lightning.cli.{name}").main()
+
+    return Forked(run, cwd, said=cwd.with_name(f"{cwd.name}-said"), **options)
 
 
 def last_line(stdout: str) -> re.Match[str]:

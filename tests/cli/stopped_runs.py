@@ -11,15 +11,12 @@ import io
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -27,10 +24,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from cli.commands import unchanged_process
+from kit.forks import Forked
 from kit.store import only_our_schemas
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.callbacks import LastCheckpoint
-from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.files import read_state
 
 WAYS = ("epoch", "end", "SIGINT", "SIGTERM", "SIGKILL")
@@ -138,52 +135,18 @@ def settings(experiment: str) -> tuple[list[str], Sizes]:
     return [f"experiment={experiment}", *_ALL, *stream, *own], sizes
 
 
-@contextmanager
-def _terminal(folder: Path) -> Iterator[None]:
-    """Work in a folder, where all that is said goes into a file, as in a terminal of its own."""
-    said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(said, stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    with chdir(folder):
-        yield
-
-
 def _forked(folder: Path, run: Callable[[], object], stop: Stop | None) -> int:
     """Run in a process of its own, which gets a signal behind a step; return its status, negative for a signal."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of the locks that killed processes leave to it
-        resource_tracker.ensure_running()  # else each process starts one
-    with kept_threads():
-        torch.set_num_threads(1)  # a forked process has no others
-        child = os.fork()
-        if not child:
-            _run(folder, run, stop)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-
-def _run(folder: Path, run: Callable[[], object], stop: Stop | None) -> NoReturn:
-    status = 1
-    try:
-        with _terminal(folder):
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the tests have imported may have changed it
-            if stop is not None:
-                LastCheckpoint.on_train_batch_end = _stopping(*stop)
+    def stopped() -> None:
+        if stop is not None:
+            LastCheckpoint.on_train_batch_end = _stopping(*stop)
+        try:
             run()
-            status = 0
-    except SIGTERMException:
-        status = 143  # as the command does
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        except SIGTERMException:
+            raise SystemExit(143) from None  # as the command does
+
+    return Forked(stopped, folder).ends()
 
 
 def command(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,11 +10,15 @@ import gymnasium
 import pytest
 import torch
 
-from cli.commands import TINY, command_line, last_line
+from cli.commands import TINY, last_line, start
 from datamodules.test_close import members
-from kit.processes import environment
 
-SETTINGS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000"]
+SETTINGS = [
+    *TINY,
+    "data.collector.num_workers=1",
+    "data.total_frames=10000000",
+    "trainer.check_val_every_n_epoch=1000000",
+]
 
 
 OWN_MODULE = """
@@ -29,25 +32,12 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
     # The experiment with worker processes, which find the module in the working directory as well.
     (tmp_path / "own_cartpole.py").write_text(OWN_MODULE)
     settings = ["experiment=vtrace_cartpole", "data.env=own_cartpole:Own-v0", *SETTINGS, "eval_checkpoint=last"]
-    process = subprocess.Popen(
-        command_line("train", *settings, "hydra.run.dir=first"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = start("train", *settings, "hydra.run.dir=first", cwd=tmp_path, session=True)
     try:
         rows = tmp_path / "first" / "csv" / "metrics.csv"
-        deadline = time.monotonic() + 600
-        while not (rows.exists() and len(rows.read_text().splitlines()) > 5) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        process.waits_for(lambda: rows.exists() and len(rows.read_text().splitlines()) > 5)
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 1, said
+        assert process.ends() == 1, process.said
         deadline = time.monotonic() + 300  # multiprocessing's own helper outlives its parent by an instant
         while members(process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -55,6 +45,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
     finally:
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
+    said = process.said
     assert "Traceback" not in said
     match = re.search(r"stopped by KeyboardInterrupt; to resume, run the same command with ckpt_path=(\S+)", said)
     assert match is not None, said

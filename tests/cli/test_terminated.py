@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from cli.commands import TINY, command_line, last_line
-from kit.processes import environment
+from cli.commands import TINY, Done, last_line, start
+from kit.forks import Forked
+from torchrl_lightning.cli.locks import locked
 
 ENDLESS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000", "eval_checkpoint=last"]
 JOB = {
@@ -25,27 +25,16 @@ JOB = {
 }
 
 
-def ended_by(number: int, arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def ended_by(number: int, arguments: list[str], folder: Path, **variables: str) -> Done:
     """Start training, send a signal when it has learnt, and wait."""
-    process = subprocess.Popen(
-        command_line("train", *arguments),
-        cwd=folder,
-        env=environment() | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start("train", *arguments, cwd=folder, variables=variables)
     try:
-        deadline = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < deadline:
-            if any(len(path.read_text().splitlines()) > 3 for path in folder.glob("logs/train/**/metrics.csv")):
-                process.send_signal(number)
-                break
-            time.sleep(0.1)
-        said, _ = process.communicate(timeout=300)
+        rows = "logs/train/**/metrics.csv"
+        process.waits_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in folder.glob(rows)))
+        process.send(number)
+        return Done(process.ends(), process.said, "")
     finally:
         process.kill()
-    return subprocess.CompletedProcess([], process.returncode, said)
 
 
 def frames_in(checkpoint: Path) -> int:
@@ -83,16 +72,6 @@ def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path
     assert OmegaConf.create(run("train", "ckpt_path=auto", *again).stdout).ckpt_path is not None
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from torchrl_lightning.cli.locks import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, tmp_path):
     given = [*TINY, "seed=3", "ckpt_path=auto"]
     first = run("train", *given)
@@ -112,22 +91,20 @@ def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, t
     whole = last.read_bytes()
     last.write_bytes(whole[: len(whole) // 2])
     assert chosen(*given) == str(best.relative_to(tmp_path))
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+
+    def hold() -> None:
+        with locked(folder):
+            sys.stdout.write("held\n")
+            time.sleep(600)
+
+    holder = Forked(hold, tmp_path / "holder")
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        holder.waits_for(lambda: holder.said == "held\n")
         for arguments in (given, [*TINY, "seed=3", f"hydra.run.dir={folder}"]):
             done = run("train", *arguments, expect=1)
             assert f"is being written by process {holder.pid} on " in done.stderr
     finally:
         holder.kill()
-        holder.communicate()
     assert chosen(*given) == str(best.relative_to(tmp_path))
 
 

@@ -6,8 +6,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from kit.counting import CountingEnv, FailingEnv, RandomEnv, vector_env
+from kit.forks import Forked, as_script
 from torchrl_lightning.collectors import AsynchronousCollector, ReplayedRows
 
 
@@ -225,28 +224,17 @@ def alive(pid: int) -> bool:
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
-        start_new_session=True,
-    )
-    watchdog = threading.Timer(600, process.kill)
-    watchdog.start()
+    process = Forked(as_script(script), tmp_path, session=True)
     try:
-        assert process.stdout is not None
-        (interrupted,) = map(int, process.stdout.readline().split())
+        process.waits_for(lambda: process.said.count("\n") == 1)
+        interrupted = int(process.said)
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-        (orphan,) = map(int, process.stdout.readline().split())
+        process.waits_for(lambda: process.said.count("\n") == 2)
+        orphan = int(process.said.split()[1])
         assert not alive(interrupted)
     finally:
-        watchdog.cancel()
         process.kill()
-        _, errors = process.communicate(timeout=600)
-    assert "KeyboardInterrupt" not in errors  # the parent catches its own, and the workers have none
+    assert "KeyboardInterrupt" not in process.said  # the parent catches its own, and the workers have none
     deadline = time.monotonic() + 300
     while alive(orphan) and time.monotonic() < deadline:
         time.sleep(0.05)

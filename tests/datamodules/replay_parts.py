@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning as L
 import torch
 
-from kit.processes import environment
+from kit.forks import Forked, as_script
 from torchrl_lightning import RecentSampler, RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (
@@ -113,11 +111,9 @@ def stored(data):
 
 def run_ranks(script, folder, *arguments):
     """Run a script of this folder in a process of its own; it writes into another one, and ends well."""
-    here, env = Path(__file__).parent, environment()
-    env["PYTHONPATH"] = f"{here.parent}:{env['PYTHONPATH']}"
-    command = [sys.executable, str(here / script), str(folder), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = Forked(as_script(Path(__file__).with_name(script), str(folder), *arguments), folder)
+    status = process.ends(600)
+    assert status == 0, process.said
     return folder
 
 

@@ -3,18 +3,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from tensordict.nn import TensorDictModule
 
+from kit.forks import Forked, as_script
 from torchrl_lightning import EnvironmentRecipe
-
-PLUGIN = Path(__file__).parents[2] / "plugin"
 
 
 def test_an_exception_ends_collector_and_environment(make_data, make_trainer, make_module, tiny_actor_critic):
@@ -59,10 +55,8 @@ def test_closing_twice_and_before_anything_is_harmless(make_data):
 
 
 SCRIPT = """
-import multiprocessing, sys, time
+import multiprocessing, time
 import lightning as L
-import torch
-sys.path.insert(0, {tests!r})
 from torchrl_lightning import AsynchronousCollector, OnPolicyDataModule
 from datamodules.conftest import TinyActorCritic
 
@@ -111,33 +105,15 @@ def members(session):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_no_worker_outlives_a_failed_or_interrupted_run(tmp_path):
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1])))
-    environment = {**os.environ, "PYTHONPATH": str(PLUGIN), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        text=True,
-        start_new_session=True,
-        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    script.write_text(SCRIPT)
+    process = Forked(as_script(script), tmp_path, session=True)
     session = process.pid
     try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if said.count("children 1\n") == 2:
-                break
-        else:
-            pytest.fail("".join(said))
-        assert "out of luck 0\n" in said  # the failed run has ended its worker
+        process.waits_for(lambda: process.said.count("children 1\n") == 2)
+        assert "out of luck 0\n" in process.said  # the failed run has ended its worker
         assert len(members(session)) >= 2
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=600)
-        assert process.returncode != 0
+        os.killpg(session, signal.SIGINT)
+        assert process.ends() != 0
         deadline = time.monotonic() + 300
         while members(session) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -10,6 +10,7 @@ from typing import Any
 from hydra._internal import hydra as _core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,6 +37,7 @@ class ResumingLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: Any) -> None:
         super().__init__(config_search_path)
         self._records: dict[Path, Record | None] = {}
+        self._asked: tuple[list[str], DictConfig | HydraException] | None = None
 
     def load_configuration(
         self,
@@ -46,7 +48,34 @@ class ResumingLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         """Compose a config, resumed where it says so."""
+        asked, self._asked = self._asked, None
+        if asked is not None and asked[0] == overrides and run_mode == RunMode.RUN:
+            return _given(asked[1])
+        # Hydra first asks whether the config says that it is a sweep, and mostly composes the same one again.
+        if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
+            found: DictConfig | HydraException
+            try:
+                found = self._load(config_name, overrides, RunMode.RUN, from_shell)
+            except HydraException as error:
+                found = error
+            # What a group is to be is what a sweep may leave open.
+            if isinstance(found, DictConfig) or not str(found).startswith("You must specify"):
+                self._asked = overrides, found
+                return _given(found)
+        return self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
 
+    def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
+        given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return any(override.is_sweep_override() for override in given)
+
+    def _load(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
         def composed(lines: list[str]) -> DictConfig:
             return ConfigLoaderImpl.load_configuration(
                 self, config_name, lines, run_mode, from_shell, validate_sweep_overrides
@@ -126,6 +155,12 @@ def _resumed(
     )
     keep_settings(config, before, record, mine)
     return config
+
+
+def _given(found: DictConfig | HydraException) -> DictConfig:
+    if isinstance(found, HydraException):
+        raise found
+    return found
 
 
 def _lines(overrides: list[Override]) -> list[str]:

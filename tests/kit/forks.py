@@ -1,0 +1,111 @@
+"""Processes forked from that of the tests, which has imported what they need: a fresh one takes seconds for that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import chdir
+from multiprocessing import resource_tracker
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from kit.processes import environment
+from torchrl_lightning.collectors.threads import kept_threads
+
+_FORK = multiprocessing.get_context("fork")
+
+
+class Forked:
+    """Run a function in a process of its own, in a folder, as a terminal would.
+
+    Args:
+        run: what it does; a ``SystemExit`` gives its status.
+        folder: where it works.
+        said: the file for what it writes to stdout and stderr.
+        variables: of its environment, beside those of this process.
+        session: it leads a session, so that ``killpg`` reaches it and all that it starts.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], object],
+        folder: Path,
+        *,
+        said: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        session: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = said or folder / "said"
+        with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of the locks that killed processes leave to it
+            resource_tracker.ensure_running()  # else each process starts one
+        self._process = _FORK.Process(target=_run, args=(run, folder, self._file, variables or {}, session))
+        with kept_threads():
+            torch.set_num_threads(1)  # a forked process has no others
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def said(self) -> str:
+        """What it has written by now."""
+        return self._file.read_text() if self._file.exists() else ""
+
+    def ends(self, seconds: float = 300) -> int:
+        """Wait; return its status, negative for a signal."""
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, f"still running after {seconds} s:\n{self.said}"
+        return self._process.exitcode
+
+    def waits_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
+        """Wait until something holds while it runs."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self._process.is_alive(), self.said
+            assert time.monotonic() < deadline, f"still waiting after {seconds} s:\n{self.said}"
+            time.sleep(0.05)
+
+    def send(self, number: int) -> None:
+        """Send a signal to it alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+        self._process.join()
+
+
+def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
+    """Return what runs a script as ``python path arguments`` does."""
+
+    def run() -> None:
+        sys.argv = [str(path), *arguments]
+        sys.path.insert(0, str(Path(path).parent))
+        runpy.run_path(str(path), run_name="__main__")
+
+    return run
+
+
+def _run(run: Callable[[], object], folder: Path, said: Path, variables: Mapping[str, str], session: bool) -> None:
+    if session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the tests have imported may have changed it
+    os.environ.update(environment() | dict(variables))
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    written = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    with chdir(folder):
+        run()
