@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from torchrl.data import Categorical
 from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.modules.distributions import NormalParamExtractor
-from torchrl.objectives import A2CLoss, DQNLoss, HardUpdate, IQLLoss, LossModule, REDQLoss, SoftUpdate
+from torchrl.objectives import A2CLoss, DQNLoss, IQLLoss, LossModule, REDQLoss, SoftUpdate
 
 from learn.fakes import trainer
 from learn.replay_fakes import BOX, DISCRETE, FakeReplay, transitions
@@ -81,26 +80,6 @@ def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: 
     assert all(not torch.equal(value, after[name]) for name, value in targets.items())
     assert all(batch.get("td_error", None) is not None for batch in source.served)
     assert {"train/loss_actor", "train/loss_qvalue", "train/learning_rate"} <= module.epoch_metrics.keys()
-
-
-@pytest.mark.parametrize("make", [redq, iql])
-@pytest.mark.parametrize(
-    "updater", [partial(SoftUpdate, tau=0.1), partial(HardUpdate, value_network_update_interval=4)]
-)
-def test_resuming_is_exact(make: Any, updater: Any, tmp_path: Path) -> None:
-    def new() -> LossModuleAgent:
-        return agent(make, target_updater=updater, schedule="linear", max_grad_norm=0.1)
-
-    whole = new()
-    trainer(max_epochs=4).fit(whole, datamodule=data())
-    fit = trainer(max_epochs=2)
-    fit.fit(new(), datamodule=data())
-    fit.save_checkpoint(tmp_path / "two.ckpt")
-    second = new()
-    trainer(max_epochs=4).fit(second, datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
-    expected, actual = whole.state_dict(), second.state_dict()
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_it_updates_as_a_loop_of_ones_own_does() -> None:

@@ -1,11 +1,10 @@
-"""The off-policy LightningModules: updates, target networks, exploration, priorities, metrics, resuming."""
+"""The off-policy LightningModules: updates, target networks, exploration, priorities, metrics."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -64,39 +63,6 @@ def test_state_dict_holds_each_tensor_once(case: str, network: str) -> None:
     state = small(case, network).build(AGENTS[case][1]).state_dict()
     pointers = [value.data_ptr() for value in state.values() if value.numel() > 1]
     assert len(pointers) == len(set(pointers))
-
-
-@pytest.mark.parametrize("network", ["mlp", "gru"])
-@pytest.mark.parametrize("case", AGENTS)
-@pytest.mark.parametrize("critic_optimizer", [None, partial(torch.optim.Adam, lr=1e-3)])
-def test_resuming_is_exact(tmp_path: Path, case: str, network: str, critic_optimizer: Any) -> None:
-    def make() -> OffPolicyModule:
-        decay = {"epsilon_frames": 100} if case == "dqn" else {}
-        return small(
-            case,
-            network,
-            schedule="linear",
-            target_interval=2,
-            tau=1.0 if case == "dqn" else 0.1,
-            critic_optimizer=critic_optimizer,
-            **decay,
-        )
-
-    whole = make()
-    whole_data = data(case, whole)
-    trainer(max_epochs=4).fit(whole, datamodule=whole_data)
-    first, fit = make(), trainer(max_epochs=1)  # after three updates: in the middle of an interval
-    fit.fit(first, datamodule=data(case, first))
-    fit.save_checkpoint(tmp_path / "one.ckpt")
-    second = make()
-    second_data = data(case, second)
-    trainer(max_epochs=4).fit(second, datamodule=second_data, ckpt_path=tmp_path / "one.ckpt")
-    expected, actual = whole.state_dict(), second.state_dict()
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert not all(torch.equal(expected[name], value) for name, value in first.state_dict().items())
-    assert second.updates == whole.updates == 12
-    assert second_data.exploration == whole_data.exploration[3:]
 
 
 @pytest.mark.parametrize(("tau", "interval"), [(0.25, 1), (1.0, 2)])
