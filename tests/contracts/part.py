@@ -22,7 +22,6 @@ class Part:
         usable: what a part is asked for behind a mutated state that it took; what it is asked for by default.
         foreign: others, by the words with which they refuse a state of this one.
         edited: places in the state and what is put there, by the words of the refusal.
-        refused: calls of a filled one by the words of their errors; nothing changes.
         empty: words of the error when an empty one is asked; no words for none.
         canonical: ways behind which the states of both stay the same, too.
         ours: whether its state is ours; that of another library's buffer is restored, and that is all.
@@ -36,7 +35,6 @@ class Part:
     usable: Callable[[Any], Any] | None = None
     foreign: dict[str, Callable[[], Any]] = field(default_factory=dict)
     edited: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
-    refused: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = field(default_factory=dict)
     empty: tuple[type[Exception], str] | None = None
     canonical: tuple[str, ...] = WAYS
     ours: bool = True
