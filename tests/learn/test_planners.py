@@ -205,6 +205,24 @@ def test_a_deterministic_plan_is_that_of_the_observation_and_disturbs_none_that_
         assert not torch.equal(policy(start.clone())["action"], first)
 
 
+def test_no_two_observations_are_planned_for_by_the_same_draws() -> None:
+    tried = []
+    env = WorldModelEnvironment(model())
+    returns = env.world_model.returns
+
+    def noting(observation: Tensor, actions: Tensor) -> Tensor:
+        tried.append(actions)
+        return returns(observation, actions)
+
+    env.world_model.returns = noting  # type: ignore[method-assign]
+    policy, start = RandomShootingPlanner(env, candidates=5), observed(1)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        for observation in (start["observation"], start["observation"] + 1.0, start["observation"]):
+            policy(TensorDict({"observation": observation}, [1]))
+    assert torch.equal(tried[0], tried[2])
+    assert not torch.equal(tried[0], tried[1])
+
+
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_planner_owns_its_model_and_is_restored_from_its_state(planner: Any) -> None:
     policy, other = (planner(WorldModelEnvironment(model())) for _ in range(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_lightning.collectors.seeds import IsolatedRng
+from torchrl_lightning.collectors.seeds import IsolatedRng, numbered_seed
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.action_heads import action_name
 from torchrl_lightning.learn.exploration import DETERMINISTIC
@@ -31,8 +32,9 @@ class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
     """Base of planners, which write ``action`` for observations ``[]`` or ``[N]``.
 
     A planner draws what it tries. While exploring, each plan takes a seed from :attr:`generator`, whose state is part
-    of the planner's. Under deterministic exploration all plans take the seed that the generator began with, so that the
-    same observations give the same actions. Torch's global generator stays as it is.
+    of the planner's. Under deterministic exploration the seed is made of the observations and the one that the
+    generator began with: the same observations give the same actions, but no two steps try the same disturbances, whose
+    chance errors would add up over an episode. Torch's global generator stays as it is.
 
     The world model is a part of the planner: it has its parameters, moves with it, and is in its state dict.
 
@@ -70,7 +72,7 @@ class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
         """Return the action of a step by key, writing nothing."""
         observation, starts = self.targets.observation(step), step.get("is_init", None)
         rows = observation.reshape(-1, observation.shape[-1])
-        with IsolatedRng(self._next_seed(), self.origin.device):
+        with IsolatedRng(self._next_seed(rows), self.origin.device):
             action = self.plan(rows, None if starts is None else starts.flatten())
         return {"action": action.reshape(*observation.shape[:-1], *action.shape[1:])}
 
@@ -87,10 +89,11 @@ class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
         # Where a model diverges, the sequence is no good one; sorting would take infinity or NaN for the largest.
         return returns.where(returns.isfinite(), -torch.inf)
 
-    def _next_seed(self) -> int:
+    def _next_seed(self, observation: Tensor) -> int:
         """Return what the next plan is drawn by."""
         if interaction_type() in DETERMINISTIC:
-            return self.generator.initial_seed()
+            shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy()
+            return numbered_seed(self.generator.initial_seed(), crc32(shown))
         return int(torch.randint(2**62, (), generator=self.generator))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
