@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
+from kit.rollouts import torchrl_buffer
 from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter, _compat
 from torchrl_lightning._compat import entries_of, logger_connector, new_tensordict
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
@@ -25,12 +27,6 @@ def row(steps: int = 2, envs: int = 3) -> TensorDict:
     flag = torch.zeros(steps, envs, 1, dtype=torch.bool)
     following = {"reward": torch.ones(steps, envs, 1), "done": flag, "terminated": flag}
     return TensorDict({"action": torch.zeros(steps, envs), "next": following}, [steps, envs])
-
-
-def buffer() -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=RolloutStorage(4), writer=RolloutWriter(0), sampler=MinibatchSampler(), dim_extend=0, batch_size=2
-    )
 
 
 def test_new_unsafe_keeps_tensors_batch_and_names() -> None:
@@ -133,6 +129,9 @@ def test_invert_runs_the_call_hook_of_a_transform() -> None:
 
 
 # ---------------------------------------------------------------------- replay
+
+
+buffer = partial(torchrl_buffer, 4, time_dim=0, batch_size=2)
 
 
 def replay(**kwargs: object) -> ExperienceBuffer:

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
 from kit import hostile
+from kit.runs import trainer
 from kit.store import only_our_schemas
-from learn.fakes import trainer
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.evaluate import evaluate

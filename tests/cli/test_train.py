@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import logging
 import re
 from types import SimpleNamespace
@@ -13,14 +12,10 @@ import yaml
 from tensordict import TensorDict
 
 from cli.commands import LAST_LINE, TINY, last_line
+from kit.files import logged
 from torchrl_lightning import MLPNetwork, OnPolicyDataModule, PPOModule
 from torchrl_lightning.cli.sweeps import read_trials
 from torchrl_lightning.cli.train import load_weights, summary
-
-
-def rows(folder):
-    with (folder / "csv" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def weights(path):
@@ -39,7 +34,7 @@ def test_a_run_ends_with_its_score_and_leaves_curve_rows_and_checkpoints(trained
 
 def test_rows_are_written_over_environment_frames(trained):
     folder, _ = trained
-    table = rows(folder)
+    table = logged(folder / "csv")
     assert [int(row["step"]) for row in table if row["eval/return"]] == [256, 512]
     assert [int(row["step"]) for row in table if row["train/grad_norm"]] == [128, 256, 384, 512]
     assert all(float(row["frames_per_second"]) > 0 for row in table if row["frames_per_second"])
@@ -66,7 +61,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, run, tmp_path):
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not all(torch.equal(expected[name], value) for name, value in weights(half).items())
-    assert [int(row["step"]) for row in rows(tmp_path / "second") if row["train/grad_norm"]] == [384, 512]
+    assert [int(row["step"]) for row in logged(tmp_path / "second" / "csv") if row["train/grad_norm"]] == [384, 512]
 
 
 def test_the_best_policy_is_played_with_the_statistics_that_it_was_evaluated_with(tmp_path):

@@ -12,15 +12,13 @@ from torch import nn
 from torchrl.modules import GRUModule, ProbabilisticActor
 
 from kit.counting import ContinuousEnv, CountingEnv, FailingEnv, RandomEnv, vector_env
+from kit.rollouts import categorical_actor
 from torchrl_lightning.collectors import GymnasiumCollector
 
 
 def stochastic_policy(seed: int = 0) -> ProbabilisticActor:
     torch.manual_seed(seed)
-    net = TensorDictModule(nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
-    return ProbabilisticActor(
-        net, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
-    )
+    return categorical_actor(nn.Linear(3, 3))
 
 
 def collect(collector: GymnasiumCollector, batches: int) -> list[TensorDict]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
 
+from kit.runs import trainer
 from torchrl_lightning import ReplayDataModule
 from torchrl_lightning.keys import RESERVED
 
@@ -31,9 +31,7 @@ def fit(compose_train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]
             return step(batch, batch_idx)
 
         module.training_step = training_step
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
-        trainer = L.Trainer(max_epochs=1, accelerator="cpu", limit_val_batches=0, default_root_dir=tmp_path, **quiet)
-        trainer.fit(module, datamodule=data)
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
         for batch in served:
             own = {*batch.keys(), *batch.get("next", {}).keys()} - set(data.specs.observation.keys())
             assert own <= RESERVED

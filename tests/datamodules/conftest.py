@@ -5,11 +5,11 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from datamodules.replay_parts import trainer
+from kit.rollouts import categorical_actor
 from torchrl_lightning import OnPolicyDataModule
 
 
@@ -26,14 +26,8 @@ class TinyActorCritic(L.LightningModule):
             return
         specs = self.trainer.datamodule.specs
         size = specs.observation["observation"].shape[-1]
-        self.policy = ProbabilisticActor(
-            TensorDictModule(nn.Linear(size, specs.action.n), ["observation"], ["logits"]),
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-            log_prob_key="action_log_prob",
-        )
+        network = nn.Linear(size, specs.action.n)
+        self.policy = categorical_actor(network, out_keys=["action"], log_prob_key="action_log_prob")
         self.critic = ValueOperator(nn.Linear(size, 1))
 
     def training_step(self, batch, batch_idx):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,18 +11,10 @@ import torch.distributed as dist
 
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import trainer
-from torchrl_lightning import GymnasiumCollector, LastCheckpoint, OnPolicyDataModule
+from kit.normalized import recording
+from torchrl_lightning import LastCheckpoint, OnPolicyDataModule
 
 FOLDER = Path(sys.argv[1])
-
-
-class Recording(GymnasiumCollector):
-    """Remembers the observations that it has collected."""
-
-    def rollout(self):
-        batch = super().rollout()
-        self.__dict__.setdefault("collected", []).append(batch["observation"].clone())
-        return batch
 
 
 class Reporting(TinyActorCritic):
@@ -52,7 +43,7 @@ class Reporting(TinyActorCritic):
             "mean": observed["moments"]["mean"].tolist(),
             "spread": observed["moments"]["spread"].tolist(),
             "rewards": normalization["reward"]["count"],
-            "seen": [row for rows in data.collector.collected for row in rows.flatten(0, 1).tolist()],
+            "seen": [row for each in data.collector.recorded for row in each["observation"].flatten(0, 1).tolist()],
         }
         (FOLDER / f"{self.name}_{dist.get_rank()}.json").write_text(json.dumps(report))
 
@@ -67,7 +58,7 @@ def fit(name, epochs, ckpt_path=None):
         num_epochs=2,
         eval_episodes=1,
         seed=0,
-        collector=partial(Recording, "CartPole-v1", num_envs=2, frames_per_batch=32),
+        collector=recording(2, 32),
         normalize_observation=True,
         normalize_reward=True,
         reset_at_each_batch=True,

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from datamodules.replay_parts import parameters, trainer
+from datamodules.replay_parts import trainer
+from kit.runs import parameters
 from torchrl_lightning import LastCheckpoint, OnPolicyDataModule, PPODBuffer
 from torchrl_lightning.learn import MLPNetwork, PPOModule
 

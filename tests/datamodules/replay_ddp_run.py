@@ -56,7 +56,7 @@ class Reporting(L.Callback):
             "updates": [module.updates, data.updates],
             "frames": data.frames,
             "ended": flat(module),
-            "moments": str(data._normalization.state_dict()),
+            "moments": str(data.state_dict()["normalization"]),
             "cells": cells["observation"].flatten().tolist(),
             "next_sample": data.buffer.sample(16)["index"].tolist(),
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
-import lightning as L
 import torch
 
 from kit.forks import Forked, as_script
+from kit.runs import trainer as quiet_trainer
 from torchrl_lightning import RecentSampler, RecurrentReplayBuffer, ReplayDataModule, SimpleReplayBuffer
 from torchrl_lightning.learn import DQNModule, MLPNetwork, RecurrentNetwork
 from torchrl_lightning.replay import (
@@ -78,19 +79,7 @@ def replay_data(buffer="uniform", **kwargs):
     return ReplayDataModule(**{**settings, **kwargs})
 
 
-def trainer(folder, **kwargs):
-    settings = {
-        "accelerator": "cpu",
-        "max_epochs": 3,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-        "default_root_dir": folder,
-    }
-    return L.Trainer(**{**settings, **kwargs})
+trainer = partial(quiet_trainer, limit_val_batches=0, max_epochs=3)
 
 
 def fit(folder, data, module=None, ckpt_path=None, **kwargs):
@@ -98,10 +87,6 @@ def fit(folder, data, module=None, ckpt_path=None, **kwargs):
     run = trainer(folder, **{"max_epochs": 2, **kwargs})
     run.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, run
-
-
-def parameters(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def stored(data):

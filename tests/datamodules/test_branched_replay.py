@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from datamodules.replay_parts import dqn, fit, parameters, replay_data, stored
-from datamodules.test_replay_resume import SaveAfter
+from datamodules.replay_parts import dqn, fit, replay_data, stored
+from kit.runs import SaveAt, parameters
 from torchrl_lightning import BranchedReplay, MBPOModule, MLPNetwork, WorldModelFit
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(settings: dict[st
     whole, first, resumed = data(), data(), data()
     uninterrupted, _ = fit(tmp_path, whole, agent(), max_epochs=4)
     # Stopped in the midst of the second epoch.
-    saving = SaveAfter(15, tmp_path / "at.ckpt")
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15)
     fit(tmp_path, first, agent(), max_epochs=2, callbacks=[saving])
     module, _ = fit(tmp_path, resumed, agent(99), tmp_path / "at.ckpt", max_epochs=4)
     assert torch.equal(stored(resumed), stored(whole))

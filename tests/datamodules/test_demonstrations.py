@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
-from datamodules.replay_parts import parameters, reports, run_ranks
+from datamodules.replay_parts import reports, run_ranks
+from kit.runs import parameters
 from torchrl_lightning import (
     AsynchronousCollector,
     Demonstration,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from datamodules.replay_parts import trainer
+from kit.normalized import Checking, recording
 from torchrl_lightning import (
     DQNModule,
     EpisodicReplayBuffer,
@@ -53,8 +54,8 @@ def rollouts(buffer: Any, **options: Any) -> OnPolicyDataModule:
     )
 
 
-def fitted(tmp_path: Any, data: Any, learner: L.LightningModule) -> Any:
-    trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(learner, datamodule=data)
+def fitted(tmp_path: Any, data: Any, learner: L.LightningModule, **settings: Any) -> Any:
+    trainer(tmp_path, max_epochs=1, **settings).fit(learner, datamodule=data)
     return data
 
 
@@ -110,12 +111,20 @@ def test_recorded_returns_take_the_learners_discount(tmp_path):
     ids=["experience", "callable", "recurrent", "simple"],
 )
 def test_the_scale_of_rewards_takes_the_learners_discount(tmp_path, buffer):
-    data = fitted(tmp_path, replayed(buffer, normalize_reward=True), DQNModule(gamma=0.5))
-    assert data._normalization.gamma == 0.5
+    options = {"collector": recording(2, 2, init_random_frames=40), "checkpoint_buffer": "none"}
+    data, checking = (
+        replayed(buffer, normalize_reward=True, **options),
+        Checking(observation=False, gamma=0.5),
+    )
+    fitted(tmp_path, data, DQNModule(gamma=0.5), callbacks=[checking])
+    assert checking.checks == 1
 
 
 def test_the_scale_of_an_on_policy_learners_rewards_takes_its_discount(tmp_path):
-    assert fitted(tmp_path, rollouts(GAEBuffer, normalize_reward=True), Discounting())._normalization.gamma == 0.9
+    data = rollouts(GAEBuffer, normalize_reward=True, collector=recording(2, 32))
+    checking = Checking(observation=False, gamma=0.9)
+    fitted(tmp_path, data, Discounting(), callbacks=[checking])
+    assert checking.checks == 1
 
 
 @pytest.mark.parametrize("buffer", ON_POLICY)
@@ -201,13 +210,11 @@ def test_a_checkpoint_is_checked_for_a_learner_before_there_is_a_trainer(tmp_pat
 
 def test_a_resumed_run_has_its_discount(tmp_path):
     make = partial(replayed, partial(ExperienceBuffer, n_steps=3))
-    run = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+    run = trainer(tmp_path, max_epochs=1)
     run.fit(DQNModule(gamma=0.9), datamodule=make())
     run.save_checkpoint(tmp_path / "run.ckpt")
     data = make()
-    trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(
-        DQNModule(gamma=0.9), datamodule=data, ckpt_path=tmp_path / "run.ckpt"
-    )
+    trainer(tmp_path, max_epochs=2).fit(DQNModule(gamma=0.9), datamodule=data, ckpt_path=tmp_path / "run.ckpt")
     assert (data.buffer.gamma, data.updates) == (0.9, 8)
 
 

@@ -11,7 +11,8 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from datamodules.replay_parts import parameters, trainer
+from datamodules.replay_parts import trainer
+from kit.runs import SaveAt, parameters
 from torchrl_lightning import (
     DynamicsDataModule,
     ExperienceBuffer,
@@ -335,38 +336,15 @@ def test_what_a_loader_outside_of_a_fit_is():
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
-class Save(L.Callback):
-    """Writes a checkpoint at one of Lightning's moments in an epoch and ends the run there."""
-
-    def __init__(self, path, moment, epoch=None):
-        self.path, self.moment, self.epoch = path, moment, epoch
-
-    def save(self, run, moment):
-        if moment == self.moment and self.epoch in (None, run.current_epoch):
-            run.save_checkpoint(self.path)
-            run.should_stop = True
-
-    def on_train_batch_end(self, run, module, outputs, batch, batch_idx):
-        if batch_idx == 1:
-            self.save(run, "batch")
-
-    def on_validation_end(self, run, module):
-        self.save(run, "validation")
-
-    def on_train_epoch_end(self, run, module):
-        self.save(run, "epoch")
-
-    def on_train_end(self, run, module):
-        self.save(run, "end")
-
-
-@pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
+@pytest.mark.parametrize(
+    ("hook", "count"), [("on_train_batch_end", 2), ("on_validation_end", 1), ("on_train_epoch_end", 1)]
+)
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(moment, epoch, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(hook, count, epoch, tmp_path):
     # Each fit has two epochs: the first checkpoint lies in or behind the last epoch of one, the other in the next.
     whole = model_data(max_epochs_per_fit=50)
     uninterrupted, _ = fit(tmp_path, whole, made(Stopping), max_epochs=6)
-    saving = Save(tmp_path / "at.ckpt", moment, epoch)
+    saving = SaveAt(tmp_path / "at.ckpt", hook, count, epoch=epoch)
     fit(tmp_path, model_data(max_epochs_per_fit=50), made(Stopping), max_epochs=6, callbacks=[saving])
 
     resumed, module = model_data(max_epochs_per_fit=50), made(Stopping, 99)
@@ -386,7 +364,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(moment, epoch, tm
 def test_a_run_of_so_many_steps_resumes_where_it_ended(steps, tmp_path):
     whole = model_data(max_epochs_per_fit=2)
     uninterrupted, _ = fit(tmp_path, whole, max_epochs=-1, max_steps=16)
-    saving = Save(tmp_path / "at.ckpt", "end")
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_end")
     fit(tmp_path, model_data(max_epochs_per_fit=2), max_epochs=-1, max_steps=steps, callbacks=[saving])
     resumed, module = model_data(max_epochs_per_fit=2), made(seed=99)
     fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=-1, max_steps=16)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from datamodules.replay_parts import SIZE, dqn, fit, parameters, prioritized, replay_data
-from datamodules.test_replay_resume import SaveAfter
+from datamodules.replay_parts import SIZE, dqn, fit, prioritized, replay_data
+from kit.runs import SaveAt, parameters
 from torchrl_lightning import MixedReplay
 from torchrl_lightning.learn import DQNModule
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, SequenceSampler, UniformSampler
@@ -110,7 +110,13 @@ def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
     whole, uninterrupted = data(), dqn(Counting)
     fit(tmp_path, whole, uninterrupted, max_epochs=2)
     assert uninterrupted.shown == [2] * 20
-    fit(tmp_path, data(), dqn(Counting), max_epochs=2, callbacks=[SaveAfter(13, tmp_path / "at.ckpt")])
+    fit(
+        tmp_path,
+        data(),
+        dqn(Counting),
+        max_epochs=2,
+        callbacks=[SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 13)],
+    )
     resumed, module = data(), dqn(Counting, seed=9)
     fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=2)
     assert torch.equal(parameters(module), parameters(uninterrupted))

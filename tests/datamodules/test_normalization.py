@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from functools import partial
-
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.replay_parts import dqn, fit, parameters, replay_data, stored, trainer
-from torchrl_lightning import GymnasiumCollector, PPOModule, load_policy, play_episodes
+from datamodules.replay_parts import dqn, fit, replay_data, stored, trainer
+from kit.normalized import all_of, check_statistics, recording, statistics_of
+from kit.runs import parameters
+from torchrl_lightning import PPOModule, load_policy, play_episodes
+from torchrl_lightning.collectors import environment_specs, make_vector_env, spawn_seed
 from torchrl_lightning.learn import MLPNetwork
 
 NORMALISED = {"normalize_observation": True, "normalize_reward": True}
@@ -16,49 +16,9 @@ NORMALISED = {"normalize_observation": True, "normalize_reward": True}
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
-class Recording(GymnasiumCollector):
-    """Remembers what it has collected, ``[N, T]`` each."""
-
-    def rollout(self):
-        batch = super().rollout()
-        self.__dict__.setdefault("recorded", []).append(batch.clone())
-        return batch
-
-
-def recording(num_envs, frames, **kwargs):
-    return partial(Recording, "CartPole-v1", num_envs=num_envs, frames_per_batch=frames, **kwargs)
-
-
 def ppo(seed=0, **kwargs):
     torch.manual_seed(seed)
     return PPOModule(MLPNetwork([8]), **kwargs)
-
-
-def all_of(data, *key):
-    return torch.cat([batch[key] for batch in data.collector.recorded], 1)
-
-
-def filtered(reward, done, gamma):
-    """The discounted sums ``[N, T]`` that a loop finds."""
-    sums, last = np.zeros(reward.shape), np.zeros(len(reward))
-    for t in range(reward.shape[1]):
-        last = sums[:, t] = reward[:, t] + gamma * last
-        last = last * ~done[:, t]
-    return sums
-
-
-def check_statistics(data):
-    """Compare the run's statistics with those of everything that its collector has delivered."""
-    moments = data._normalization._normalizer.moments["observation"]
-    rows = all_of(data, "observation").flatten(0, 1).double().numpy()
-    assert moments.count == len(rows)
-    np.testing.assert_allclose(moments.mean, rows.mean(0), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(moments.variance, rows.var(0), rtol=1e-11)
-    reward, done = (all_of(data, "next", name)[..., 0].numpy() for name in ("reward", "done"))
-    sums = filtered(reward.astype(float), done, data._normalization.gamma)
-    scale = data._normalization._scale.moments
-    assert scale.count == sums.size
-    np.testing.assert_allclose(scale.variance, sums.var(), rtol=1e-11)
 
 
 class Watching(PPOModule):
@@ -95,7 +55,6 @@ def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path
 
         def on_train_epoch_end(self):
             data = self.trainer.datamodule
-            data._normalization.advance()
             check_statistics(data)
             raw, rows = stored(data), all_of(data, "observation")
             assert raw.numel() > 0
@@ -116,8 +75,7 @@ def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
     for name, extra in {"rows": {}, "rollouts": {"collector": recording(2, frames, init_random_frames=40)}}.items():
         data = replay_data(**NORMALISED, num_envs=2, reset_at_each_batch=cut, frames_per_batch=frames, **extra)
         fit(tmp_path, data)
-        data._normalization.advance()
-        moments[name] = data._normalization.state_dict()
+        moments[name] = statistics_of(data)
     assert str(moments["rows"]) == str(moments["rollouts"])
 
 
@@ -127,9 +85,8 @@ def test_the_whole_returns_are_reported_raw(env, tmp_path, make_data):
     module = ppo()
     trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
     metrics = data.metrics()
-    assert (
-        metrics["train/return"] == metrics["train/length"] if env == "CartPole-v1" else metrics["train/return"] < -500
-    )
+    steps = metrics["train/length"]
+    assert metrics["train/return"] == steps if env == "CartPole-v1" else metrics["train/return"] < -500
 
 
 @pytest.mark.parametrize("stopped_after", [1, 2])
@@ -169,15 +126,15 @@ def test_a_loaded_policy_acts_as_in_evaluation(tmp_path, make_data):
     run = trainer(tmp_path, max_epochs=2)
     run.fit(module, datamodule=data)
     run.save_checkpoint(tmp_path / "at.ckpt")
-    seed = data._spawn_seed("evaluation", data._num_evaluations + 1)
+    other = make_data(**NORMALISED)
+    other.load_state_dict(data.state_dict())
     evaluated = data.evaluate(module.policy, 4)
     loaded = load_policy(tmp_path / "at.ckpt", ppo(seed=5))
-    played = play_episodes("CartPole-v1", loaded, 4, num_envs=2, seed=seed)
+    played = play_episodes("CartPole-v1", loaded, 4, num_envs=2, seed=spawn_seed(0, "evaluation", 0, 1))
     assert (evaluated == played).all(), (evaluated["episode_return"], played["episode_return"])
-    assert loaded.specs.observation == data._environments.specs.observation
+    assert loaded.specs.observation == environment_specs(make_vector_env("CartPole-v1", 1)).observation
     # It normalises itself, and is not given normalised observations a second time.
-    data._num_evaluations -= 1
-    assert (data.evaluate(loaded, 4) == evaluated).all()
+    assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
 def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(tmp_path, make_data):
@@ -187,7 +144,7 @@ def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(tmp_path, mak
     run.save_checkpoint(tmp_path / "at.ckpt")
     other = make_data(**NORMALISED)
     trainer(tmp_path, limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=tmp_path / "at.ckpt")
-    assert str(other._normalization.state_dict()) == str(data._normalization.state_dict())
+    assert str(statistics_of(other)) == str(statistics_of(data))
 
 
 @pytest.mark.parametrize("changed", [{"normalize_observation": False}, {"normalize_clip": 3.0}])

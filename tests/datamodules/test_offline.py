@@ -17,7 +17,9 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.modules.distributions import NormalParamExtractor
 from torchrl.objectives import IQLLoss, LossModule, SoftUpdate
 
-from datamodules.replay_parts import BUFFERS, SIZE, dqn, experience, fit, parameters, recurrent, replay_data, stored
+from datamodules.replay_parts import BUFFERS, SIZE, dqn, experience, fit, recurrent, replay_data, stored
+from kit.normalized import statistics_of
+from kit.runs import parameters
 from torchrl_lightning import ExperienceLog, LossModuleAgent, environment_specs, make_vector_env
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
@@ -85,11 +87,11 @@ def test_what_is_collected_comes_behind_the_data(name, cartpole, rows, tmp_path)
 def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
     data = offline(cartpole, normalize_observation=True, normalize_reward=True)
     fit(tmp_path, data)
-    (moments,) = data._normalization._normalizer.moments.values()
+    moments = statistics_of(data)
     seen = torch.cat(rows)["observation"].double()
-    assert torch.allclose(moments.mean, seen.mean(0))
-    assert torch.allclose(moments.variance, seen.var(0, correction=0))
-    assert data._normalization._scale.moments.count == len(seen)
+    assert torch.allclose(moments["observation"].mean, seen.mean(0))
+    assert torch.allclose(moments["observation"].variance, seen.var(0, correction=0))
+    assert moments["reward"].count == len(seen)
 
 
 def prioritized_data(cartpole, **kwargs):
@@ -116,7 +118,7 @@ def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path
     assert "the data set is read and 0 frames are collected anew" in caplog.text
     assert torch.equal(stored(resumed), stored(first))
     assert (resumed.updates, resumed.frames) == (30, 0)
-    states = [data._normalization.state_dict()["observation"] for data in (first, resumed)]
+    states = [data.state_dict()["normalization"]["observation"] for data in (first, resumed)]
     assert str(states[0]) == str(states[1])
 
 

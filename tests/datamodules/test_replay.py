@@ -6,7 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from datamodules.replay_parts import BUFFERS, dqn, experience, fit, parameters, recurrent, replay_data
+from datamodules.replay_parts import BUFFERS, dqn, experience, fit, recurrent, replay_data
+from kit.runs import parameters
 from torchrl_lightning.learn import DQNModule
 from torchrl_lightning.replay import SequenceSampler, UniformSampler
 

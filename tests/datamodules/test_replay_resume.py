@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensordict import TensorDict
 
-from datamodules.replay_parts import dqn, fit, in_files, parameters, prioritized, replay_data, stored, trainer
+from datamodules.replay_parts import dqn, fit, in_files, prioritized, replay_data, stored, trainer
+from kit.runs import SaveAt, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
@@ -17,18 +18,6 @@ EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update"
 
 def learner(buffer, seed=0):
     return dqn(seed=seed, recurrent=buffer == "sequence")
-
-
-class SaveAfter(L.Callback):
-    """Writes a checkpoint after so many updates and ends the run there."""
-
-    def __init__(self, updates, path):
-        self.updates, self.path = updates, path
-
-    def on_train_batch_end(self, trainer, module, *args):
-        if module.updates == self.updates:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 def states_in(folder):
@@ -59,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(buffer, settings,
 
     # Stopped in the midst of the second epoch: the counts have to go on where they were.
     first = data("half")
-    saving = SaveAfter(15, tmp_path / "at.ckpt")
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15)
     fit(tmp_path, first, learner(buffer), max_epochs=2, limit_val_batches=1, callbacks=[saving])
     resumed = data("half")
     module, _ = fit(tmp_path, resumed, learner(buffer, 99), tmp_path / "at.ckpt", max_epochs=4, limit_val_batches=1)

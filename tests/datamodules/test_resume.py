@@ -8,7 +8,7 @@ import torch
 from gymnasium.wrappers import ClipReward
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.replay_parts import parameters
+from kit.runs import parameters
 from torchrl_lightning import EnvironmentRecipe, GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 # A resumed run writes beside the checkpoint that it came from.

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensordict.nn import TensorDictModule
 from torchrl.envs import Compose, GymEnv, ParallelEnv, RewardScaling, SerialEnv, StepCounter, TransformedEnv
 
-from datamodules.replay_parts import parameters, trainer
+from datamodules.replay_parts import trainer
+from kit.runs import parameters
 from kit.torchrl_envs import Walk, cart_pole
 from torchrl_lightning import (
     DQNModule,

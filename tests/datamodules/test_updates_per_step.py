@@ -10,7 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from datamodules.replay_parts import dqn, fit, parameters, replay_data, stored, trainer
+from datamodules.replay_parts import dqn, fit, replay_data, stored, trainer
+from kit.runs import parameters
 from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
 from torchrl_lightning.learn import DQNModule
 

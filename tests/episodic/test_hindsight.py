@@ -105,9 +105,7 @@ def walk(lengths: list[int], goal: float = -5.0) -> TensorDict:
 
 def relabelling(length: int, lengths: list[int], batch_size: int, sampler=None, **options) -> ExperienceBuffer:
     transform = HindsightRelabel(**{"her_proportion": 1.0, **options})
-    buffer = ring(length, sampler=sampler, transform=transform, batch_size=batch_size)
-    buffer.extend(walk(lengths))
-    return buffer
+    return ring(length, sampler=sampler, transform=transform, batch_size=batch_size, data=walk(lengths))
 
 
 def test_future_goals_are_uniform_over_the_rest_of_the_episode():

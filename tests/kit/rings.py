@@ -29,16 +29,37 @@ def ring(
     sampler: Any = None,
     *,
     filled: int = 0,
+    data: TensorDict | None = None,
     seed: int = 0,
     scratch_dir: Path | None = None,
     **settings: Any,
 ) -> ExperienceBuffer:
-    """Make a buffer of ``length`` steps for each environment, of which the first ``filled`` are written as numbers."""
+    """Make a buffer of ``length`` steps for each environment.
+
+    Args:
+        length: how many steps of each have room.
+        num_envs: how many there are.
+        sampler: TorchRL's own by default.
+        filled: how many steps of each are written as numbers.
+        data: what is written then.
+        seed: of the buffer's generator.
+        scratch_dir: where cells lie on disk.
+        settings: further ones of the buffer.
+    """
     storage = RingStorage(length * num_envs, scratch_dir=scratch_dir)
     settings = {"storage": storage, "generator": generator(seed), **settings}
     buffer = ExperienceBuffer(num_envs=num_envs, sampler=sampler, **settings)
     for step in range(filled):
         buffer.extend(numbered(num_envs, step * num_envs))
+    if data is not None:
+        buffer.extend(data)
+    return buffer
+
+
+def house(kind: str, sampler: Any, data: TensorDict) -> Any:
+    """Make a buffer of 20 steps of one of the houses, which holds the data."""
+    buffer = HOUSES[kind](sampler)
+    buffer.extend(data)
     return buffer
 
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import ProbabilisticActor
+
+from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter
 
 
 def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> TensorDict:
@@ -61,11 +64,34 @@ def both_values() -> TensorDictModule:
     return make_critic(intrinsic_state_value=0.3)
 
 
+def holding(buffer: Any, data: Any = None) -> Any:
+    """Write a rollout; return the buffer."""
+    buffer.insert_data_slice(make_rollout() if data is None else data)
+    return buffer
+
+
 def estimated(buffer: Any, data: Any = None) -> Any:
     """Write a rollout and estimate it; return the buffer."""
-    buffer.insert_data_slice(make_rollout() if data is None else data)
-    buffer.before_gradients()
+    holding(buffer, data).before_gradients()
     return buffer
+
+
+def torchrl_buffer(size: int = 5, sampler: Any = None, time_dim: int | None = None, batch_size: int = 4) -> Any:
+    """TorchRL's own buffer over our storage, writer and, by default, sampler."""
+    parts = {
+        "storage": RolloutStorage(size),
+        "writer": RolloutWriter(time_dim),
+        "sampler": sampler or MinibatchSampler(),
+    }
+    return TensorDictReplayBuffer(**parts, dim_extend=0, batch_size=batch_size)
+
+
+def categorical_actor(network: Any, **options: Any) -> ProbabilisticActor:
+    """An actor over choices, whose logits a network, or a module that writes them, computes."""
+    if not isinstance(network, TensorDictModuleBase):
+        network = TensorDictModule(network, in_keys=["observation"], out_keys=["logits"])
+    kind = torch.distributions.Categorical
+    return ProbabilisticActor(network, in_keys=["logits"], distribution_class=kind, return_log_prob=True, **options)
 
 
 def linear_actor(weight: float = 0.3) -> ProbabilisticActor:
@@ -73,10 +99,7 @@ def linear_actor(weight: float = 0.3) -> ProbabilisticActor:
     net = nn.Linear(1, 2, bias=False)
     nn.init.zeros_(net.weight)
     net.weight.data[1] = weight
-    module = TensorDictModule(net, in_keys=["observation"], out_keys=["logits"])
-    return ProbabilisticActor(
-        module, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
-    )
+    return categorical_actor(net)
 
 
 def brute_gae(

@@ -72,18 +72,3 @@ class FakeData(L.LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.frames = state["frames"]
-
-
-def trainer(**kwargs: Any) -> L.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-        "inference_mode": False,
-        "max_epochs": 2,
-    }
-    return L.Trainer(**(settings | kwargs))

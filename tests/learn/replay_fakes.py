@@ -12,6 +12,7 @@ from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 
 from learn.fakes import FakeData
 from torchrl_lightning.learn import DQNModule, SACModule, TD3Module
+from torchrl_lightning.learn.transitions import Transitions, read_transitions
 
 OBSERVATION = Composite(observation=Unbounded(4))
 DISCRETE = SimpleNamespace(observation=OBSERVATION, action=Categorical(3), num_envs=2)
@@ -66,6 +67,11 @@ def sequences(specs: Any, module: Any, rows: int, steps: int, generator: torch.G
         state = {name: torch.randn(shape, generator=generator) for name in "hc"}
         batch["recurrent_state"] = TensorDict(state, [rows, steps])
     return batch
+
+
+def read(module: Any, batch: TensorDict, gamma: float = 0.9) -> Transitions:
+    """Return what a recurrent module reads of a batch."""
+    return read_transitions(batch, ["observation"], gamma, module.memory.state_keys)
 
 
 def shake_targets(module: Any) -> None:

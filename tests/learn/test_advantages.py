@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learn.fakes import FakeData, trainer
+from kit.runs import trainer
+from learn.fakes import FakeData
 from torchrl_lightning import (
     A2CModule,
     ActorCriticModule,

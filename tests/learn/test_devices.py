@@ -15,10 +15,10 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from kit.devices import THERE, SecondDevice, move_there
-from kit.rollouts import make_rollout
+from kit.rollouts import estimated, make_rollout
+from kit.runs import trainer
 from learn.dynamics_fakes import transitions
-from learn.fakes import trainer
-from learn.replay_fakes import BOX, DISCRETE, sequences
+from learn.replay_fakes import BOX, DISCRETE, read, sequences
 from torchrl_lightning import (
     ExperienceBuffer,
     GAEBuffer,
@@ -50,7 +50,6 @@ from torchrl_lightning.learn import (
     build_critic,
 )
 from torchrl_lightning.learn.memory import refreshed_states
-from torchrl_lightning.learn.transitions import read_transitions
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
 SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=Categorical(2), num_envs=3)
@@ -101,8 +100,7 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
         if device is not None:
             there[1](actor), there[1](critic)
         buffer = cls(5, actor=actor, critic=critic)
-        buffer.insert_data_slice(data)
-        buffer.before_gradients()
+        estimated(buffer, data)
         assert {value.device.type for value in buffer.rollout.values(True, True)} == {"cpu"}
         rollouts.append(buffer.rollout)
     for key in ("state_value", ("next", "state_value"), "advantage", "value_target"):
@@ -162,7 +160,7 @@ def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torc
     batch = buffer.sample()
     far = batch.unsqueeze(0).to(there[0])
     there[1](memory)
-    part = read_transitions(far, ["observation"], 0.99, module._state_keys)
+    part = read(module, far, 0.99)
     module._rewrite(far, refreshed_states(part, memory))
     far["td_error"] = part.reward.abs() + 1.0
     keys = module.rewritten_keys(far)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.runs import parameters, trainer
 from learn.dynamics_fakes import SPECS, FakeDynamics, transitions
-from learn.fakes import FakeData, trainer
+from learn.fakes import FakeData
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn import DynamicsEnsemble
 
@@ -23,10 +24,6 @@ def small(**kwargs: Any) -> DynamicsEnsemble:
 
 def built(**kwargs: Any) -> DynamicsEnsemble:
     return small(**kwargs).build(SPECS, num_members=3)
-
-
-def weights(ensemble: torch.nn.Module) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(ensemble.parameters()).detach().clone()
 
 
 def test_fit_lowers_the_error_and_logs_it_over_frames() -> None:
@@ -74,13 +71,13 @@ def test_a_member_that_diverges_is_no_elite() -> None:
 
 def test_next_fit_goes_on_from_what_was_kept_with_new_scales() -> None:
     module = built()
-    kept = weights(module.world_model.ensemble)
+    kept = parameters(module.world_model.ensemble)
     for weight in module.ensemble.weights:
         weight.data += 1.0
     module.judge(torch.full((3,), math.nan))  # nothing is kept of this
     targets = DynamicsTargets(SPECS.observation, SPECS.action).fit(transitions(50))
     module.begin_fit(targets)
-    assert torch.equal(weights(module.ensemble), kept)
+    assert torch.equal(parameters(module.ensemble), kept)
     torch.testing.assert_close(module.ensemble.input_std.double(), targets.input_scaler.std)
     assert module.best_errors.isinf().all()
     assert not module.fit_is_over
@@ -90,7 +87,7 @@ def test_next_fit_goes_on_from_what_was_kept_with_new_scales() -> None:
 def test_without_holdout_rows_the_last_weights_act() -> None:
     module, data = small(), FakeDynamics()
     trainer(limit_val_batches=0).fit(module, datamodule=data)
-    assert torch.equal(weights(module.world_model.ensemble), weights(module.ensemble))
+    assert torch.equal(parameters(module.world_model.ensemble), parameters(module.ensemble))
     assert torch.equal(module.world_model.ensemble.input_std, module.ensemble.input_std)
 
 

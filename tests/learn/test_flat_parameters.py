@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from learn.fakes import SPECS, FakeData, trainer
+from kit.runs import trainer
+from learn.fakes import SPECS, FakeData
 from learn.replay_fakes import BOX, FakeReplay, transitions
 from torchrl_lightning.learn import MLPNetwork, PPOModule, TD3Module, flat_parameters
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters

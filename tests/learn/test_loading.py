@@ -10,7 +10,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from datamodules.conftest import TinyActorCritic
 from datamodules.replay_parts import dqn, fit, replay_data
-from learn.fakes import trainer
+from kit.runs import trainer
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes
 from torchrl_lightning.cli.parts import KeptConfig
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork

@@ -15,7 +15,7 @@ from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, QValueActor,
 from torchrl.modules.distributions import NormalParamExtractor
 from torchrl.objectives import A2CLoss, DQNLoss, IQLLoss, LossModule, REDQLoss, SoftUpdate
 
-from learn.fakes import trainer
+from kit.runs import trainer
 from learn.replay_fakes import BOX, DISCRETE, FakeReplay, transitions
 from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
 from torchrl_lightning.learn import LossModuleAgent

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from learn.replay_fakes import AGENTS, sequences, shake_targets
+from learn.replay_fakes import AGENTS, read, sequences, shake_targets
 from torchrl_lightning.learn import OffPolicyModule, RecurrentNetwork
 from torchrl_lightning.learn.memory import remember, successor_layout
 from torchrl_lightning.learn.transitions import Transitions, read_transitions
@@ -26,8 +26,7 @@ def make(case: str, cell: str, layers: int, **kwargs: Any) -> tuple[OffPolicyMod
 
 
 def behind(module: OffPolicyModule, batch: TensorDict) -> Transitions:
-    read = read_transitions(batch, module._keys, 0.9, module._state_keys)
-    return remember(read, module.memory, module.targets.memory)
+    return remember(read(module, batch), module.memory, module.targets.memory)
 
 
 def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,9 +98,8 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
     batch = sequences(specs, module, 6, 5)
     batch["mask"] = torch.rand(6, 5) < 0.7
     batch["priority_weight"] = (torch.rand(6, 1) + 0.1).expand(6, 5)
-    read = read_transitions(batch, module._keys, module.gamma, module._state_keys)
     torch.manual_seed(2)
-    mine, error = module.compute(read)
+    mine, error = module.compute(read(module, batch, module.gamma))
     remembered = behind(module, batch)
     flat = TensorDict(
         {
@@ -127,7 +125,7 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
 def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
     module, specs = make(case, "gru", 1, target_interval=1)
     batch = sequences(specs, module, 6, 5)
-    terms, _ = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+    terms, _ = module.compute(read(module, batch))
     memory = list(module.memory.parameters())
     unused = torch.autograd.grad(terms["loss_actor"], memory, allow_unused=True, retain_graph=True)
     assert all(gradient is None for gradient in unused)
@@ -144,7 +142,7 @@ def test_burn_in_warms_the_memory_but_does_not_count() -> None:
     batch["mask"][:, :3] = False
 
     def value(batch: TensorDict) -> torch.Tensor:
-        terms, _ = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        terms, _ = module.compute(read(module, batch))
         return terms["loss_value"].detach()
 
     reference, other = value(batch), batch.clone()
@@ -166,7 +164,7 @@ def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
     results = []
     for filler in (0.0, 5.0):
         batch["observation"][1, 3:] = filler
-        terms, error = module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        terms, error = module.compute(read(module, batch))
         results.append((terms["loss_value"].detach(), error))
     torch.testing.assert_close(results[0], results[1])
 
@@ -175,9 +173,9 @@ def test_flat_batches_are_refused() -> None:
     module, specs = make("dqn", "gru", 1)
     batch = sequences(specs, module, 4, 6)[:, 0]
     with pytest.raises(ValueError, match="SequenceSampler"):
-        module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        module.compute(read(module, batch))
     with pytest.raises(KeyError, match="recurrent_state"):
-        read_transitions(batch.exclude("recurrent_state"), module._keys, 0.9, module._state_keys)
+        read(module, batch.exclude("recurrent_state"))
 
 
 def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> None:
@@ -226,4 +224,4 @@ def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int)
     batch["steps_to_next_obs"] = torch.full((4, length), 3)
     batch["mask"] = (torch.arange(length) >= burn_in).expand(4, length)
     with pytest.raises(ValueError, match=f"{burn_in} only warm up, hold no successor that lies 3 steps"):
-        module.compute(read_transitions(batch, module._keys, 0.9, module._state_keys))
+        module.compute(read(module, batch))

@@ -12,7 +12,7 @@ import torch
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import CEMPlanner
 
-from learn.fakes import trainer
+from kit.runs import SaveAt, trainer
 from torchrl_lightning import DynamicsDataModule, MBReplayBuffer, load_policy
 from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, RandomShootingPlanner
@@ -50,28 +50,6 @@ def fit(agent: DynamicsEnsemble, stream: DynamicsDataModule, epochs: int = -1, *
     return run
 
 
-class Save(L.Callback):
-    """Writes a checkpoint in an epoch: behind the second batch, the judgement of the members, or the end."""
-
-    def __init__(self, path: Path, moment: str, epoch: int) -> None:
-        self.path, self.moment, self.epoch = path, moment, epoch
-
-    def save(self, run: L.Trainer, moment: str) -> None:
-        if (moment, run.current_epoch) == (self.moment, self.epoch):
-            run.save_checkpoint(self.path)
-            run.should_stop = True
-
-    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.save(run, "batch")
-
-    def on_validation_end(self, run: Any, module: Any) -> None:
-        self.save(run, "validation")
-
-    def on_train_epoch_end(self, run: Any, module: Any) -> None:
-        self.save(run, "epoch")
-
-
 @pytest.mark.parametrize(
     "planner",
     [
@@ -99,14 +77,16 @@ def test_a_reward_function_is_not_learnt() -> None:
     assert agent.ensemble.outputs == 3
 
 
-@pytest.mark.parametrize("moment", ["batch", "validation", "epoch"])
+@pytest.mark.parametrize(
+    ("hook", "count"), [("on_train_batch_end", 2), ("on_validation_end", 1), ("on_train_epoch_end", 1)]
+)
 @pytest.mark.parametrize("epoch", [1, 3, 4])
-def test_resuming_in_the_middle_of_a_fit_is_exact(tmp_path: Path, moment: str, epoch: int) -> None:
+def test_resuming_in_the_middle_of_a_fit_is_exact(tmp_path: Path, hook: str, count: int, epoch: int) -> None:
     # Fits begin in epochs 0, 4 and later; the members are judged in each.
     whole, stream = module(), data()
     fit(whole, stream, 9)
     part = module()
-    fit(part, data(), 9, callbacks=[Save(tmp_path / "part.ckpt", moment, epoch)])
+    fit(part, data(), 9, callbacks=[SaveAt(tmp_path / "part.ckpt", hook, count, epoch=epoch)])
     resumed, again = module(), data()
     fit(resumed, again, 9, ckpt_path=tmp_path / "part.ckpt")
     assert (again.frames, again.fits) == (stream.frames, stream.fits) == (60, 3)

@@ -13,8 +13,9 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.data import Composite, Unbounded
 
-from kit.rollouts import make_rollout
-from learn.fakes import SPECS, FakeData, trainer
+from kit.rollouts import estimated
+from kit.runs import trainer
+from learn.fakes import SPECS, FakeData
 from torchrl_lightning import GAEBuffer
 from torchrl_lightning.learn import (
     A2CModule,
@@ -234,9 +235,7 @@ def dropping(module: Any) -> Any:
 def test_values_over_a_shared_trunk_are_estimated_in_evaluation_mode() -> None:
     specs = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=SPECS.action)
     module = dropping(PPOModule(MLPNetwork([32], shared=True)).build(specs))
-    buffer = GAEBuffer(5, critic=module.critic)
-    buffer.insert_data_slice(make_rollout())
-    buffer.before_gradients()
+    buffer = estimated(GAEBuffer(5, critic=module.critic))
     assert all(part.training for part in module.modules())
     module.eval()
     expected = module.critic(buffer.rollout.select("observation"))["state_value"]

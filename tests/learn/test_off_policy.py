@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from learn.fakes import trainer
+from kit.runs import parameters, trainer
 from learn.replay_fakes import AGENTS, BOX, DISCRETE, ONE_HOT, FakeReplay, sequences, transitions
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork, agents
 from torchrl_lightning.learn.transitions import read_transitions
@@ -85,12 +85,8 @@ def test_target_networks_follow_by_share_or_by_copy(tau: float, interval: int) -
         torch.testing.assert_close(target, expected)
 
 
-def weights(module: OffPolicyModule) -> tuple[torch.Tensor, torch.Tensor]:
-    online, target = (
-        torch.nn.utils.parameters_to_vector(network.parameters()).detach().clone()
-        for network in (module.q_network, module.targets.q_network)
-    )
-    return online, target
+def weights(module: OffPolicyModule) -> list[torch.Tensor]:
+    return [parameters(network) for network in (module.q_network, module.targets.q_network)]
 
 
 def test_epsilon_follows_the_frames() -> None:

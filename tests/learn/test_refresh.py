@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from learn.fakes import trainer
+from kit.runs import trainer
 from learn.replay_fakes import AGENTS, FakeReplay, sequences
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork
 
@@ -29,7 +29,7 @@ def with_next_states(specs: Any, module: OffPolicyModule, generator: torch.Gener
 
 
 def paths(module: OffPolicyModule) -> list[tuple[str, ...]]:
-    before = [key if isinstance(key, tuple) else (key,) for key in module._state_keys]
+    before = [key if isinstance(key, tuple) else (key,) for key in module.memory.state_keys]
     return [*before, *[("next", *key) for key in before]]
 
 
@@ -49,7 +49,7 @@ def fit(module: OffPolicyModule, specs: Any, make_batch: Any = with_next_states)
 
 def act(module: OffPolicyModule, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
     """Return the states that a collector would have stored before and after each step, row by row, step by step."""
-    keys = module._state_keys
+    keys = module.memory.state_keys
     before, after = batch.select(*keys).clone(), batch.select(*keys).clone()
     for row in range(batch.shape[0]):
         state = batch[row, 0].select(*keys)
@@ -71,7 +71,7 @@ def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None
     assert any(batch["is_init"][:, 1:].any() for batch in served)
     for before, batch in zip(served, stream.served, strict=True):
         expected, expected_next = act(module, before)
-        for key in module._state_keys:
+        for key in module.memory.state_keys:
             state, next_state = batch.get(key), batch["next"].get(key)
             torch.testing.assert_close(state, expected.get(key))
             torch.testing.assert_close(next_state, expected_next.get(key))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from learn.fakes import SPECS, FakeData, Loader, trainer
+from kit.runs import trainer
+from learn.fakes import SPECS, FakeData, Loader
 from learn.replay_fakes import BOX, FakeReplay, transitions
 from torchrl_lightning import UpdateBatches
 from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule, TD3Module

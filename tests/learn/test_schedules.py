@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
 
-from learn.fakes import trainer
+from kit.runs import SaveAt, trainer
 from torchrl_lightning import OnPolicyDataModule
 from torchrl_lightning.learn import MLPNetwork, PPOModule
 
@@ -21,21 +20,6 @@ class Recorder(PPOModule):
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
         self.used.append((self.optimizers().param_groups[0]["lr"], float(self.entropy_coeff)))
-
-
-class SaveAt(L.Callback):
-    """Writes a checkpoint when a hook is called for the nth time, and fails where asked to."""
-
-    def __init__(self, path, hook, count, fails=False):
-        self.path, self.left, self.fails = path, count, fails
-        setattr(self, hook, self.save)
-
-    def save(self, trainer, *args):
-        self.left -= 1
-        if self.left == 0:
-            trainer.save_checkpoint(self.path)
-            if self.fails:
-                raise RuntimeError("stopped")
 
 
 def data(**kwargs):
@@ -65,7 +49,7 @@ def falling(epochs):
 @pytest.mark.parametrize("end", ["frames", "epochs"])
 def test_schedules_go_on_where_a_checkpoint_was_written(hook, count, made, end, tmp_path):
     frames, epochs = (4 * ROLLOUT, -1) if end == "frames" else (-1, 4)
-    save = SaveAt(tmp_path / "at.ckpt", hook, count, fails=True)
+    save = SaveAt(tmp_path / "at.ckpt", hook, count, then="fail")
     with pytest.raises(RuntimeError, match="stopped"):
         fit(Recorder(entropy_schedule="linear"), data(total_frames=frames), callbacks=[save], max_epochs=epochs)
     module = Recorder(entropy_schedule="linear")
@@ -107,7 +91,7 @@ def test_what_a_module_leaves_out_of_an_epoch_stays_left_out_after_a_resume(tmp_
         return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
     whole = run()
-    save = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 3, fails=True)
+    save = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 3, then="fail")
     with pytest.raises(RuntimeError, match="stopped"):
         run(callbacks=[save])
     assert torch.equal(run(save.path, stops=False), whole)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from learn.fakes import trainer
+from kit.runs import trainer
 from learn.replay_fakes import BOX, FakeReplay, sequences
 from torchrl_lightning.learn import RecurrentNetwork, TD3Module
 from torchrl_lightning.learn.flat_parameters import lay_flat

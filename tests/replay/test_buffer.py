@@ -62,8 +62,7 @@ def rollout(envs: int, steps: int) -> TensorDict:
 
 
 def test_index_points_to_what_was_sampled() -> None:
-    ours = buffer()
-    ours.extend(numbered(33))
+    ours = buffer(data=numbered(33))
     batch = ours.sample()
     assert batch.batch_size == (6,)
     assert batch["index"].dtype == torch.int64
@@ -136,8 +135,7 @@ def test_short_and_long_path_give_the_same() -> None:
 
 def test_entries_from_the_sampler() -> None:
     for kwargs in ({}, {"prefetch": 2}):
-        ours = buffer(sampler=Biased(), **kwargs)
-        ours.extend(numbered(10))
+        ours = buffer(sampler=Biased(), **kwargs, data=numbered(10))
         batch = ours.sample()
         assert batch["priority_weight"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
         assert batch["note", "x"].tolist() == [0, 2, 4, 6, 8, 10]
@@ -163,8 +161,7 @@ def test_a_transform_that_keeps_data_back() -> None:
 
 
 def test_prefetched_batches_do_not_outlive_empty() -> None:
-    ours = buffer(prefetch=3)
-    ours.extend(numbered(10))
+    ours = buffer(prefetch=3, data=numbered(10))
     ours.sample()
     ours.empty()
     ours.extend(numbered(10, 50))
@@ -177,22 +174,19 @@ def test_batch_sizes() -> None:
     with pytest.raises(RuntimeError, match="batch_size"):
         ours.sample()
     assert ours.sample(3).shape == (3,)
-    ours = buffer()
-    ours.extend(numbered(10))
+    ours = buffer(data=numbered(10))
     with pytest.warns(UserWarning, match="conflicting batch_sizes"):
         assert ours.sample(3).shape == (3,)
     assert ours.sample(4).shape == (4,)
 
 
 def test_iteration_without_replacement_sees_everything_once() -> None:
-    ours = buffer(sampler=SamplerWithoutReplacement(), batch_size=5)
-    ours.extend(numbered(20))
+    ours = buffer(sampler=SamplerWithoutReplacement(), batch_size=5, data=numbered(20))
     assert sorted(torch.cat([batch["a"] for batch in ours]).tolist()) == list(range(20))
 
 
 def test_sequence_unit_of_torchrl() -> None:
-    ours = buffer(sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
-    ours.extend(numbered(12))
+    ours = buffer(sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4, data=numbered(12))
     batch = ours.sample()
     assert batch["a"].numel() == 12
     several = buffer(num_envs=2, sample_unit=Sequence(length=3, episode_boundary="stop"), batch_size=4)
@@ -209,8 +203,7 @@ def test_slices_of_torchrl() -> None:
     batch = ours.sample()["a"].reshape(2, 3)
     assert torch.equal(batch - batch[:, :1], torch.arange(3.0).expand(2, 3))
     assert torch.equal(batch[:, 0] // 5, batch[:, 2] // 5)
-    several = buffer(num_envs=2, sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=4)
-    several.extend(data[:2])
+    several = buffer(num_envs=2, sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=4, data=data[:2])
     with pytest.raises(RuntimeError, match="interleaved"):
         several.sample()
 
@@ -221,8 +214,7 @@ class OfAUser(RandomSampler):
 
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, OfAUser])
 def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None:
-    ours = buffer(num_envs=2, sampler=sampler(), batch_size=2)
-    ours.extend(numbered(2))
+    ours = buffer(num_envs=2, sampler=sampler(), batch_size=2, data=numbered(2))
     ours.sample()
     ours.extend(numbered(1), env_ids=torch.tensor([1]))
     with pytest.raises(RuntimeError, match=r"unevenly filled rings \(\[1, 2\]"):
@@ -233,8 +225,7 @@ def test_samplers_of_torchrl_refuse_uneven_rings(sampler: type[Sampler]) -> None
 
 
 def test_priorities_reach_the_sampler() -> None:
-    ours = buffer(sampler=Noting())
-    ours.extend(numbered(6).set("td_error", torch.arange(6.0)))
+    ours = buffer(sampler=Noting(), data=numbered(6).set("td_error", torch.arange(6.0)))
     assert ours.sampler.noted == {i: float(i) for i in range(6)}
     batch = ours.sample()
     batch["td_error"] = torch.full((6, 1), 9.0)
@@ -243,8 +234,7 @@ def test_priorities_reach_the_sampler() -> None:
     with pytest.raises(KeyError, match="td_error"):
         ours.update_tensordict_priority(batch.exclude("td_error"))
     assert ours.sampler.marked == 6
-    plain = buffer()
-    plain.extend(numbered(6))
+    plain = buffer(data=numbered(6))
     plain.update_tensordict_priority(plain.sample())  # nothing to do, and no warning
 
 

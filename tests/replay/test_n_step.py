@@ -171,13 +171,11 @@ def test_with_every_sampler(sampler, dtype: torch.dtype) -> None:
 def test_on_torchrls_long_path() -> None:
     """Behind a transform, ahead of time by a thread, and with a slice sampler, whose slices end truncated."""
     data = rollout(1, 30)
-    ours = buffer(1, prefetch=2, transform=RewardScaling(0.0, 1.0, in_keys=[("next", "reward")]))
-    ours.extend(data)
+    ours = buffer(1, prefetch=2, transform=RewardScaling(0.0, 1.0, in_keys=[("next", "reward")]), data=data)
     check(ours.sample(), data)
     check(ours.sample(return_info=True)[0], data)
     torch.manual_seed(0)  # few slices are drawn, and not every one ends an episode
-    sliced = buffer(1, sampler=SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False))
-    sliced.extend(data)
+    sliced = buffer(1, sampler=SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False), data=data)
     batch = sliced.sample()
     assert batch["next", "terminated"].any()
     batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
@@ -228,8 +226,7 @@ def test_a_recurrent_state_is_that_of_the_first_and_of_the_last_step() -> None:
     data["next", "done"][:] = data["next", "terminated"][:] = data["next", "truncated"][:] = False
     data["recurrent_state"] = data["number"].unsqueeze(-1)
     data["next", "recurrent_state"] = data["number"].unsqueeze(-1) + 1
-    ours = buffer(1, sampler=SequenceSampler(3))
-    ours.extend(data)
+    ours = buffer(1, sampler=SequenceSampler(3), data=data)
     for batch in (ours.sample(), ours.sample(return_info=True)[0]):
         assert (batch["recurrent_state"][..., 0] == batch["number"][:, :1]).all()
         ahead = batch["number"] + batch["steps_to_next_obs"]
@@ -244,8 +241,7 @@ def test_data_without_ends_or_rewards_are_refused() -> None:
     ours.extend(data.exclude(("next", "reward")))
     with pytest.raises(KeyError, match=r"n_steps=3 needs the entry \('next', 'reward'\)"):
         ours.sample()
-    blind = buffer(1, writer=RingWriter(track_episodes=False))
-    blind.extend(data)
+    blind = buffer(1, writer=RingWriter(track_episodes=False), data=data)
     with pytest.raises(ValueError, match="n_steps=3 needs to know where episodes end"):
         blind.sample()
 

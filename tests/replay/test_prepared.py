@@ -69,8 +69,7 @@ def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
         PreparedRows(ring(5, 2), rows)
 
     def refused(rows: TensorDict, match: str, **kwargs: Any) -> None:
-        buffer = ring(5, 2, **kwargs)
-        buffer.extend(rows)
+        buffer = ring(5, 2, **kwargs, data=rows)
         with pytest.raises(ValueError, match=match):
             PreparedRows(buffer, rows)
 
@@ -79,7 +78,6 @@ def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
     refused(make_rows(3, 2).set("a", torch.zeros(3, 2, 3).transpose(0, 1).contiguous().transpose(0, 1)), "by extend")
     refused(make_rows(2).set("is_init", torch.zeros(2, 1)), "write them by extend")
     refused(rows, "write them by extend", transform=RewardScaling(0.0, 1.0, in_keys=["a"]))
-    buffer = ring(5, 2)
-    buffer.extend(rows)
+    buffer = ring(5, 2, data=rows)
     with pytest.raises(ValueError, match="does not fit what is stored"):
         PreparedRows(buffer, make_rows(2).set("b", torch.zeros(2)))

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPr
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from kit.golden import arrays
-from kit.rings import HOUSES, UNEVEN, ring, uneven
+from kit.rings import HOUSES, UNEVEN, house, ring, uneven
 from kit.rows import numbered
 from kit.seeds import generator
 from kit.statistics import chi_square
@@ -77,8 +77,7 @@ def test_golden_frequencies_of_alf() -> None:
 
 @kinds
 def test_only_stored_cells_are_drawn(kind: str) -> None:
-    buffer = HOUSES[kind](make())
-    buffer.extend(numbered(3))
+    buffer = house(kind, make(), numbered(3))
     assert set(draw(buffer, 20, 10).tolist()) == {0, 1, 2}
     buffer.extend(numbered(30, start=3))
     assert set(draw(buffer, 20, 40).tolist()) == set(range(13, 33))
@@ -156,8 +155,7 @@ def test_cells_that_cannot_be_drawn_do_not_spoil_buffer_weights() -> None:
 def test_priorities_go_back_through_the_batch(kind: str) -> None:
     sampler = make()
     assert isinstance(sampler, TorchRLPrioritizedSampler)
-    buffer = HOUSES[kind](sampler)
-    buffer.extend(numbered(8))
+    buffer = house(kind, sampler, numbered(8))
     batch = buffer.sample(64)
     batch["td_error"] = batch["number"].float() + 1
     buffer.update_tensordict_priority(batch)
@@ -167,8 +165,7 @@ def test_priorities_go_back_through_the_batch(kind: str) -> None:
 @kinds
 def test_new_data_get_the_highest_priority_so_far(kind: str) -> None:
     sampler = make(initial_priority=0.5)
-    buffer = HOUSES[kind](sampler)
-    buffer.extend(numbered(2))
+    buffer = house(kind, sampler, numbered(2))
     assert sampler.table.priorities[:2].tolist() == [0.5, 0.5]
     buffer.update_priority(torch.tensor([0, 1]), torch.tensor([6.0, 0.1]))
     buffer.extend(numbered(2))
@@ -287,8 +284,7 @@ def test_capacity_must_cover_the_storage() -> None:
 
 
 def test_sampler_that_comes_to_a_filled_storage() -> None:
-    buffer = HOUSES["torchrl"](None)
-    buffer.extend(numbered(5))
+    buffer = house("torchrl", None, numbered(5))
     sampler = make()
     buffer.set_sampler(sampler)
     assert set(draw(buffer, 10, 20).tolist()) == set(range(5))

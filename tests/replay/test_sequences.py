@@ -24,8 +24,10 @@ pytestmark = [
 ENDS = ("inside", "across", "pad")
 
 
-def make_buffer(num_envs: int, length: int, batch_size: int = 8, **options: Any) -> ExperienceBuffer:
-    return ring(length, num_envs, SequenceSampler(**options), batch_size=batch_size)
+def make_buffer(
+    num_envs: int, length: int, batch_size: int = 8, data: TensorDict | None = None, **options: Any
+) -> ExperienceBuffer:
+    return ring(length, num_envs, SequenceSampler(**options), data=data, batch_size=batch_size)
 
 
 # ------------------------------------------------------------------ twin
@@ -99,8 +101,7 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
 
 
 def test_a_needle_in_a_haystack_is_found_and_rejections_stay_few() -> None:
-    buffer = make_buffer(1, 100_000, batch_length=64)
-    buffer.extend(episodes([10] * 5000 + [70] + [10] * 4000))
+    buffer = make_buffer(1, 100_000, batch_length=64, data=episodes([10] * 5000 + [70] + [10] * 4000))
     batch = buffer.sample(700)
     starts = batch["step"][:, 0].unique(return_counts=True)
     assert starts[0].tolist() == list(range(50_000, 50_007))
@@ -207,33 +208,27 @@ def test_nothing_stored() -> None:
 
 
 def test_windows_longer_than_any_episode() -> None:
-    buffer = make_buffer(1, 20, batch_length=8)
-    buffer.extend(episodes([5, 7, 3]))
+    buffer = make_buffer(1, 20, batch_length=8, data=episodes([5, 7, 3]))
     with pytest.raises(ValueError, match=r"longest stored episode has 7 steps, windows need 8"):
         buffer.sample()
-    buffer = make_buffer(1, 20, batch_length=30, episode_ends="across")
-    buffer.extend(episodes([5, 7, 3]))
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="across", data=episodes([5, 7, 3]))
     with pytest.raises(ValueError, match=r"has 15 steps, windows need 30"):
         buffer.sample()
-    buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad")
-    buffer.extend(episodes([5, 7, 3]))
+    buffer = make_buffer(1, 20, batch_length=30, episode_ends="pad", data=episodes([5, 7, 3]))
     assert buffer.sample()["mask"].sum(1).max() <= 7
 
 
 def test_unknown_ends() -> None:
-    buffer = make_buffer(1, 10, batch_length=2)
-    buffer.extend(episodes([6]).exclude(("next", "done")))
+    buffer = make_buffer(1, 10, batch_length=2, data=episodes([6]).exclude(("next", "done")))
     with pytest.raises(ValueError, match="where episodes end"):
         buffer.sample()
-    buffer = make_buffer(1, 10, batch_length=2, episode_ends="across")
-    buffer.extend(episodes([6]).exclude(("next", "done")))
+    buffer = make_buffer(1, 10, batch_length=2, episode_ends="across", data=episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
 
 
 def test_same_seed_same_windows() -> None:
     batches = []
     for _ in range(2):
-        buffer = make_buffer(1, 50, batch_length=5)
-        buffer.extend(episodes([20, 20]))
+        buffer = make_buffer(1, 50, batch_length=5, data=episodes([20, 20]))
         batches.append(torch.stack([buffer.sample()["index"] for _ in range(3)]))
     assert torch.equal(*batches)

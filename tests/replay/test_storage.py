@@ -21,8 +21,7 @@ buffer = partial(ring, 8, batch_size=4)
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_nested_leaves_come_back(on_disk: bool, tmp_path: Path) -> None:
-    ours = buffer(scratch_dir=tmp_path / "ring" if on_disk else None)
-    ours.extend(numbered(11))
+    ours = buffer(scratch_dir=tmp_path / "ring" if on_disk else None, data=numbered(11))
     batch = ours.sample()
     assert batch["next", "deep", "x"].dtype == torch.half
     assert torch.equal(batch["next", "deep", "x"].float(), batch["a"])
@@ -31,8 +30,7 @@ def test_nested_leaves_come_back(on_disk: bool, tmp_path: Path) -> None:
 
 
 def test_reading_in_every_way() -> None:
-    ours = buffer()
-    ours.extend(numbered(5))
+    ours = buffer(data=numbered(5))
     storage = ours.storage
     assert storage.get(2)["a"].item() == 2
     assert storage.get([1, 3])["a"].tolist() == [1, 3]
@@ -48,8 +46,7 @@ def test_reading_in_every_way() -> None:
 
 
 def test_batches_are_copies() -> None:
-    ours = buffer()
-    ours.extend(numbered(8))
+    ours = buffer(data=numbered(8))
     ours.sample()["a"].fill_(99)
     assert ours[:]["a"].max() == 7
 
@@ -78,8 +75,7 @@ def test_gradients_and_inference_mode_stay_outside() -> None:
     ],
 )
 def test_another_schema_changes_nothing(change: object, says: str) -> None:
-    ours = buffer()
-    ours.extend(numbered(3))
+    ours = buffer(data=numbered(3))
     before = ours.state_dict()
     with pytest.raises((ValueError, TypeError), match=says):
         ours.extend(change(numbered(3, 10)))
@@ -151,8 +147,7 @@ def test_the_disk_is_reserved_before_the_first_write(tmp_path: Path, monkeypatch
         blocks.append(os.fstat(descriptor).st_blocks * 512)
 
     monkeypatch.setattr(memory.os, "posix_fallocate", counting)
-    ours = ring(1 << 16, scratch_dir=tmp_path)
-    ours.extend(numbered(3))
+    ours = ring(1 << 16, scratch_dir=tmp_path, data=numbered(3))
     assert blocks[0] >= sum(leaf.nbytes for leaf in ours.storage.cells.leaves) > 1 << 18
 
 
@@ -160,15 +155,13 @@ def test_a_disk_that_cannot_reserve_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(memory.os, "posix_fallocate")
-    ours = buffer(scratch_dir=tmp_path)
-    ours.extend(numbered(3))
+    ours = buffer(scratch_dir=tmp_path, data=numbered(3))
     assert "cannot reserve the " in caplog.text
     assert ours[:]["a"].tolist() == [0, 1, 2]
 
 
 def test_memory_that_moves_is_followed() -> None:
-    ours = buffer()
-    ours.extend(numbered(4))
+    ours = buffer(data=numbered(4))
     for leaf in ours.storage.cells.leaves:
         leaf.share_memory_()  # as on the way to another process
     ours.extend(numbered(3, 4))
@@ -190,7 +183,6 @@ def test_cells_that_a_foreign_sampler_makes_up_are_refused() -> None:
         def sample(self, storage: object, batch_size: int) -> tuple[torch.Tensor, dict]:
             return torch.full((batch_size,), -1), {}
 
-    ours = buffer(sampler=Wrong())
-    ours.extend(numbered(3))
+    ours = buffer(sampler=Wrong(), data=numbered(3))
     with pytest.raises(IndexError, match="Cell -1 holds nothing"):
         ours.sample()

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from kit.rings import HOUSES, UNEVEN, ring, uneven
+from kit.rings import HOUSES, UNEVEN, house, ring, uneven
 from kit.rows import numbered
 from kit.seeds import generator
 from kit.statistics import chi_square
@@ -26,8 +26,7 @@ def draw(buffer: Any, batches: int, size: int) -> Tensor:
 @pytest.mark.parametrize("stratified", [True, False])
 def test_uniform_over_what_is_stored(kind: str, with_replacement: bool, stratified: bool) -> None:
     sampler = UniformSampler(with_replacement, stratified=stratified, generator=generator(1))
-    buffer = HOUSES[kind](sampler)
-    buffer.extend(numbered(13))
+    buffer = house(kind, sampler, numbered(13))
     values = draw(buffer, 1000, 6)
     # Without replacement or stratified, counts vary less than the statistic allows for.
     assert chi_square(values, dict.fromkeys(range(13), 1.0)) < 32.9  # 12 degrees of freedom, p = 0.001
@@ -55,8 +54,7 @@ def test_stratified_gives_every_environment_the_same_share() -> None:
 
 def test_stratified_spreads_over_the_steps() -> None:
     sampler = UniformSampler(stratified=True, generator=generator(3))
-    buffer = HOUSES["torchrl"](sampler)
-    buffer.extend(numbered(20))
+    buffer = house("torchrl", sampler, numbered(20))
     for _ in range(20):
         values = buffer.sample(10)["number"].sort().values
         gaps = (torch.cat([values, values[:1] + 20])).diff()
@@ -80,8 +78,7 @@ def test_without_replacement_no_cell_comes_twice(size: int) -> None:
 
 
 def test_order_without_replacement_is_random() -> None:
-    buffer = HOUSES["torchrl"](UniformSampler(False, generator=generator(5)))
-    buffer.extend(numbered(20))
+    buffer = house("torchrl", UniformSampler(False, generator=generator(5)), numbered(20))
     first = draw(buffer, 2000, 3).view(2000, 3)[:, 0]
     assert chi_square(first, dict.fromkeys(range(20), 1.0)) < 43.8  # 19 degrees of freedom, p = 0.001
 

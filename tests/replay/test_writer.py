@@ -61,8 +61,7 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
 
 
 def test_empty_starts_again() -> None:
-    buffer = ring(3, 2)
-    buffer.extend(numbered(2, 1))
+    buffer = ring(3, 2, data=numbered(2, 1))
     buffer.extend(numbered(1, 3), env_ids=torch.tensor([1]))
     buffer.empty()
     assert len(buffer) == 0
@@ -73,8 +72,7 @@ def test_empty_starts_again() -> None:
 
 @pytest.mark.parametrize("ids", [[0, 0], [2], [-1], []])
 def test_bad_environments_are_refused(ids: list[int]) -> None:
-    buffer = ring(3, 2)
-    buffer.extend(numbered(2, 1))
+    buffer = ring(3, 2, data=numbered(2, 1))
     with pytest.raises(ValueError, match="env_ids"):
         buffer.writer.extend(numbered(len(ids) or 1, 3), env_ids=torch.tensor(ids))
     assert buffer.writer.positions.tolist() == [1, 1]

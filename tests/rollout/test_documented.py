@@ -109,8 +109,7 @@ def test_documented_names_of_renamed_nested_and_several_entries() -> None:
     data["next", "pixels"] = torch.zeros(3, 5, 2)
     data["recurrent_state"] = TensorDict({"h": torch.zeros(3, 5, 1, 4), "c": torch.zeros(3, 5, 1, 4)}, [3, 5])
     data["next", "recurrent_state"] = data["recurrent_state"].clone()
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    estimated(buffer, data)
     out = buffer.get_all_buffer_data(documented_names=True)
     assert set(out["Observation"]) == set(out["NextObservation"]) == {"observation", "pixels"}
     assert set(out["Value"]) == set(out["Advantage"]) == {"a", "b"}
@@ -188,8 +187,7 @@ def test_the_intrinsic_discount_reaches_the_filter() -> None:
     def normalized(buffer: GAEBuffer) -> torch.Tensor:
         data = make_rollout(intrinsic_state_value=torch.zeros(5, 3, 1))
         data["next", "intrinsic_reward"], data["next", "intrinsic_state_value"] = rewards, torch.zeros(3, 5, 1)
-        buffer.insert_data_slice(data)
-        buffer.before_gradients()
+        estimated(buffer, data)
         result: torch.Tensor = buffer.rollout["next", "normalized_intrinsic_reward"]
         return result
 

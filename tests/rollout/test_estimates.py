@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 
 from kit.golden import assert_near, cases
-from kit.rollouts import Recorder, brute_gae, brute_returns, estimated, make_critic, make_rollout
+from kit.rollouts import Recorder, brute_gae, brute_returns, estimated, holding, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,
@@ -134,8 +134,7 @@ def test_estimates_are_the_same_twice() -> None:
 
 
 def test_a_missing_critic_is_a_clear_error() -> None:
-    buffer = GAEBuffer(5)
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(GAEBuffer(5))
     with pytest.raises(RuntimeError, match=r"buffer\.critic"):
         buffer.before_gradients()
     buffer.critic = make_critic("other")
@@ -148,8 +147,7 @@ def test_a_missing_critic_is_a_clear_error() -> None:
 
 def test_policy_values_without_a_critic_need_one_only_for_cut_off_rows() -> None:
     data = make_rollout(5, 3, state_value=torch.ones(5, 3, 1))
-    buffer = GAEBuffer(5)
-    buffer.insert_data_slice(data)
+    buffer = holding(GAEBuffer(5), data)
     with pytest.raises(RuntimeError, match="successors"):
         buffer.before_gradients()
     ended = torch.zeros(3, 5, 1, dtype=torch.bool)
@@ -158,8 +156,7 @@ def test_policy_values_without_a_critic_need_one_only_for_cut_off_rows() -> None
         data["next", key] = ended
     data["next", "truncated"] = torch.zeros_like(ended)
     data["is_init"] = torch.zeros_like(ended)
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    estimated(buffer, data)
     assert buffer.rollout["advantage"].isfinite().all()
 
 
@@ -173,8 +170,7 @@ def test_rollouts_that_were_appended_after_a_reset_do_not_leak() -> None:
     both.extend(one)
     both.extend(two)
     both.before_gradients()
-    alone.insert_data_slice(one)
-    alone.before_gradients()
+    estimated(alone, one)
     torch.testing.assert_close(both.rollout["advantage"][:2], alone.rollout["advantage"])
 
 

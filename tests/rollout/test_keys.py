@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.rollouts import estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import estimated, holding, linear_actor, make_critic, make_rollout
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,
@@ -33,8 +33,7 @@ def test_keys_from_yaml_work(cls: type[VanillaOnPolicyBuffer]) -> None:
         cls, recurrent_keys=["h", ["s", "c"]], batch_keys=["observation", ["a", "adv"], ["next", "reward"]]
     )
     assert buffer.writer.recurrent_keys == buffer.recurrent_keys == ("h", ("s", "c"))
-    buffer.insert_data_slice(make_rollout())
-    buffer.before_gradients()
+    estimated(buffer)
     plain = estimated(cls(5, critic=make_critic(), actor=linear_actor()))
     for mine, theirs in {("a", "v"): "state_value", ("a", "adv"): "advantage", "target": "value_target"}.items():
         assert torch.equal(buffer.rollout[mine], plain.rollout[theirs])
@@ -55,8 +54,7 @@ def test_keys_of_the_parts_may_be_lists() -> None:
 def test_what_comes_out_goes_in_again_under_other_names(
     cls: type[VanillaOnPolicyBuffer], estimated_before: bool
 ) -> None:
-    buffer = renamed(cls)
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(renamed(cls))
     buffer.before_gradients()
     data = buffer.get_all_buffer_data()
     schema = dict(buffer.storage.schema)
@@ -72,9 +70,7 @@ def test_what_comes_out_goes_in_again_under_other_names(
 
 
 def test_successor_values_stay_out_of_mini_batches_under_any_name() -> None:
-    buffer = renamed(GAEBuffer)
-    buffer.insert_data_slice(make_rollout())
-    buffer.before_gradients()
+    buffer = estimated(renamed(GAEBuffer))
     batch = next(buffer.generate_batches(3))
     assert ("next", "a", "v") not in batch.keys(True, True)
     assert ("a", "v") in batch.keys(True, True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from kit.rollouts import make_rollout
+from kit.rollouts import holding, make_rollout
 from torchrl_lightning import GAEBuffer, RolloutStorage
 from torchrl_lightning.replay import memory
 
@@ -29,8 +29,7 @@ def test_too_little_memory_is_an_error_that_names_both_and_changes_nothing(monke
 
 
 def test_a_rollout_and_a_state_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = GAEBuffer(5)
-    full.insert_data_slice(make_rollout())
+    full = holding(GAEBuffer(5))
     state, buffer = full.state_dict(), GAEBuffer(5)
     monkeypatch.setattr(memory, "free_bytes", lambda device, folder: 10)
     with pytest.raises(ValueError, match="10 bytes are free"):

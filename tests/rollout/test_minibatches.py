@@ -4,16 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.data import TensorDictReplayBuffer
 
-from kit.rollouts import make_critic, make_rollout
-from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
+from kit.rollouts import holding, make_critic, make_rollout, torchrl_buffer
+from kit.seeds import generator
+from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage
 
 
 def filled(steps: int = 5, envs: int = 3, **kwargs) -> GAEBuffer:
-    buffer = GAEBuffer(steps, critic=make_critic(), **kwargs)
-    buffer.insert_data_slice(make_rollout(steps, envs))
-    return buffer
+    return holding(GAEBuffer(steps, critic=make_critic(), **kwargs), make_rollout(steps, envs))
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,7 +71,7 @@ def test_the_algorithm_fills_in_numbers() -> None:
 
 
 def test_epochs_are_reshuffled_and_seeded() -> None:
-    first, second = (filled(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    first, second = (filled(generator=generator(3)) for _ in range(2))
     one = [b["observation"].flatten().tolist() for b in first.generate_batches(1, num_epochs=2)]
     assert one[0] != one[1]
     assert one == [b["observation"].flatten().tolist() for b in second.generate_batches(1, num_epochs=2)]
@@ -107,18 +105,8 @@ def test_replayed_steps_stay_marked_under_batch_keys() -> None:
     assert set(next(buffer.generate_batches(1)).keys(True, True)) == {"observation", ("demo", "mask")}
 
 
-def make_torchrl(batch_size: int = 4, **kwargs) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=RolloutStorage(6),
-        writer=RolloutWriter(),
-        sampler=MinibatchSampler(**kwargs),
-        dim_extend=0,
-        batch_size=batch_size,
-    )
-
-
 def test_inside_torchrl_each_epoch_is_complete_and_a_write_starts_anew() -> None:
-    buffer = make_torchrl()
+    buffer = torchrl_buffer(6)
     buffer.extend(make_rollout(6, 3))
     for _ in range(2):
         sizes, seen = [], []
@@ -134,7 +122,7 @@ def test_inside_torchrl_each_epoch_is_complete_and_a_write_starts_anew() -> None
 
 
 def test_inside_torchrl_by_environments() -> None:
-    buffer = make_torchrl(2, by="environments", shuffle=False, drop_last=True)
+    buffer = torchrl_buffer(6, MinibatchSampler(by="environments", shuffle=False, drop_last=True), batch_size=2)
     buffer.extend(make_rollout(6, 3))
     batch = buffer.sample()
     assert batch.shape == (2, 6)

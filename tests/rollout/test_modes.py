@@ -9,7 +9,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from kit.rollouts import linear_actor, make_rollout
+from kit.rollouts import estimated, holding, linear_actor, make_rollout
 from torchrl_lightning import GAEBuffer, GeneralizedAdvantages, VanillaOnPolicyBuffer, VTraceAdvantages, VTraceBuffer
 
 
@@ -40,8 +40,7 @@ def dropping_actor() -> Any:
 def test_a_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer]) -> None:
     buffer = cls(5, actor=dropping_actor(), critic=critic())
     data = make_rollout()
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    estimated(buffer, data)
     assert torch.equal(buffer.rollout["state_value"], buffer.rollout["observation"])
     going_on = ~data.transpose(0, 1)["next", "terminated"][-1]
     last = buffer.rollout["next", "observation"][-1]
@@ -49,10 +48,8 @@ def test_a_buffer_estimates_in_evaluation_mode(cls: type[VanillaOnPolicyBuffer])
     for module in (buffer.actor, buffer.critic):
         assert all(part.training for part in module.modules())
     if isinstance(buffer, VTraceBuffer):
-        assert torch.equal(
-            buffer.get_updated_action_log_probs(),
-            linear_actor().get_dist(buffer.rollout).log_prob(buffer.rollout["action"]),
-        )
+        expected = linear_actor().get_dist(buffer.rollout).log_prob(buffer.rollout["action"])
+        assert torch.equal(buffer.get_updated_action_log_probs(), expected)
 
 
 @pytest.mark.parametrize("cls", [GeneralizedAdvantages, VTraceAdvantages])
@@ -63,8 +60,7 @@ def test_a_transform_estimates_in_evaluation_mode(cls: Any) -> None:
 
 
 def test_modes_are_restored_after_an_error() -> None:
-    buffer = GAEBuffer(5, critic=critic(broken=True))
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(GAEBuffer(5, critic=critic(broken=True)))
     with pytest.raises(RuntimeError, match="broken"):
         buffer.before_gradients()
     assert buffer.critic is not None

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from kit.rollouts import brute_gae, brute_returns, linear_actor, make_critic, make_rollout
+from kit.rollouts import brute_gae, brute_returns, categorical_actor, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, PPOBuffer, PPODBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 STEPS, ENVS = 40, 5
@@ -90,13 +89,7 @@ def test_targets_are_those_of_the_documented_verb(make: Any) -> None:
 
 def ppo_loss() -> ClipPPOLoss:
     torch.manual_seed(0)
-    actor = ProbabilisticActor(
-        TensorDictModule(nn.Linear(1, 2), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    loss = ClipPPOLoss(actor, ValueOperator(nn.Linear(1, 1)), entropy_bonus=False)
+    loss = ClipPPOLoss(categorical_actor(nn.Linear(1, 2)), ValueOperator(nn.Linear(1, 1)), entropy_bonus=False)
     loss.set_keys(sample_log_prob="action_log_prob")
     return loss
 

@@ -1,22 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack
 from torchrl.data import SamplerWithoutReplacement, TensorDictReplayBuffer
 
-from kit.rollouts import make_critic, make_rollout
-from torchrl_lightning import GAEBuffer, MinibatchSampler, RolloutStorage, RolloutWriter
-
-
-def torchrl_buffer(size: int = 5, sampler: object = None, time_dim: int | None = None) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=RolloutStorage(size),
-        writer=RolloutWriter(time_dim),
-        sampler=sampler or MinibatchSampler(),
-        dim_extend=0,
-        batch_size=4,
-    )
+from kit.rollouts import holding, make_critic, make_rollout, torchrl_buffer
+from torchrl_lightning import GAEBuffer, RolloutStorage
 
 
 @pytest.mark.parametrize("layout", ["named", "time first", "environments first"])
@@ -58,8 +50,7 @@ def test_unnamed_batch_is_never_guessed() -> None:
 
 
 def test_overflow_names_both_numbers_and_changes_nothing() -> None:
-    buffer = GAEBuffer(5, critic=make_critic())
-    buffer.insert_data_slice(make_rollout(4))
+    buffer = holding(GAEBuffer(5, critic=make_critic()), make_rollout(4))
     before = buffer.get_all_buffer_data()
     with pytest.raises(ValueError, match="6 steps does not fit into size=5"):
         buffer.insert_data_slice(make_rollout(6))
@@ -68,63 +59,34 @@ def test_overflow_names_both_numbers_and_changes_nothing() -> None:
     assert (buffer.get_all_buffer_data() == before).all()
 
 
-def poison(data: TensorDict, what: str) -> TensorDict:
-    if what == "nan reward":
-        data["next", "reward"][1, 2] = torch.nan
-    elif what == "nan value":
-        data["state_value"] = torch.full((*data.shape, 1), torch.inf)
-    elif what == "float flag":
-        data["next", "terminated"] = data["next", "terminated"].float()
-    elif what == "no terminated":
-        del data["next", "terminated"]
-    elif what == "no next":
-        del data["next"]
-    elif what == "dtype":
-        data["action"] = data["action"].float()
-    elif what == "shape":
-        data["observation"] = torch.zeros(*data.shape, 7)
-    elif what == "missing":
-        del data["action"]
-    elif what == "extra":
-        data["surprise"] = torch.zeros(data.shape)
-    elif what == "text":
-        data["surprise"] = NonTensorStack(*[NonTensorStack(*"abcde") for _ in range(3)])
-    elif what == "no environments":
-        data = data[:0]
-    elif what == "no steps":
-        data = data[:, :0]
-    elif what == "plain tensor":
-        return data["observation"]
-    return data
+TEXT = NonTensorStack(*[NonTensorStack(*"abcde") for _ in range(3)])
+NAN = torch.zeros(3, 5, 1).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan))
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "message"),
+    ("spoil", "error", "message"),
     [
-        ("nan reward", ValueError, "1 values that are NaN"),
-        ("nan value", ValueError, "state_value"),
-        ("float flag", TypeError, "bool"),
-        ("no terminated", KeyError, "Add it: boolean"),
-        ("no next", KeyError, "next"),
-        ("dtype", ValueError, "'action' is .*float32, stored is .*int64"),
-        ("shape", ValueError, r"'observation' is \[7\]"),
-        ("missing", ValueError, "'action' is missing"),
-        ("extra", ValueError, "'surprise' is new"),
-        ("text", TypeError, "'surprise' is a NonTensorStack; a buffer stores dense tensors only"),
-        ("no environments", ValueError, "5 steps of 0 environments"),
-        ("no steps", ValueError, "0 steps of 3 environments"),
-        ("plain tensor", TypeError, "Expected a TensorDict, or a dict .* got a Tensor"),
+        (lambda data: data.set(("next", "reward"), NAN), ValueError, "1 values that are NaN"),
+        (lambda data: data.set("state_value", torch.full((3, 5, 1), torch.inf)), ValueError, "state_value"),
+        (lambda data: data.set(("next", "terminated"), torch.zeros(3, 5, 1)), TypeError, "bool"),
+        (lambda data: data.exclude(("next", "terminated")), KeyError, "Add it: boolean"),
+        (lambda data: data.exclude("next"), KeyError, "next"),
+        (lambda data: data.set("action", torch.zeros(3, 5)), ValueError, "'action' is .*float32, stored is .*int64"),
+        (lambda data: data.set("observation", torch.zeros(3, 5, 7)), ValueError, r"'observation' is \[7\]"),
+        (lambda data: data.exclude("action"), ValueError, "'action' is missing"),
+        (lambda data: data.set("surprise", torch.zeros(3, 5)), ValueError, "'surprise' is new"),
+        (lambda data: data.set("surprise", TEXT), TypeError, "'surprise' is a NonTensorStack; a buffer stores dense"),
+        (lambda data: data[:0], ValueError, "5 steps of 0 environments"),
+        (lambda data: data[:, :0], ValueError, "0 steps of 3 environments"),
+        (lambda data: data["observation"], TypeError, "Expected a TensorDict, or a dict .* got a Tensor"),
     ],
 )
-def test_bad_rollouts_are_refused_before_anything_changes(what: str, error: type[Exception], message: str) -> None:
-    buffer = GAEBuffer(5)
-    good = make_rollout()
-    if what == "nan value":
-        good["state_value"] = torch.zeros(*good.shape, 1)
-    buffer.insert_data_slice(good)
+def test_bad_rollouts_are_refused_before_anything_changes(spoil: Any, error: type[Exception], message: str) -> None:
+    good = make_rollout(**({"state_value": torch.zeros(5, 3, 1)} if message == "state_value" else {}))
+    buffer = holding(GAEBuffer(5), good)
     before = buffer.state_dict()
     with pytest.raises(error, match=message):
-        buffer.insert_data_slice(poison(make_rollout(seed=1), what))
+        buffer.insert_data_slice(spoil(make_rollout(seed=1)))
     after = buffer.state_dict()
     assert torch.equal(before["storage"]["data"]["observation"], after["storage"]["data"]["observation"])
     assert torch.equal(before["storage"]["data"]["next"]["reward"], after["storage"]["data"]["next"]["reward"])
@@ -140,8 +102,7 @@ def test_the_step_after_the_last_is_kept() -> None:
     data["next", "recurrent_state"] = torch.full((3, 5, 1, 2), 7.0)
     data["next", "done"][:, -1] = torch.tensor([[True], [False], [False]])
     data["next", "terminated"][:, -1] = torch.tensor([[True], [False], [False]])
-    buffer = GAEBuffer(5)
-    buffer.insert_data_slice(data)
+    buffer = holding(GAEBuffer(5), data)
     tail = buffer.storage.tail
     assert torch.equal(tail["observation"], data["next", "observation"][:, -1])
     assert tail["is_init"].flatten().tolist() == [True, False, False]
@@ -164,8 +125,7 @@ def test_a_torchrl_writer_is_refused_with_the_fix() -> None:
 
 
 def test_state_holds_the_filled_part_and_is_a_copy() -> None:
-    buffer = GAEBuffer(100)
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(GAEBuffer(100))
     state = buffer.storage.state_dict()
     assert state["data"]["observation"].shape == (5, 3, 1)
     buffer.rollout["observation"].zero_()

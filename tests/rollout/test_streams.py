@@ -10,7 +10,16 @@ from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 from kit.golden import load
-from kit.rollouts import both_values, brute_gae, estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import (
+    both_values,
+    brute_gae,
+    categorical_actor,
+    estimated,
+    holding,
+    linear_actor,
+    make_critic,
+    make_rollout,
+)
 from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 
@@ -50,8 +59,7 @@ def test_the_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
         data = with_intrinsic(seed=turn)
         ids = worker * data.shape[0] + torch.arange(data.shape[0])
         data["collector", "env_ids"] = ids[:, None].expand(data.shape)
-        buffer.insert_data_slice(data)
-        buffer.before_gradients()
+        estimated(buffer, data)
         separate.normalize(data["next", "intrinsic_reward"].transpose(0, 1), ids)
         buffer.after_gradients(None, {})
     kept = buffer.intrinsic.normalizer
@@ -78,19 +86,16 @@ def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) ->
 
 
 def test_intrinsic_errors() -> None:
-    buffer = GAEBuffer(5, critic=make_critic())
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(GAEBuffer(5, critic=make_critic()))
     with pytest.raises(KeyError, match="intrinsic_reward"):
         buffer.normalize_int_rewards()
-    other = GAEBuffer(5, critic=make_critic())
-    other.insert_data_slice(with_intrinsic())
+    other = holding(GAEBuffer(5, critic=make_critic()), with_intrinsic())
     with pytest.raises(KeyError, match="intrinsic_state_value"):
         other.before_gradients()
 
 
 def test_annotated_rewards_count() -> None:
-    buffer = GAEBuffer(5, critic=both_values())
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(GAEBuffer(5, critic=both_values()))
     buffer.rollout["next", "intrinsic_reward"] = torch.rand(5, 3, 1)
     buffer.before_gradients()
     assert next(buffer.generate_batches(1))["intrinsic_advantage"].shape == (15, 1)
@@ -128,8 +133,7 @@ def test_vtrace_on_policy_is_gae_with_the_same_lambda() -> None:
     vtrace = VTraceBuffer(8, actor=actor, critic=make_critic(), lmbda=0.9, gamma=0.95)
     gae = GAEBuffer(8, critic=make_critic(), gae_lambda=0.9, gamma=0.95)
     for buffer in (vtrace, gae):
-        buffer.insert_data_slice(data)
-        buffer.before_gradients()
+        estimated(buffer, data)
     torch.testing.assert_close(vtrace.rollout["value_target"], gae.rollout["value_target"], atol=1e-4, rtol=1e-4)
     assert vtrace.metrics()["mean_abs_rho_minus_1"] == pytest.approx(0.0, abs=1e-6)
 
@@ -139,16 +143,14 @@ def test_vtrace_reports_the_policy_lag() -> None:
     data["collector", "policy_version"] = torch.full((3, 5), 4)
     buffer = VTraceBuffer(5, actor=linear_actor(), critic=make_critic())
     assert buffer.metrics() == {}
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    estimated(buffer, data)
     assert "policy_lag" not in buffer.metrics()
     buffer.policy_version = 6
     assert buffer.metrics()["policy_lag"] == 2.0
 
 
 def test_vtrace_needs_actor_critic_and_behaviour() -> None:
-    buffer = VTraceBuffer(5)
-    buffer.insert_data_slice(make_rollout())
+    buffer = holding(VTraceBuffer(5))
     with pytest.raises(RuntimeError, match="actor is needed"):
         buffer.before_gradients()
     buffer.actor = linear_actor()
@@ -160,8 +162,7 @@ def test_vtrace_needs_actor_critic_and_behaviour() -> None:
     other.insert_data_slice(data)
     with pytest.raises(KeyError, match="return_log_prob"):
         other.before_gradients()
-    third = VTraceBuffer(5, actor=nn.Identity(), critic=make_critic())
-    third.insert_data_slice(make_rollout())
+    third = holding(VTraceBuffer(5, actor=nn.Identity(), critic=make_critic()))
     with pytest.raises(TypeError, match="get_dist"):
         third.before_gradients()
 
@@ -186,13 +187,7 @@ def recurrent_parts(cell: str) -> tuple[TensorDictSequential, ProbabilisticActor
     )
     value = TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["state_value"])
     logits = TensorDictModule(nn.Linear(4, 2), in_keys=["features"], out_keys=["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(core, logits),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    return TensorDictSequential(core, value), actor
+    return TensorDictSequential(core, value), categorical_actor(TensorDictSequential(core, logits))
 
 
 def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 6, envs: int = 4) -> TensorDict:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 
+from kit.rollouts import categorical_actor
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 
@@ -20,10 +19,7 @@ def make_env() -> TransformedEnv:
 
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_collector_buffer_and_loss_fit_together(num_envs: int) -> None:
-    logits = TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"])
-    actor = ProbabilisticActor(
-        logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical, return_log_prob=True
-    )
+    actor = categorical_actor(nn.Linear(4, 2))
     critic = TensorDictModule(nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
     buffers = [cls(32, actor=actor, critic=critic) for cls in (VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer)]
     loss_module = ClipPPOLoss(actor, critic)

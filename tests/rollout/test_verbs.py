@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from kit.rollouts import estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import estimated, holding, linear_actor, make_critic, make_rollout
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.rollout.verbs import DocumentedVerbs
 
@@ -166,15 +166,13 @@ def test_get_all_buffer_data_is_a_copy_and_goes_back_in() -> None:
     assert buffer.rollout["observation"].sum() > 0
     copy = buffer.get_all_buffer_data()
     buffer.reset()
-    buffer.insert_data_slice(copy)
-    buffer.before_gradients()
+    estimated(buffer, copy)
     assert (buffer.get_all_buffer_data() == copy).all()
 
 
 def test_insert_data_slice_copies() -> None:
     data = make_rollout()
-    buffer = GAEBuffer(5)
-    buffer.insert_data_slice(data)
+    buffer = holding(GAEBuffer(5), data)
     data["observation"].fill_(-1.0)
     assert (buffer.rollout["observation"] >= 0).all()
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.rollouts import linear_actor, make_critic, make_rollout
+from kit.rollouts import estimated, linear_actor, make_critic, make_rollout
 from torchrl_lightning import VTraceBuffer
 
 THRESHOLDS = st.sampled_from([0.5, 1.0, 2.0])
@@ -38,8 +38,7 @@ def test_vtrace_buffer_against_a_loop_with_truncations(
         clip_pg_rho_thres=pg_rho,
         standardize_advantages=False,
     )
-    buffer.insert_data_slice(data)
-    buffer.before_gradients()
+    estimated(buffer, data)
     advantage, target = brute_vtrace(data, actor, gamma, lmbda, rho, c, rho if pg_rho is None else pg_rho)
     torch.testing.assert_close(buffer.rollout["value_target"][..., 0].double(), target, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(buffer.rollout["advantage"][..., 0].double(), advantage, rtol=1e-4, atol=1e-4)
