@@ -7,9 +7,7 @@ import io
 import logging
 import os
 import random
-import signal
 import tempfile
-import time
 from pathlib import Path
 
 import lightning as L
@@ -17,8 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from kit.killed import killed_after
 from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, files
-from torchrl_lightning.collectors.threads import kept_threads
 
 SHARED = Path("/dev/shm")
 
@@ -39,32 +37,12 @@ def save_forever(plugin, path, first, report):
         os.write(report, f"{number}\n".encode())
 
 
-def killed_after(seconds, plugin, path, number):
-    """Save on and on in a process that is killed after so long, and return the numbers that it saved."""
-    readable, writable = os.pipe()
-    with kept_threads():
-        torch.set_num_threads(1)  # the child has no others
-        child = os.fork()
-        if not child:
-            try:
-                save_forever(plugin, path, number, writable)
-            finally:
-                os._exit(1)
-    os.close(writable)
-    with os.fdopen(readable) as said:
-        saved = [int(said.readline())]
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return saved + [int(line) for line in said]
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_process_that_is_killed_leaves_a_whole_checkpoint(elsewhere):
     plugin, path, moments, number = AtomicCheckpointIO(), elsewhere / "last.ckpt", random.Random(0), 0
     for _ in range(20):
-        saved = killed_after(moments.uniform(0.0, 0.03), plugin, path, number)
+        saved = killed_after(moments.uniform(0.0, 0.03), save_forever, plugin, path, number)
         found = plugin.load_checkpoint(path, weights_only=True)
         assert found["number"] in (saved[-1], saved[-1] + 1)
         assert (found["weights"] == found["number"]).all()

@@ -127,24 +127,19 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "words.csv").write_text("step,eval/return\n1,much\n")
     (tmp_path / "young.csv").write_text("step,eval/return\n1,\n")
-    with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*nowhere"):
-        plot_runs([tmp_path / "nowhere"], output)
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.csv below .*empty"):
-        plot_runs([tmp_path / "empty"], output)
-    with pytest.raises(KeyError, match=r"no column eval/score in .*there are: eval/return, step, train/loss"):
-        plot_runs([run], output, metric="eval/score")
-    with pytest.raises(ValueError, match="line 2: step='1', eval/return='much'"):
-        plot_runs([tmp_path / "words.csv"], output)
-    with pytest.raises(ValueError, match="has no value of eval/return yet"):
-        plot_runs([tmp_path / "young.csv"], output)
-    with pytest.raises(ValueError, match="1 labels for 2 sources"):
-        plot_runs([run, run], output, labels=["one"])
-    with pytest.raises(ValueError, match="smooth=0"):
-        plot_runs([run], output, smooth=0)
-    with pytest.raises(ValueError, match="band='wide'"):
-        plot_runs([run], output, band="wide")
-    with pytest.raises(ValueError, match="no run given"):
-        plot_runs([], output)
+    for error, says, sources, options in (
+        (FileNotFoundError, r"no such file or folder: .*nowhere", [tmp_path / "nowhere"], {}),
+        (FileNotFoundError, r"no metrics\.csv below .*empty", [tmp_path / "empty"], {}),
+        (KeyError, r"no column eval/score in .*: eval/return, step, train/loss", [run], {"metric": "eval/score"}),
+        (ValueError, "line 2: step='1', eval/return='much'", [tmp_path / "words.csv"], {}),
+        (ValueError, "has no value of eval/return yet", [tmp_path / "young.csv"], {}),
+        (ValueError, "1 labels for 2 sources", [run, run], {"labels": ["one"]}),
+        (ValueError, "smooth=0", [run], {"smooth": 0}),
+        (ValueError, "band='wide'", [run], {"band": "wide"}),
+        (ValueError, "no run given", [], {}),
+    ):
+        with pytest.raises(error, match=says):
+            plot_runs(sources, output, **options)
     assert not output.exists()
 
 

@@ -180,18 +180,17 @@ def test_bad_policies() -> None:
     def module(function, out_keys):
         return TensorDictModule(function, in_keys=["observation"], out_keys=out_keys)
 
-    with pytest.raises(KeyError, match=r"'action'.*writes 'logits'"):
-        run(module(lambda x: x, ["logits"]))
-    with pytest.raises(ValueError, match=r"\(2, 3\)[\s\S]*not one-hot"):
-        run(module(lambda x: torch.eye(3, dtype=torch.long)[:2], ["action"]))
+    for error, says, policy in (
+        (KeyError, r"'action'.*writes 'logits'", module(lambda x: x, ["logits"])),
+        (ValueError, r"\(2, 3\)[\s\S]*not one-hot", module(lambda x: torch.eye(3).long()[:2], ["action"])),
+        (TypeError, "TensorDictModule", nn.Linear(3, 1)),
+        (TypeError, "must return a TensorDict", lambda td: td["observation"]),
+        (TypeError, "int", 3),
+    ):
+        with pytest.raises(error, match=says):
+            run(policy)
     with pytest.raises(ValueError, match="NaN"):
         run(bounded_policy(float("nan")), ContinuousEnv)
-    with pytest.raises(TypeError, match="TensorDictModule"):
-        run(nn.Linear(3, 1))
-    with pytest.raises(TypeError, match="must return a TensorDict"):
-        run(lambda td: td["observation"])
-    with pytest.raises(TypeError, match="int"):
-        run(3)
 
 
 def test_end_and_shutdown() -> None:

@@ -48,23 +48,20 @@ def test_refuses_next_step_and_shows_the_fix() -> None:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"num_envs=3.*has 4"):
-        make_vector_env(vector_env(), 3)
     assert make_vector_env(vector_env(), None).num_envs == 4
-    with pytest.raises(ValueError, match=r"CartPoll-v1.*spelling"):
-        make_vector_env("CartPoll-v1", 2)
-    with pytest.raises(TypeError, match="ready environment"):
-        make_vector_env(CountingEnv(), 2)
-    with pytest.raises(TypeError, match="SyncVectorEnv"):
-        make_vector_env(vector_env, 2)
-    with pytest.raises(TypeError, match="int"):
-        make_vector_env(3, 2)
+    for error, says, env, num_envs, options in (
+        (ValueError, r"num_envs=3.*has 4", vector_env(), 3, {}),
+        (ValueError, r"CartPoll-v1.*spelling", "CartPoll-v1", 2, {}),
+        (TypeError, "ready environment", CountingEnv(), 2, {}),
+        (TypeError, "SyncVectorEnv", vector_env, 2, {}),
+        (TypeError, "int", 3, 2, {}),
+        (ValueError, "vectorization", "CartPole-v1", 2, {"vectorization": "threads"}),
+        (ValueError, "constructor", vector_env(), 4, {"env_kwargs": {"length": 3}}),
+    ):
+        with pytest.raises(error, match=says):
+            make_vector_env(env, num_envs, **options)
     with pytest.raises(ValueError, match="vectorization"):
         EnvironmentRecipe("CartPole-v1", vectorization="threads")
-    with pytest.raises(ValueError, match="vectorization"):
-        make_vector_env("CartPole-v1", 2, vectorization="threads")
-    with pytest.raises(ValueError, match="constructor"):
-        make_vector_env(vector_env(), 4, env_kwargs={"length": 3})
 
 
 class MaskIgnoringEnv(SyncVectorEnv):

@@ -108,7 +108,7 @@ def test_a_state_without_the_rows_of_each_fit_is_one_of_full_fits() -> None:
     state = source.state_dict()
     del state["rows"]
     other.load_state_dict(state)
-    assert other._rows == [30, 30]
+    assert other.state_dict()["rows"] == [30, 30]
 
 
 def test_a_shorter_length_keeps_the_newest() -> None:
@@ -185,7 +185,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(settings: dict[st
     whole, first, resumed = data(), data(), data()
     uninterrupted, _ = fit(tmp_path, whole, agent(), max_epochs=4)
     # Stopped in the midst of the second epoch.
-    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15)
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15 // settings.get("updates_per_step", 1))
     fit(tmp_path, first, agent(), max_epochs=2, callbacks=[saving])
     module, _ = fit(tmp_path, resumed, agent(99), tmp_path / "at.ckpt", max_epochs=4)
     assert torch.equal(stored(resumed), stored(whole))

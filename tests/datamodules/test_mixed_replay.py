@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from datamodules.replay_parts import SIZE, dqn, fit, prioritized, replay_data
+from datamodules.replay_parts import BUFFERS, SIZE, dqn, fit, prioritized, replay_data
+from kit.rings import ring
 from kit.runs import SaveAt, parameters
 from torchrl_lightning import MixedReplay
 from torchrl_lightning.learn import DQNModule
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, SequenceSampler, UniformSampler
+from torchrl_lightning.replay import SequenceSampler, UniformSampler
 
 
 def buffer(number, rows=20, sampler=UniformSampler, **entries):
-    made = ExperienceBuffer(
-        storage=RingStorage(SIZE), sampler=sampler(), generator=torch.Generator().manual_seed(number)
-    )
+    made = ring(SIZE, sampler=sampler(), seed=number)
     if rows:
         done = torch.zeros(rows, 1, dtype=torch.bool)
         values = {"a": torch.full((rows,), float(number)), "state": torch.zeros(rows, 2), "next": {"done": done}}
@@ -103,7 +102,7 @@ def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
         return replay_data("prioritized", source=lambda own: MixedReplay(own, [shown()], [0.75, 0.25]), **exact)
 
     def shown():
-        made = recorded._make_buffer(num_envs=2)
+        made = BUFFERS["prioritized"](num_envs=2)
         made.load_state_dict(state)
         return made
 

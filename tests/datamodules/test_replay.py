@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from datamodules.replay_parts import BUFFERS, dqn, experience, fit, recurrent, replay_data
+from kit.normalized import recording
 from kit.runs import parameters
 from torchrl_lightning.learn import DQNModule
 from torchrl_lightning.replay import SequenceSampler, UniformSampler
@@ -17,6 +18,7 @@ class Recorder(DQNModule):
 
     def training_step(self, batch, batch_idx):
         data = self.trainer.datamodule
+        self.__dict__["collector"] = data.collector
         self.__dict__.setdefault("seen", []).append((data.updates, data.frames, len(data.buffer), batch.clone()))
         super().training_step(batch, batch_idx)
 
@@ -115,17 +117,10 @@ def test_rewritten_recurrent_states_replace_what_is_stored(tmp_path):
 def test_n_step_returns_sum_what_follows(tmp_path):
     """Every transition that is served equals the one computed by hand from the steps as they were collected."""
     buffer = experience(UniformSampler, n_steps=3, gamma=0.5)
-    data = replay_data(buffer, warmup_frames=120, num_envs=2, frames_per_update=2.0)
-    rollouts = []
-    collect = data._next_rollout
-
-    def keep(policy):
-        rollouts.append(collect(policy).clone())
-        return rollouts[-1]
-
-    data._next_rollout = keep
+    collector = recording(2, 2, init_random_frames=120)
+    data = replay_data(buffer, warmup_frames=120, num_envs=2, frames_per_update=2.0, collector=collector)
     module, _ = fit(tmp_path, data, dqn(Recorder, gamma=0.5))
-    steps = torch.stack(rollouts, 1)
+    steps = torch.cat(module.collector.recorded, 1)
     for _, frames, _, batch in module.seen:
         newest = frames // 2 - 1
         for row in batch:
@@ -165,7 +160,7 @@ def test_only_training_batches_are_kept(tmp_path):
     data = replay_data()
     data.setup("fit")
     assert data.on_after_batch_transfer("episodes", 0) == "episodes"
-    assert data._served is None
+    assert data.state_dict()["ranks"][0]["updates"] == 0  # else the update of that batch would be repeated
     data.close()
 
 

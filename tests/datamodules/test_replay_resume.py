@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(buffer, settings,
 
     # Stopped in the midst of the second epoch: the counts have to go on where they were.
     first = data("half")
-    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15)
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 15 // settings.get("updates_per_step", 1))
     fit(tmp_path, first, learner(buffer), max_epochs=2, limit_val_batches=1, callbacks=[saving])
     resumed = data("half")
     module, _ = fit(tmp_path, resumed, learner(buffer, 99), tmp_path / "at.ckpt", max_epochs=4, limit_val_batches=1)

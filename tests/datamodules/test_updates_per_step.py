@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from datamodules.replay_parts import dqn, fit, replay_data, stored, trainer
+from datamodules.replay_parts import BUFFERS, dqn, fit, replay_data, stored, trainer
 from kit.runs import parameters
 from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
 from torchrl_lightning.learn import DQNModule
@@ -127,13 +127,10 @@ def test_each_batch_passes_the_hooks(tmp_path):
         def training_step(self, batch, batch_idx):
             for part in updates_of(batch):
                 super().training_step(part, batch_idx)
-                assert self.trainer.datamodule._served is part
                 assert "td_error" in part
 
-    made = replay_data()
-    data = Hooked(
-        "CartPole-v1", buffer=made._make_buffer, batch_size=8, updates_per_epoch=4, updates_per_step=4, seed=0
-    )
+    sizes = {"batch_size": 8, "updates_per_epoch": 4, "updates_per_step": 4}
+    data = Hooked("CartPole-v1", buffer=BUFFERS["uniform"], seed=0, **sizes)
     fit(tmp_path, data, dqn(Learner), max_epochs=1)
     assert sum(isinstance(batch, TensorDictBase) for batch in data.passed) == 4
 

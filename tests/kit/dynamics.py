@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
-GOLDEN = Path(__file__).parents[1] / "data" / "model_based_batches.npz"
+from kit.golden import tensors
 
-
-def golden() -> dict[str, torch.Tensor]:
-    with np.load(GOLDEN) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+golden = partial(tensors, "model_based_batches")
 
 
 def golden_slice(action: str = "action") -> dict[str, torch.Tensor]:

@@ -248,15 +248,14 @@ def test_mixed_precision_trains() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(RuntimeError, match="build"):
         _ = small("dqn").policy
-    with pytest.raises(ValueError, match="tau"):
-        small("sac", tau=0.0)
-    with pytest.raises(ValueError, match="target_interval"):
-        small("td3", target_interval=0)
-    with pytest.raises(ValueError, match="probability"):
-        small("dqn", epsilon_start=2.0)
-    with pytest.raises(ValueError, match="frames"):
-        small("dqn", epsilon_frames=0)
-    with pytest.raises(ValueError, match="learn_alpha"):
-        small("sac", learn_alpha=False, alpha_optimizer=torch.optim.Adam)
+    for case, options, says in (
+        ("sac", {"tau": 0.0}, "tau"),
+        ("td3", {"target_interval": 0}, "target_interval"),
+        ("dqn", {"epsilon_start": 2.0}, "probability"),
+        ("dqn", {"epsilon_frames": 0}, "frames"),
+        ("sac", {"learn_alpha": False, "alpha_optimizer": torch.optim.Adam}, "learn_alpha"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            small(case, **options)
     with pytest.raises(KeyError, match="off_policy"):
         small("dqn").build(DISCRETE).on_load_checkpoint({})

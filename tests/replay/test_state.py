@@ -6,8 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +16,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler
 
+from kit.killed import killed_after
 from torchrl_lightning import files
-from torchrl_lightning.collectors.threads import kept_threads
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import (
     ExperienceBuffer,
@@ -335,22 +333,7 @@ def save_forever(folder: Path, report: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("saves", [1, 4, 7])
 def test_killed_while_saving(saves: int, tmp_path: Path) -> None:
-    readable, writable = os.pipe()
-    with kept_threads():
-        torch.set_num_threads(1)  # the child has no others
-        child = os.fork()
-        if not child:
-            try:
-                save_forever(tmp_path, writable)
-            finally:
-                os._exit(1)
-    os.close(writable)
-    with os.fdopen(readable) as said:
-        saved = [int(said.readline()) for _ in range(saves)]
-        time.sleep(0.003 * saves)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        saved += [int(line) for line in said]
+    saved = killed_after(0.003 * saves, save_forever, tmp_path, first=saves)
     ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=tmp_path / "ring"), num_envs=2)
     ours.loads(tmp_path / "state")
     number = int(ours.writer.positions[0]) // 200 - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from kit.golden import tensors
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.velora.base import BufferBase
 from torchrl_lightning.velora.experience import BatchExperience
@@ -25,9 +27,7 @@ DATA = Path(__file__).parents[1] / "data"
 HIDDEN = ("next", "recurrent_state")
 
 
-def golden() -> dict[str, torch.Tensor]:
-    with np.load(DATA / "velora_wraparound.npz") as file:
-        return {key: torch.as_tensor(file[key]) for key in file.files}
+golden = partial(tensors, "velora_wraparound")
 
 
 def build(capacity: int = 7, **options: Any) -> RecurrentReplayBuffer:
@@ -53,7 +53,8 @@ def stored(buffer: RecurrentReplayBuffer) -> dict[str, torch.Tensor]:
 
 
 def filled_like_golden(**options: Any) -> RecurrentReplayBuffer:
-    data, buffer, start = golden(), build(int(golden()["capacity"]), **options), 0
+    data, start = golden(), 0
+    buffer = build(int(data["capacity"]), **options)
     for number, count in enumerate(data["ops"].tolist()):
         given = [data[f"in_{name}"][start : start + count] for name in NAMES]
         if count == 1:
