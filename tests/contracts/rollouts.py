@@ -57,7 +57,6 @@ def rollout(kind: Any, **settings: Any) -> Part:
         make=partial(build, kind=kind, **settings),
         fill=collect,
         ask=learn,
-        canonical=SAVED,
         within=("consumed", "schema_version"),
         empty=(RuntimeError, "empty"),
     )
@@ -142,7 +141,6 @@ ROLLOUTS = {
         make=lambda seed: PPOBuffer(1, 1, 9, 2, generator=generator(seed)),
         fill=walk_paths,
         ask=close_path,
-        canonical=SAVED,
         within=("paths", "writer"),
         empty=(ValueError, "2 different steps from 0"),
         foreign={"size=9.*size=8": partial(PPOBuffer, 1, 1, 8, 2)},

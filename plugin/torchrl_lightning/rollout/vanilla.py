@@ -167,6 +167,10 @@ class VanillaOnPolicyBuffer(StateFiles, OwnSignature, EstimatedReads, Documented
         self.frame_stack = integer(_first(frame_stack, told, getattr(envs, "frame_stack", None), 1), "frame_stack")
         self._intrinsic = IntrinsicReturns(self.gamma_intrinsic, direction=intrinsic_direction)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.set_rng(self.generator)  # a copy, too, has one for all its parts
+
     @property
     def size(self) -> int:
         """Capacity along time."""
