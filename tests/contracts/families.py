@@ -181,6 +181,7 @@ FAMILIES = {
     ),
     "MixedReplay": replace(
         source(mixed, lambda own: own.source.draw(7)),
+        within=(("source", "owed"),),
         foreign={"state is that of 3 mixed buffers, but here are 2": partial(mixed, 0, (0.5, 0.5))},
     ),
     "BranchedReplay": replace(

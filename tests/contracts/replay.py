@@ -226,7 +226,7 @@ BUFFERS = {
         buffer(prioritized, prefetch=2, batch_size=3, transform=HindsightRelabel),
         fill=lambda ours, start: None if len(ours) else walk(ours, start),
         ask=lambda ours: [ours.sample() for _ in range(5)],
-        within=(("prefetched", 0, "batch"),),
+        within=(("prefetched", 0),),
         usable=lambda ours: ours.sample(),
         foreign={"prefetch": partial(build, 0, sampler=prioritized, transform=HindsightRelabel, batch_size=3)},
     ),

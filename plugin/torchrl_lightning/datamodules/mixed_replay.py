@@ -14,7 +14,7 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.keys import SOURCE
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.state import check_state, sequence
+from torchrl_lightning.state import LARGEST, check_state, sequence, whole, wrong
 from torchrl_lightning.trust import Nameable
 
 # Says which buffer each row came from: 0 is the first one.
@@ -142,8 +142,19 @@ class MixedReplay(Nameable):
             raise ValueError(
                 f"the state is that of {len(state_dict['owed'])} mixed buffers, but here are {len(self.buffers)}."
             )
-        for buffer, state in zip(self.buffers[1:], state_dict["others"], strict=True):
-            buffer.load_state_dict(state)
+        for owed in state_dict["owed"]:
+            if not isinstance(owed, list | tuple) or len(owed) != 2:
+                raise wrong(owed, "what is owed", "a numerator and a denominator")
+            whole(-LARGEST)(owed[0], "a numerator")
+            whole(1)(owed[1], "a denominator")
+        others, taken = self.buffers[1:], [buffer.state_dict() for buffer in self.buffers[1:]]
+        try:
+            for buffer, state in zip(others, state_dict["others"], strict=True):
+                buffer.load_state_dict(state)
+        except ValueError:
+            for buffer, state in zip(others, taken, strict=True):
+                buffer.load_state_dict(state)
+            raise
         self._owed = [Fraction(*owed) for owed in state_dict["owed"]]
 
 

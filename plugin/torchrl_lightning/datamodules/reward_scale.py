@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchrl_lightning.collectors.normalization import EPSILON, scaled
 from torchrl_lightning.entries import level_of
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.scan import discounted_scan
-from torchrl_lightning.state import anything, check_state, sequence, tensor
+from torchrl_lightning.state import anything, check_state, sequence, tensor, wrong
 
 _CHUNK = 256  # steps that are filtered at a time, where they come one by one
 
@@ -116,10 +116,23 @@ class RewardScale:
         """Restore what :meth:`state_dict` returned; a ValueError, and no change, if it is none."""
         schema = {"sums": tensor(torch.float64, None), "noted": sequence, "env_ids": anything}
         check_state(state, schema, "reward scale")
-        reward_and_done = [each.clone() for each in state["noted"]]
-        self._sums, self._env_ids = state["sums"].clone(), state["env_ids"]
+        noted, ids = state["noted"], state["env_ids"]
+        if ids is not None:
+            tensor(torch.int64, None)(ids, "'env_ids'")
+        if noted and not _are_steps(noted, None if ids is None else len(ids)):
+            raise wrong(noted, "'noted'", "rewards and flags of the same steps, [N, T, ...] each")
+        reward_and_done = [each.clone() for each in noted]
+        self._sums, self._env_ids = state["sums"].clone(), None if ids is None else ids.clone()
         self._noted = [(reward_and_done[0], reward_and_done[1])] if reward_and_done else []
         self._steps = reward_and_done[1].shape[1] if reward_and_done else 0
+
+
+def _are_steps(noted: Sequence[Any], envs: int | None) -> bool:
+    if len(noted) != 2 or not all(isinstance(each, Tensor) and each.ndim > 2 for each in noted):
+        return False
+    reward, done = noted
+    shapes_agree = reward.shape[:2] == done.shape[:2] and envs in (None, reward.shape[0])
+    return shapes_agree and reward.is_floating_point() and done.dtype == torch.bool
 
 
 def _joined(one: Moments | None, other: Moments | None) -> Moments | None:

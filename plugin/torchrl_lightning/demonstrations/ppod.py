@@ -525,11 +525,14 @@ class PPODBuffer(GAEBuffer):
         self.demonstration_writer.check_state(state["writer"])
         if self._replay is not None:
             self._replay.check_state(state["replay"])
-        for mined in state["miners"].values():
+        for first, mined in state["miners"].items():
+            if not first.isdecimal():
+                raise ValueError(f"The {owner} state has a miner of environment {first!r}, expected a number.")
             self._restored_miner(mined)
 
-    def _restored_miner(self, state: Mapping[str, Any]) -> DemonstrationMiner:
-        miner = self._miner(integer(state.get("num_envs"), "the number of environments"))
+    def _restored_miner(self, state: Any) -> DemonstrationMiner:
+        check_state(state, {"num_envs": whole(1), "running": sequence}, "demonstration miner")
+        miner = self._miner(len(state["running"]))
         miner.load_state_dict(state)
         return miner
 

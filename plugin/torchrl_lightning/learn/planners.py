@@ -92,7 +92,7 @@ class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
     def _next_seed(self, observation: Tensor) -> int:
         """Return what the next plan is drawn by."""
         if interaction_type() in DETERMINISTIC:
-            shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy()
+            shown = observation.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             return numbered_seed(self.generator.initial_seed(), crc32(shown))
         return int(torch.randint(2**62, (), generator=self.generator))
 

@@ -187,9 +187,11 @@ def unpack_batch(packed: Any) -> tuple[TensorDictBase, dict[Any, Any]]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise wrong(pair, "an entry of a prefetched batch", "a key and its value")
         key, value = tuple(pair[0]) if isinstance(pair[0], list) else pair[0], pair[1]
-        if any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
+        if key == () or any(not isinstance(part, str) for part in (key if isinstance(key, tuple) else (key,))):
             raise wrong(key, "a key of a prefetched batch", "a name")
-        info[key] = value
+        if not isinstance(value, Tensor):
+            raise wrong(value, f"{key!r} of a prefetched batch", "a tensor")
+        info[key] = value.clone()
 
     def build(tree: Tree) -> TensorDictBase:
         entries = {key: build(leaf) if isinstance(leaf, dict) else leaf.clone() for key, leaf in tree.items()}
