@@ -24,6 +24,7 @@ from torchrl_lightning import (
     SumSegmentTree,
 )
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
+from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.moments import Moments
 
 OBJECTS = ("memory", "file", "pickle", "deepcopy")
@@ -109,6 +110,17 @@ def end_episodes(episodes: FinishedEpisodes) -> Any:
     return episodes.summary()
 
 
+def note_rewards(scale: RewardScale, start: int) -> None:
+    done = torch.arange(start, start + 10).view(2, 5, 1) % 4 == 3
+    scale.note(torch.ones(2, 5, 1) * start, done, None)
+
+
+def reduce_rewards(scale: RewardScale) -> Any:
+    scale.note(torch.ones(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.bool), None)
+    moments = scale.reduced()
+    return moments.count, moments.mean, moments.variance
+
+
 SMALL = {
     **{kind.__name__: tree(kind) for kind in (SumSegmentTree, MaxSegmentTree, MinSegmentTree)},
     "IntrinsicRewardNormalizer": intrinsic("forward"),
@@ -142,6 +154,12 @@ SMALL = {
         make=lambda seed: FinishedEpisodes(2),
         fill=add_episodes,
         ask=end_episodes,
+        ways=OBJECTS,
+    ),
+    "RewardScale": Part(
+        make=lambda seed: RewardScale(10.0),
+        fill=note_rewards,
+        ask=reduce_rewards,
         ways=OBJECTS,
     ),
 }
