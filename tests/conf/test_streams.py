@@ -76,7 +76,7 @@ def test_branched(fit):
 
 @pytest.mark.parametrize("proportion", [0.0, 1.0])
 def test_hindsight(fit, proportion):
-    env = ("env=recipe", "data.env.id={_target_: goals.Reach}")
+    env = ("env=recipe", "data.env.id={_target_: kit.goals.Reach}")
     settings = (
         "data=hindsight",
         "data.buffer.storage.max_size=64",

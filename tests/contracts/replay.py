@@ -235,7 +235,7 @@ BUFFERS = {
     "in files": replace(buffer(), make=in_files, ask=prefer),
     "frames": Part(
         make=frames,
-        canonical=("deepcopy",),  # places for frames are taken as they are free
+        canonical=(),  # places for frames that are free hold anything
         fill=write_frames,
         ask=draw,
         within=("storage",),

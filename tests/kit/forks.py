@@ -88,7 +88,10 @@ def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
 
     def run() -> None:
         sys.argv = [str(path), *arguments]
-        sys.path.insert(0, str(Path(path).parent))
+        folder = Path(path).parent
+        sys.path.insert(0, str(folder))
+        for beside in folder.glob("*.py"):  # what tests have imported by such a name is another module
+            sys.modules.pop(beside.stem, None)
         runpy.run_path(str(path), run_name="__main__")
 
     return run
