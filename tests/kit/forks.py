@@ -1,4 +1,8 @@
-"""Processes forked from that of the tests, which has imported what they need: a fresh one takes seconds for that."""
+"""Processes forked from that of the tests, which has imported what they need: a fresh one takes seconds for that.
+
+They compute with small batches alone: where the process of the tests has computed in several threads, a product of large
+matrices waits in a forked one for threads that are not there.
+"""
 
 from __future__ import annotations
 
