@@ -1,7 +1,7 @@
 """Processes forked from that of the tests, which has imported what they need: a fresh one takes seconds for that.
 
-They compute with small batches alone: where the process of the tests has computed in several threads, a product of large
-matrices waits in a forked one for threads that are not there.
+They compute with small batches alone: where the process of the tests has computed in several threads, a product of
+large matrices waits in a forked one for threads that are not there.
 """
 
 from __future__ import annotations
@@ -92,10 +92,7 @@ def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
 
     def run() -> None:
         sys.argv = [str(path), *arguments]
-        folder = Path(path).parent
-        sys.path.insert(0, str(folder))
-        for beside in folder.glob("*.py"):  # what tests have imported by such a name is another module
-            sys.modules.pop(beside.stem, None)
+        sys.path.insert(0, str(Path(path).parent))
         runpy.run_path(str(path), run_name="__main__")
 
     return run
