@@ -137,16 +137,11 @@ class MixedReplay(Nameable):
         Raises:
             ValueError: it is that of another number of buffers, or does not fit them.
         """
-        check_state(state_dict, {"owed": sequence, "others": sequence}, "mixed replay")
+        check_state(state_dict, {"owed": _fractions, "others": sequence}, "mixed replay")
         if len(state_dict["owed"]) != len(self.buffers) or len(state_dict["others"]) != len(self.buffers) - 1:
             raise ValueError(
                 f"the state is that of {len(state_dict['owed'])} mixed buffers, but here are {len(self.buffers)}."
             )
-        for owed in state_dict["owed"]:
-            if not isinstance(owed, list | tuple) or len(owed) != 2:
-                raise wrong(owed, "what is owed", "a numerator and a denominator")
-            whole(-LARGEST)(owed[0], "a numerator")
-            whole(1)(owed[1], "a denominator")
         others, taken = self.buffers[1:], [buffer.state_dict() for buffer in self.buffers[1:]]
         try:
             for buffer, state in zip(others, state_dict["others"], strict=True):
@@ -156,6 +151,15 @@ class MixedReplay(Nameable):
                 buffer.load_state_dict(state)
             raise
         self._owed = [Fraction(*owed) for owed in state_dict["owed"]]
+
+
+def _fractions(value: Any, name: str) -> None:
+    sequence(value, name)
+    for each in value:
+        if not isinstance(each, list | tuple) or len(each) != 2:
+            raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
+        whole(-LARGEST)(each[0], f"a numerator in {name}")
+        whole(1)(each[1], f"a denominator in {name}")
 
 
 def _joined(parts: Sequence[TensorDictBase], behind: torch.Size) -> TensorDictBase | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torchrl_lightning._compat import put_entry
 from torchrl_lightning.collectors.normalization import EPSILON, scaled
 from torchrl_lightning.entries import level_of
 from torchrl_lightning.moments import Moments
+from torchrl_lightning.ranges import optional
 from torchrl_lightning.scan import discounted_scan
 from torchrl_lightning.state import anything, check_state, sequence, tensor, wrong
 
@@ -114,25 +115,25 @@ class RewardScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; a ValueError, and no change, if it is none."""
-        schema = {"sums": tensor(torch.float64, None), "noted": sequence, "env_ids": anything}
+        schema = {"sums": tensor(torch.float64, None), "noted": _rewards_and_ends, "env_ids": anything}
         check_state(state, schema, "reward scale")
-        noted, ids = state["noted"], state["env_ids"]
-        if ids is not None:
-            tensor(torch.int64, None)(ids, "'env_ids'")
-        if noted and not _are_steps(noted, None if ids is None else len(ids)):
-            raise wrong(noted, "'noted'", "rewards and flags of the same steps, [N, T, ...] each")
-        reward_and_done = [each.clone() for each in noted]
+        reward_and_done, ids = [each.clone() for each in state["noted"]], state["env_ids"]
+        envs = len(reward_and_done[0]) if reward_and_done else None
+        check_state(state, {"env_ids": optional(tensor(torch.int64, envs))}, "reward scale")
         self._sums, self._env_ids = state["sums"].clone(), None if ids is None else ids.clone()
         self._noted = [(reward_and_done[0], reward_and_done[1])] if reward_and_done else []
         self._steps = reward_and_done[1].shape[1] if reward_and_done else 0
 
 
-def _are_steps(noted: Sequence[Any], envs: int | None) -> bool:
-    if len(noted) != 2 or not all(isinstance(each, Tensor) and each.ndim > 2 for each in noted):
-        return False
-    reward, done = noted
-    shapes_agree = reward.shape[:2] == done.shape[:2] and envs in (None, reward.shape[0])
-    return shapes_agree and reward.is_floating_point() and done.dtype == torch.bool
+def _rewards_and_ends(value: Any, name: str) -> None:
+    sequence(value, name)
+    if not value:
+        return
+    are_two = len(value) == 2 and all(isinstance(each, Tensor) and each.ndim > 2 for each in value)
+    if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
+        raise wrong(value, name, "rewards and ends of the same steps, [N, T, ...] each")
+    if value[1].dtype != torch.bool:
+        raise wrong(value[1], f"the second of {name}", "ends, of bool")
 
 
 def _joined(one: Moments | None, other: Moments | None) -> Moments | None:
