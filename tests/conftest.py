@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Looks for doctests in the package alone: helpers and scripts among the tests are no modules to import."""
     inside = TESTS in collection_path.parents and collection_path.suffix == ".py"
     return True if inside and not collection_path.name.startswith("test_") else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each of several workers its share of the cores: threads that wait for a core work twice as long."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 @pytest.fixture(autouse=True)
