@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_lightning.collectors.threads import kept_threads
+# Each of several workers takes its share of the cores: threads that wait for a core work twice as long. Said before
+# TorchRL is imported, which notes the number and goes back to it.
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 TESTS = Path(__file__).parent
 
@@ -16,13 +19,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Looks for doctests in the package alone: helpers and scripts among the tests are no modules to import."""
     inside = TESTS in collection_path.parents and collection_path.suffix == ".py"
     return True if inside and not collection_path.name.startswith("test_") else None
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Gives each of several workers its share of the cores: threads that wait for a core work twice as long."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +34,8 @@ def same_threads() -> Iterator[None]:
 @pytest.fixture
 def three_threads(same_threads: None) -> Iterator[None]:
     """Takes three threads, as a script does at its beginning."""
+    from torchrl_lightning.collectors.threads import kept_threads
+
     with kept_threads():
         torch.set_num_threads(3)
         yield
