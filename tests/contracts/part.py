@@ -9,6 +9,25 @@ from typing import Any
 WAYS = ("memory", "file", "folder", "pickle", "deepcopy")
 
 
+class Refusal:
+    """Calls of a part that are refused, and change nothing.
+
+    Args:
+        says: words of the error.
+        calls: what is called; each makes what it calls with anew.
+        error: its kind.
+        empty: whether an empty part refuses them in these words, too.
+    """
+
+    def __init__(
+        self, says: str, *calls: Callable[[Any], Any], error: type[Exception] = ValueError, empty: bool = False
+    ) -> None:
+        self.says, self.calls, self.error, self.empty = says, calls, error, empty
+
+    def __str__(self) -> str:
+        return self.says
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """How a part with a state is built and used; its state is exact, checked, a copy, and plain data.
@@ -22,6 +41,7 @@ class Part:
         usable: what a part is asked for behind a mutated state that it took; what it is asked for by default.
         foreign: others, by the words with which they refuse a state of this one.
         edited: places in the state and what is put there, by the words of the refusal.
+        refuses: calls that a filled one refuses; it goes on as if they had not been made.
         empty: words of the error when an empty one is asked; no words for none.
         canonical: ways behind which the states of both stay the same, too.
         ours: whether its state is ours; that of another library's buffer is restored, and that is all.
@@ -35,6 +55,7 @@ class Part:
     usable: Callable[[Any], Any] | None = None
     foreign: dict[str, Callable[[], Any]] = field(default_factory=dict)
     edited: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    refuses: tuple[Refusal, ...] = ()
     empty: tuple[type[Exception], str] | None = None
     canonical: tuple[str, ...] = WAYS
     ours: bool = True

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.envs.transforms import ObservationNorm
 
-from contracts.part import Part
+from contracts.part import Part, Refusal
 from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
@@ -81,10 +81,16 @@ def build(
     )
 
 
+SIZES = Refusal(
+    "batch_size must be an integer of at least 0, got",
+    *(partial(ExperienceBuffer.sample, batch_size=size) for size in (-1, 2.5, True, "3")),
+)
+
+
 def buffer(sampler: Callable[[], Any] = UniformSampler, /, **settings: Any) -> Part:
     """A row of a buffer over rings."""
-    settings = {"sampler": sampler, **settings}
-    return Part(make=partial(build, **settings), fill=write_unevenly, ask=draw, within=("sampler",), empty=EMPTY)
+    make = partial(build, sampler=sampler, **settings)
+    return Part(make=make, fill=write_unevenly, ask=draw, within=("sampler",), refuses=(SIZES,), empty=EMPTY)
 
 
 def uneven_width(ours: ExperienceBuffer) -> ExperienceBuffer:
@@ -219,6 +225,7 @@ BUFFERS = {
         buffer(SamplerWithoutReplacement, transform=norm),
         fill=write,
         within=("sampler", "transform"),
+        refuses=(),
         empty=(RuntimeError, "empty storage"),
     ),
     # A batch that is prefetched is drawn before or behind a write, as it happens.
@@ -227,6 +234,7 @@ BUFFERS = {
         fill=lambda ours, start: None if len(ours) else walk(ours, start),
         ask=lambda ours: [ours.sample() for _ in range(5)],
         within=(("prefetched", 0),),
+        refuses=(),
         usable=lambda ours: ours.sample(),
         foreign={"prefetch": partial(build, 0, sampler=prioritized, transform=HindsightRelabel, batch_size=3)},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.part import Part
+from contracts.part import Part, Refusal
 from contracts.table import PARTS
 from kit.files import through_file
 from kit.states import changed, check_mutants, differences, entries, plain
@@ -21,13 +22,12 @@ EVERY = {
     kind: [
         pytest.param(part, each, id=f"{name}-{each}") for name, part in PARTS.items() for each in getattr(part, kind)
     ]
-    for kind in ("ways", "foreign", "edited")
+    for kind in ("ways", "foreign", "edited", "refuses")
 }
 
 
-def parts(*left_out: str) -> pytest.MarkDecorator:
-    found = [pytest.param(part, id=name) for name, part in PARTS.items() if part.ours and name not in left_out]
-    return pytest.mark.parametrize("part", found)
+OURS = [pytest.param(part, id=name) for name, part in PARTS.items() if part.ours]
+parts = pytest.mark.parametrize("part", OURS)
 
 
 def go_on(part: Part, one: Any, other: Any) -> None:
@@ -59,8 +59,7 @@ def test_a_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: 
         assert not differences(one.state_dict(), other.state_dict())
 
 
-# What describes a prefetched batch is the state's own.
-@parts("ExperienceBuffer: prefetched")
+@parts
 def test_a_state_is_a_copy_on_both_sides(part: Part) -> None:
     one, other = part.made(), part.make(1)
     state = one.state_dict()
@@ -79,12 +78,12 @@ def test_a_state_is_a_copy_on_both_sides(part: Part) -> None:
     assert not differences(other.state_dict(), kept)
 
 
-@parts()
+@parts
 def test_an_edited_state_is_taken_wholly_or_not_at_all(part: Part) -> None:
     check_mutants(part.made(1, first=7), part.made().state_dict(), part.usable or part.ask, part.within)
 
 
-@parts()
+@parts
 def test_another_version_is_refused(part: Part) -> None:
     one = part.made(1)
     state = one.state_dict()
@@ -145,7 +144,7 @@ def test_a_copy_and_its_original_leave_each_other_alone(part: Part, way: str) ->
         assert not differences(still.state_dict(), kept)
 
 
-@parts()
+@parts
 def test_the_state_of_an_empty_one_empties_another(part: Part, tmp_path: Path) -> None:
     empty, one, twin = part.make(0), part.made(), part.make(0)
     one.load_state_dict(through_file(empty.state_dict()))
@@ -160,3 +159,17 @@ def test_an_empty_one_says_so(part: Part) -> None:
     assert len(one) == 0
     with pytest.raises(error, match=says):
         part.ask(one)
+
+
+@pytest.mark.parametrize(("part", "refusal"), EVERY["refuses"])
+def test_a_refused_call_changes_nothing(part: Part, refusal: Refusal) -> None:
+    for make in (part.made, partial(part.make, 0))[: 1 + refusal.empty]:
+        one, twin = make(), make()
+        for call in refusal.calls:
+            kept = copy.deepcopy(one.state_dict())
+            with pytest.raises(refusal.error, match=refusal.says):
+                call(one)
+            assert not differences(one.state_dict(), kept)
+        part.fill(one, 500)
+        part.fill(twin, 500)
+        assert not differences(plain(part.ask(one)), plain(part.ask(twin)))

@@ -1,0 +1,29 @@
+"""Calls that all parts of a kind refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from contracts.part import Refusal
+
+
+def no_tensordict(*takers: Callable[[Any, Any], Any]) -> tuple[Refusal, ...]:
+    """What is no TensorDict is refused by its name."""
+    kinds = {"plain tensor": torch.zeros(3), "list": [1, 2], "dict": {"a": torch.zeros(3)}}
+    return tuple(
+        Refusal(f"Expected a TensorDict, got a {kind}", *giving(data, *takers), error=TypeError, empty=True)
+        for kind, data in kinds.items()
+    )
+
+
+def giving(argument: Any, *takers: Callable[[Any, Any], Any]) -> list[Callable[[Any], Any]]:
+    """Calls of several methods with one argument."""
+    return [partial(_give, take, argument) for take in takers]
+
+
+def _give(take: Callable[[Any, Any], Any], argument: Any, part: Any) -> Any:
+    return take(part, argument)
