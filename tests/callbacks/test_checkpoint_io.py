@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from kit.killed import killed_after
+from kit.forks import killed_after
 from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, files
 
 SHARED = Path("/dev/shm")
@@ -31,10 +31,10 @@ def elsewhere(tmp_path):
             yield Path(folder)
 
 
-def save_forever(plugin, path, first, report):
+def save_forever(plugin, path, first):
     for number in range(first, 10_000):
         plugin.save_checkpoint({"number": number, "weights": torch.full((1 << 19,), float(number))}, path)
-        os.write(report, f"{number}\n".encode())
+        yield number
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

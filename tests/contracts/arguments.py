@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from torchrl_lightning import (
     DemonstrationWriter,
     EpisodicReplayBuffer,
     ExperienceBuffer,
+    FrameStackTransform,
+    FrameStorage,
     GAEBuffer,
     GeneralizedAdvantages,
     GymnasiumCollector,
+    HindsightRelabel,
     HoldoutSplit,
     IntrinsicRewardNormalizer,
     MinibatchSampler,
@@ -63,8 +67,20 @@ def each(name: str, *values: Any) -> list[dict[str, Any]]:
     return [{name: value} for value in values]
 
 
-SIZES = (0, -1, 2.5, True, "a", math.nan, math.inf)
-NUMBERS = (-0.1, math.nan, math.inf)
+def named(**values: Any) -> dict[str, Any]:
+    """Arguments, each with a value that it must not have, or a list of such."""
+    return {
+        f"{name} must be": each(name, *(value if isinstance(value, list) else [value]))
+        for name, value in values.items()
+    }
+
+
+SIZES = [0, -1, 2.5, True, "a", math.nan, math.inf]
+NUMBERS = [-0.1, math.nan, math.inf]
+SHARES = {
+    r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3": {"rho": 0.8, "phi": 0.3},
+    **named(rho=[-0.1, math.nan], phi=1.5, alpha=-1.0),
+}
 PRIORITIES = {"max_capacity": 20, "alpha": 1.0, "beta": 1.0}
 ROW = time_steps(1)[0]
 EPISODES = {"data_spec": ROW, "num_environments": 2, "max_length": 4}
@@ -96,40 +112,29 @@ def worked(env: str = "CartPole-v1", **settings: Any) -> GymnasiumCollector:
 
 
 ARGUMENTS = (
-    Refused(RingStorage, {"max_size": 9}, {"max_size must be a positive integer": each("max_size", *SIZES)}),
+    Refused(RingStorage, {"max_size": 9}, named(max_size=SIZES)),
     Refused(
         lambda max_size=8, **settings: ExperienceBuffer(storage=RingStorage(max_size), **settings),
         {},
         {
-            "num_envs must be a positive integer": each("num_envs", *SIZES),
+            **named(num_envs=SIZES, n_steps=[0, True]),
             "max_size=8 or 12": {"max_size": 10, "num_envs": 4},
             "num_envs=3": {"writer": RingWriter(2), "num_envs": 3},
-            "n_steps must be a positive integer, got (0|True)": each("n_steps", 0, True),
             "gamma must be between 0 and 1, got 1.5": {"n_steps": 3, "gamma": 1.5},
         },
     ),
     Refused(
         SequenceSampler,
         {"batch_length": 4},
-        {
-            "batch_length": each("batch_length", 0, 2.5),
-            "burn_in": each("burn_in", 4, -1),
-            "episode_ends": {"episode_ends": "over"},
-        },
+        named(batch_length=[0, 2.5], burn_in=[4, -1], episode_ends="over"),
     ),
     Refused(
         PrioritizedSampler,
         PRIORITIES,
         {
-            **{
-                f"{name} must be a finite number of at least 0": each(name, *NUMBERS)
-                for name in ("alpha", "beta", "eps", "initial_priority")
-            },
-            "weight_norm must be one of": {"weight_norm": "max"},
-            "reduction must be one of": {"reduction": "sum"},
+            **named(alpha=NUMBERS, beta=NUMBERS, eps=NUMBERS, initial_priority=NUMBERS),
+            **named(weight_norm="max", reduction="sum", batch_length=0, num_earliest_frames_ignored=-1),
             "at least 1, got 0": {"max_capacity": 0},
-            "batch_length": {"batch_length": 0},
-            "num_earliest_frames_ignored": {"num_earliest_frames_ignored": -1},
         },
     ),
     Refused(PrioritizedSampler, PRIORITIES, {r"torch\.int64": {"dtype": torch.int64}}, TypeError),
@@ -137,28 +142,27 @@ ARGUMENTS = (
         RecentSampler,
         {},
         {
-            "recent_data_steps": {"recent_data_steps": 0},
-            "recent_data_ratio": {"recent_data_ratio": 1.5},
-            "num_earliest_frames_ignored": {"num_earliest_frames_ignored": -1},
-            "batch_length": {"batch_length": 0},
+            **named(recent_data_steps=0, recent_data_ratio=1.5, num_earliest_frames_ignored=-1, batch_length=0),
             "must be built with a batch_length and num_earliest_frames_ignored=0": [
                 {"prioritized": PrioritizedSampler(8, 1.0, 1.0, **settings)}
                 for settings in ({}, {"batch_length": 1, "num_earliest_frames_ignored": 2})
             ],
         },
     ),
-    Refused(MinibatchSampler, {}, {"by must be": {"by": "frames"}}),
+    Refused(MinibatchSampler, {}, named(by="frames")),
+    Refused(HindsightRelabel, {"her_proportion": 1.0}, named(her_proportion=1.5)),
+    Refused(FrameStackTransform, {"frame_stack": 2}, named(frame_stack=0)),
+    Refused(FrameStorage, {"max_size": 8, "frame_stack": 3}, named(frame_stack=0)),
     Refused(
         EpisodicReplayBuffer,
         EPISODES,
         {
             "return=True needs the index": {"record_episodic_return": True, "keep_episodic_info": False},
-            "num_environments must be a positive integer": {"num_environments": 0},
-            "max_length must be a positive integer": {"max_length": 0},
-            "recent_data_ratio": {"recent_data_ratio": 2.0},
+            **named(num_environments=0, max_length=0, recent_data_ratio=2.0),
             "reward_clip": {"record_episodic_return": True, "reward_clip": (1, 0)},
             r"describes one row, got one of batch size \[1\]": {"data_spec": ROW.unsqueeze(0)},
             "needs a data_spec": {"data_spec": None, "allow_multiprocess": True},
+            "scratch_dir": {"allow_multiprocess": True, "scratch_dir": gettempdir()},
         },
     ),
     Refused(EpisodicReplayBuffer, EPISODES, {"Expected a TensorDict, got a int": {"data_spec": 3}}, TypeError),
@@ -171,27 +175,22 @@ ARGUMENTS = (
     Refused(
         RecurrentReplayBuffer,
         {"capacity": 1, "state_dim": 1, "action_dim": 1, "hidden_dim": 1},
-        {next(iter(wrong)): wrong for wrong in ({"capacity": 0}, {"state_dim": 1.5}, {"action_dim": True})}
-        | {"hidden_dim": {"hidden_dim": -1}},
+        named(capacity=0, state_dim=1.5, action_dim=True, hidden_dim=-1),
     ),
     Refused(
         SimpleReplayBuffer,
         {"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1},
-        {next(iter(wrong)): wrong for wrong in ({"size": 0}, {"batch_size": 1.5}, {"obs_dim": True}, {"act_dim": -1})},
+        named(size=0, batch_size=1.5, obs_dim=True, act_dim=-1),
     ),
     Refused(GAEBuffer, {"size": 5}, {"string": {"value_key": 3}}, TypeError),
-    Refused(partial(GeneralizedAdvantages), {}, {"gamma must be between": {"gamma": 1.5}}),
-    Refused(
-        HoldoutSplit,
-        {},
-        {"validation_fraction must be above 0 and below 1": each("validation_fraction", 0.0, 1.0, -0.1, 2.0)},
-    ),
+    Refused(partial(GeneralizedAdvantages), {}, named(gamma=1.5)),
+    Refused(HoldoutSplit, {}, named(validation_fraction=[0.0, 1.0, -0.1, 2.0])),
     Refused(
         IntrinsicRewardNormalizer,
         {},
         {
             "'forward' or 'backward', got 'sideways'": {"direction": "sideways"},
-            "gamma must be between 0 and 1": {"gamma": 2.0},
+            **named(gamma=2.0),
         },
     ),
     Refused(
@@ -222,57 +221,28 @@ ARGUMENTS = (
             "must be 2 positive numbers, one for a buffer": each("ratios", [1.0], [1.2, -0.2]),
         },
     ),
-    Refused(DemonstrationStorage, {"capacity": 1}, {"capacity must be a positive integer": {"capacity": 0}}),
-    Refused(
-        DemonstrationWriter,
-        {"storage": DemonstrationStorage()},
-        {"reward_threshold must be a finite number or None": each("reward_threshold", math.nan, math.inf)},
-    ),
-    Refused(
-        DemonstrationSampler,
-        {},
-        {
-            r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3": {"rho": 0.8, "phi": 0.3},
-            "rho must be between 0 and 1, got (-0.1|nan)": each("rho", -0.1, math.nan),
-            "phi must be between 0 and 1, got 1.5": {"phi": 1.5},
-            "alpha must be a finite number of at least 0": {"alpha": -1},
-        },
-    ),
+    Refused(DemonstrationStorage, {"capacity": 1}, named(capacity=0)),
+    Refused(DemonstrationWriter, {"storage": DemonstrationStorage()}, named(reward_threshold=[math.nan, math.inf])),
+    Refused(DemonstrationSampler, {}, SHARES),
     Refused(
         DemonstrationAnnealing,
         {"value_capacity": 50},
         {
             "annealing must be one of 'linear', 'current', got 'cosine'": {"schedule": "cosine"},
-            "value_capacity must be an integer of at least 0, got -1": {"value_capacity": -1},
+            **named(value_capacity=-1),
         },
     ),
-    Refused(
-        DemonstrationReplay,
-        PLAYED,
-        {
-            "num_envs": {"num_envs": 0},
-            "ends must be one of": {"ends": "done"},
-            "log_prob must be": {"log_prob": 0.0},
-            "frame_stack": {"frame_stack": 0},
-        },
-    ),
+    Refused(DemonstrationReplay, PLAYED, named(num_envs=0, ends="done", log_prob=0.0, frame_stack=0)),
     Refused(
         PPODBuffer,
         {"size": 8},
         {
-            r"rho \+ phi must be at most 1, got rho=0.8 and phi=0.3": {"rho": 0.8, "phi": 0.3},
-            "rho must be between 0 and 1, got -0.1": {"rho": -0.1},
-            "phi must be between 0 and 1, got 1.5": {"phi": 1.5},
-            "alpha must be": {"alpha": -1.0},
-            "total_buffer_demo_capacity must be": {"total_buffer_demo_capacity": 0},
+            **SHARES,
+            **named(total_buffer_demo_capacity=0, save_demos_every=0, num_agent_demos_to_save=-1),
+            **named(log_prob="none", ends="never", annealing="sudden"),
             "reward_threshold must be a finite number or None": {"initial_reward_threshold": math.nan},
-            "save_demos_every must be": {"save_demos_every": 0},
-            "num_agent_demos_to_save must be": {"num_agent_demos_to_save": -1},
             "demo_dtypes has 'Weights': 'uint8'": {"demo_dtypes": {"Weights": "uint8"}},
             "demo_dtypes has 'Action': 'number'": {"demo_dtypes": {"Action": "number"}},
-            "log_prob must be": {"log_prob": "none"},
-            "ends must be": {"ends": "never"},
-            "annealing must be": {"annealing": "sudden"},
         },
     ),
     Refused(
@@ -313,9 +283,7 @@ ARGUMENTS = (
         {},
         {
             "frames_per_batch=11.*nearest is 12": {"frames_per_batch": 11, "num_envs": 4},
-            "total_frames": {"total_frames": 0},
-            "seed": {"seed": -1},
-            "num_envs": {"num_envs": 0},
+            **named(total_frames=0, seed=-1, num_envs=0),
         },
     ),
 )

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Categorical, Composite, Unbounded
 
-from contracts.part import Part
+from contracts.part import OBJECTS, SAVED, Part
 from kit.demonstrations import demo, names, rewarded
 from kit.seeds import generator
 from kit.states import GONE
@@ -25,7 +25,6 @@ from torchrl_lightning import (
     PPODBuffer,
 )
 
-OBJECTS = ("memory", "file", "pickle", "deepcopy")
 ENVS = 2
 SPECS = EnvironmentSpecs(Composite(observation=Unbounded((1,))), Categorical(2), 1)
 
@@ -174,7 +173,7 @@ DEMONSTRATIONS = {
         make=ppod,
         fill=mine,
         ask=learn,
-        ways=("memory", "file", "folder"),
+        ways=SAVED,
         within=tuple(("demonstrations", name) for name in ("rollouts", "writer", "replay", "miners", "is_tracked")),
         empty=(RuntimeError, "empty"),
         edited={

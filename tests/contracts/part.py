@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WAYS = ("memory", "file", "folder", "pickle", "deepcopy")
+OBJECTS = ("memory", "file", "pickle", "deepcopy")  # of what no folder holds
+SAVED = ("memory", "file", "folder")  # of what is not copied
 
 
 class Refusal:

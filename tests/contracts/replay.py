@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RandomSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.envs.transforms import ObservationNorm
 
-from contracts.part import Part, Refusal
+from contracts.part import SAVED, Part, Refusal
 from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
@@ -261,14 +261,14 @@ BUFFERS = {
         make=partial(theirs, storage=partial(RingStorage, 7), sampler=RandomSampler),
         fill=lambda ours, start: ours.extend(rows(5, start)),
         ask=lambda ours: ours.sample(),
-        ways=("memory", "file", "folder"),
+        ways=SAVED,
         ours=False,
     ),
     "priorities in TorchRL's buffer": Part(
         make=partial(theirs, storage=partial(LazyTensorStorage, SIZE), sampler=prioritized),
         fill=lambda ours, start: ours.extend(rows(9, start)),
         ask=lambda ours: ours.sample(),
-        ways=("memory", "file", "folder"),
+        ways=SAVED,
         ours=False,
     ),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from contracts.part import Part
+from contracts.part import SAVED, Part
 from kit.rollouts import both_values, linear_actor, make_rollout
 from kit.seeds import generator
 from kit.states import GONE
@@ -46,9 +46,6 @@ def learn(buffer: Any) -> Any:
 def with_another_entry(buffer: Any) -> Any:
     buffer.insert_data_slice(make_rollout(surprise=torch.zeros(5, 3)))
     return buffer
-
-
-SAVED = ("memory", "file", "folder")  # a copy has two generators for one
 
 
 def rollout(kind: Any, **settings: Any) -> Part:

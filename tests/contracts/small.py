@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from contracts.part import Part
+from contracts.part import OBJECTS, Part
 from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
@@ -26,8 +26,6 @@ from torchrl_lightning import (
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.reward_scale import RewardScale
 from torchrl_lightning.moments import Moments
-
-OBJECTS = ("memory", "file", "pickle", "deepcopy")
 
 
 def write_leaves(tree: Any, start: int) -> None:

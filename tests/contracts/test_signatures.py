@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import warnings
+from operator import attrgetter
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -70,52 +71,40 @@ def test_help_shows_the_arguments():
     assert "gae_lambda: 'float' = 0.95" in shown
 
 
-def run_cli(model: type, data: type, *args: str) -> LightningCLI:
+# A model, its data, what is chosen on the command line, and what the buffer is then.
+CHOSEN = {
+    "the default": (
+        (PPOModule, OnPolicyDataModule, "--data.frames_per_batch=16"),
+        (GAEBuffer, {"num_envs": 2, "size": 8, "gae_lambda": 0.95}),
+    ),
+    "another with its arguments": (
+        (PPOModule, OnPolicyDataModule, "--data.buffer=torchrl_lightning.VTraceBuffer", "--data.buffer.gamma=0.5"),
+        (VTraceBuffer, {"gamma": 0.5}),
+    ),
+    "one of replay with its parts": (
+        (
+            DQNModule,
+            ReplayDataModule,
+            "--data.buffer=torchrl_lightning.ExperienceBuffer",
+            "--data.buffer.storage=torchrl_lightning.RingStorage",
+            "--data.buffer.storage.max_size=12",
+            "--data.buffer.sampler=torchrl_lightning.UniformSampler",
+        ),
+        (ExperienceBuffer, {"storage.max_size": 12, "writer.num_envs": 2, "sampler.__class__": UniformSampler}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_lightnings_cli_builds_a_buffer(name):
+    (model, data, *chosen), (kind, shown) = CHOSEN[name]
+    fixed = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--data.env=CartPole-v1", "--data.num_envs=2"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, about jsonargparse
-        return LightningCLI(
-            model,
-            data,
-            run=False,
-            save_config_callback=None,
-            args=["--trainer.logger=false", "--trainer.accelerator=cpu", "--data.env=CartPole-v1", *args],
-        )
-
-
-def test_lightnings_cli_builds_the_default_buffer():
-    data = run_cli(PPOModule, OnPolicyDataModule, "--data.num_envs=2", "--data.frames_per_batch=16").datamodule
-    data.setup("fit")
+        made = LightningCLI(model, data, run=False, save_config_callback=None, args=[*fixed, *chosen]).datamodule
+    made.setup("fit")
     try:
-        assert type(data.buffer) is GAEBuffer
-        assert (data.num_envs, data.buffer.size, data.buffer.gae_lambda) == (2, 8, 0.95)
+        assert type(made.buffer) is kind
+        assert {attribute: attrgetter(attribute)(made.buffer) for attribute in shown} == shown
     finally:
-        data.close()
-
-
-def test_lightnings_cli_builds_another_buffer_with_its_arguments():
-    chosen = ("--data.buffer=torchrl_lightning.VTraceBuffer", "--data.buffer.gamma=0.5")
-    data = run_cli(PPOModule, OnPolicyDataModule, *chosen).datamodule
-    data.setup("fit")
-    try:
-        assert type(data.buffer) is VTraceBuffer
-        assert data.buffer.gamma == 0.5
-    finally:
-        data.close()
-
-
-def test_lightnings_cli_builds_a_replay_buffer_with_its_parts():
-    chosen = (
-        "--data.buffer=torchrl_lightning.ExperienceBuffer",
-        "--data.buffer.storage=torchrl_lightning.RingStorage",
-        "--data.buffer.storage.max_size=12",
-        "--data.buffer.sampler=torchrl_lightning.UniformSampler",
-        "--data.num_envs=2",
-    )
-    data = run_cli(DQNModule, ReplayDataModule, *chosen).datamodule
-    data.setup("fit")
-    try:
-        assert type(data.buffer) is ExperienceBuffer
-        assert (data.buffer.storage.max_size, data.buffer.writer.num_envs) == (12, 2)
-        assert type(data.buffer.sampler) is UniformSampler
-    finally:
-        data.close()
+        made.close()

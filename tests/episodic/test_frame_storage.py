@@ -11,40 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from kit.images import StackedSteps
 from kit.rings import ring
 from torchrl_lightning import ExperienceBuffer, FrameStorage, PrioritizedSampler, RingStorage, SequenceSampler
-
-LAYOUTS = {(5, 7): 0, (2, 16, 12): 0, (16, 12, 2): 2}
-
-
-class Stacks:
-    """An environment of random images, as a recipe stacks them."""
-
-    def __init__(self, seed: int, count: int = 3, frame: tuple[int, ...] = (5, 7), colors: int = 256) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.count, self.frame, self.colors = count, frame, colors
-        self.reset()
-
-    def _image(self) -> np.ndarray:
-        if self.colors == 2:  # alike by chance, so that resets go unnoticed
-            return np.full(self.frame, self.rng.integers(2), np.uint8)
-        return self.rng.integers(0, self.colors, self.frame, np.uint8)
-
-    def reset(self) -> None:
-        self.frames, self.begins = [self._image()] * self.count, True
-
-    def _stack(self) -> torch.Tensor:
-        join = np.stack if len(self.frame) == 2 else np.concatenate
-        return torch.from_numpy(join(self.frames, LAYOUTS.get(self.frame, 0)))
-
-    def step(self, end: float = 0.2) -> TensorDict:
-        step, init = {"observation": self._stack()}, self.begins
-        self.frames, self.begins = [*self.frames[1:], self._image()], False
-        done = self.rng.random() < end
-        after = {"observation": self._stack(), "done": torch.tensor([done]), "reward": torch.rand(1)}
-        if done:
-            self.reset()
-        return TensorDict({**step, "is_init": torch.tensor([init]), "next": TensorDict(after)})
 
 
 def twins(length: int, num_envs: int, count: int = 3, **options) -> tuple[ExperienceBuffer, ExperienceBuffer]:
@@ -88,7 +57,7 @@ operations = st.lists(
 @settings(max_examples=20, deadline=None)
 @given(operations, st.integers(1, 5), st.integers(1, 4), st.sampled_from([2, 256]), st.integers(0, 1000))
 def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, colors, seed):
-    envs = [Stacks(seed + env, count, colors=colors) for env in range(3)]
+    envs = [StackedSteps(seed + env, count, colors=colors) for env in range(3)]
     ours, plain = twins(length, 3, count)
     for name, *arguments in operations:
         if name in ("all", "some"):
@@ -97,7 +66,7 @@ def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, co
             for buffer in (ours, plain):
                 buffer.extend(data.clone(), env_ids=torch.tensor(ids), time_dim=0)
         elif name == "miss":
-            envs[arguments[0]].step(0.0)
+            envs[arguments[0]].step()
         elif name == "reset":
             envs[arguments[0]].reset()
         elif name == "empty":
@@ -112,7 +81,7 @@ def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, co
         assert_same(ours, plain)
 
 
-@pytest.mark.parametrize("frame", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 7), (2, 16, 12), (16, 12, 2)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,10 +92,10 @@ def test_what_comes_out_is_what_a_plain_ring_gives(operations, length, count, co
         {"sampler": lambda: SequenceSampler(3)},
     ],
 )
-def test_every_sampler_reads_whole_stacks(frame, options):
+def test_every_sampler_reads_whole_stacks(shape, options):
     made = [{name: value() if callable(value) else value for name, value in options.items()} for _ in range(2)]
     ours, plain = twins(24, 2, **made[0])[0], twins(24, 2, **made[1])[1]
-    envs = [Stacks(env, frame=frame) for env in range(2)]
+    envs = [StackedSteps(env, shape=shape) for env in range(2)]
     for _ in range(40):
         data = torch.stack([env.step() for env in envs])
         for buffer in (ours, plain):
@@ -159,11 +128,9 @@ def test_a_transition_takes_hardly_more_than_a_frame():
 
 
 def test_what_cannot_be_kept_as_frames_is_refused():
-    with pytest.raises(ValueError, match="frame_stack"):
-        FrameStorage(8, 0)
     with pytest.raises(ValueError, match="cannot be shared"):
         FrameStorage(8, 3).share()
-    good = Stacks(0).step(0.0).unsqueeze(0)
+    good = StackedSteps(0).step().unsqueeze(0)
     with pytest.raises(ValueError, match="RingWriter"):
         FrameStorage(8, 3).allocate(good)
     with pytest.raises(TypeError, match="RingWriter alone"):

@@ -99,13 +99,25 @@ class Heavy(Batched):
         raise AssertionError
 
 
-def stored(env: Any, frames: int = 200, sampler: Any = None, **options: Any) -> ExperienceBuffer:
-    """Steps of an environment at random, in a buffer that relabels them all."""
-    buffer = ring(1000, 2, sampler, transform=HindsightRelabel(1.0, **options))
+def played(env: Any, frames: int = 200) -> TensorDict:
+    """Steps of an environment at random."""
     collector = GymnasiumCollector(env, num_envs=2, frames_per_batch=frames, seed=0)
-    buffer.extend(collector.rollout())
+    steps = collector.rollout()
     collector.shutdown()
+    return steps
+
+
+def stored(env: Any, sampler: Any = None, *, told: Any = None, **options: Any) -> ExperienceBuffer:
+    """A buffer that relabels all steps of an environment, by the functions of the one it is told of."""
+    buffer = ring(1000, 2, sampler, transform=HindsightRelabel(1.0, **options))
+    buffer.extend(played(env))
+    if told is not None:
+        tell(buffer.transform, EnvironmentGoals(told))
     return buffer
+
+
+def is_near(achieved: torch.Tensor, desired: torch.Tensor, info: Any) -> torch.Tensor:
+    return (achieved - desired).norm(dim=-1) < 0.4
 
 
 def check_against(env: Any, batch: Any, terminates: bool = False) -> None:
@@ -133,10 +145,9 @@ ROBOTS = {
 def test_robots_are_rewarded_as_their_environments_do(name: str) -> None:
     need_extra("robotics")
     recipe = EnvironmentRecipe(f"gymnasium_robotics:{name}", ROBOTS[name], time_limit=20)
-    buffer = stored(recipe, 80)
-    tell(buffer.transform, EnvironmentGoals(recipe))
-    batch = buffer.sample(100)
-    check_against(recipe(), batch, terminates=not ROBOTS[name].get("continuing_task", True))
+    check_against(
+        recipe(), stored(recipe, told=recipe).sample(100), terminates=not ROBOTS[name].get("continuing_task", True)
+    )
 
 
 @pytest.mark.parametrize("env", [Dense, Batched])
@@ -146,9 +157,7 @@ def test_an_environments_functions_are_used(env: type[Dense], told: str) -> None
     if told == "by a method":
         buffer = stored(env, compute_reward=one.compute_reward, compute_terminated=one.compute_terminated)
     else:
-        buffer = stored(env)
-        source = env if told == "by the DataModule" else partial(GymWrapper, one)
-        tell(buffer.transform, EnvironmentGoals(source))
+        buffer = stored(env, told=env if told == "by the DataModule" else partial(GymWrapper, one))
     batch = buffer.sample(300)
     check_against(one, batch, terminates=True)
     assert 0 < batch["next", "terminated"].sum() < 300
@@ -157,14 +166,19 @@ def test_an_environments_functions_are_used(env: type[Dense], told: str) -> None
 
 
 @pytest.mark.parametrize("env", [Dense, Costly])
-def test_steps_of_windows_too(env: type[Dense]) -> None:
-    buffer = stored(env, sampler=SequenceSampler(3, episode_ends="inside"))
-    tell(buffer.transform, EnvironmentGoals(env))
-    batch = buffer.sample(20)
-    assert batch.shape == (20, 3)
+@pytest.mark.parametrize("sampler", [None, partial(SequenceSampler, 3, episode_ends="inside")])
+def test_windows_and_what_a_step_shows_besides_its_goals(sampler: Any, env: type[Dense]) -> None:
+    batch = stored(env, sampler and sampler(), told=env).sample(20)
+    assert batch.shape == ((20, 3) if sampler else (20,))
     distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True)
     cost = batch["next", "cost"] if env is Costly else 0.0
     assert torch.allclose(batch["next", "reward"], -(distance + cost).float())
+
+
+def test_what_a_step_does_not_show_cannot_count() -> None:
+    hidden = partial(Costly, shows=False)
+    with pytest.raises(ValueError, match=r"need info\['cost'\], which stored steps do not have"):
+        stored(hidden, told=hidden).sample(10)
 
 
 def test_a_wrapper_around_the_environment_has_its_own() -> None:
@@ -177,9 +191,7 @@ def test_a_wrapper_around_the_environment_has_its_own() -> None:
             return seen, 2 * reward, *rest
 
     recipe = EnvironmentRecipe(Batched, wrappers=[Doubled])
-    buffer = stored(recipe)
-    tell(buffer.transform, EnvironmentGoals(recipe))
-    check_against(recipe(), buffer.sample(50))
+    check_against(recipe(), stored(recipe, told=recipe).sample(50))
 
 
 def test_a_method_looked_up_once_serves_many_steps_at_once() -> None:
@@ -191,8 +203,7 @@ def test_a_method_looked_up_once_serves_many_steps_at_once() -> None:
                 calls.append(achieved.shape)
             return super().compute_reward(achieved, desired, info)
 
-    buffer = stored(Counted, compute_terminated=lambda achieved, desired, info: (achieved - desired).norm(dim=-1) < 0.4)
-    tell(buffer.transform, EnvironmentGoals(Counted))
+    buffer = stored(Counted, told=Counted, compute_terminated=is_near)
     calls.clear()
     for _ in range(20):
         buffer.sample(64)
@@ -201,8 +212,7 @@ def test_a_method_looked_up_once_serves_many_steps_at_once() -> None:
 
 
 def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
-    buffer = stored(Endless)
-    tell(buffer.transform, EnvironmentGoals(Endless))
+    buffer = stored(Endless, told=Endless)
     batch = buffer.sample(50)
     assert torch.equal(batch["next", "done"], buffer.storage.get(batch["index"])["next", "done"])
     near = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
@@ -213,22 +223,8 @@ def test_what_no_goal_changes_stays_as_it_is_stored() -> None:
 def test_another_reward_than_is_stored_is_refused_with_both_numbers(env: type[Dense]) -> None:
     with pytest.raises(ValueError, match=r"another reward than compute_reward gives .* as -0\.\d+ where it gives -1\."):
         stored(env).sample(10)
-    buffer = stored(Batched, compute_terminated=lambda achieved, desired, info: torch.ones(len(achieved)))
-    tell(buffer.transform, EnvironmentGoals(Batched))
+    buffer = stored(Batched, told=Batched, compute_terminated=lambda achieved, *_: torch.ones(len(achieved)))
     with pytest.raises(ValueError, match=r"another terminated than compute_terminated gives .* as 0 where it gives 1"):
-        buffer.sample(10)
-
-
-def test_the_info_of_a_step_is_what_it_shows() -> None:
-    buffer = stored(Costly)
-    tell(buffer.transform, EnvironmentGoals(Costly))
-    batch = buffer.sample(50)
-    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True)
-    assert torch.allclose(batch["next", "reward"], -(distance + batch["next", "cost"]).float())
-    hidden = partial(Costly, shows=False)
-    buffer = stored(hidden)
-    tell(buffer.transform, EnvironmentGoals(hidden))
-    with pytest.raises(ValueError, match=r"need info\['cost'\], which stored steps do not have"):
         buffer.sample(10)
 
 
@@ -238,8 +234,7 @@ def test_no_simulator_is_copied_or_pickled(monkeypatch: pytest.MonkeyPatch) -> N
     )
     env = gym.make("Heavy-v0")
     given = stored(Heavy, compute_reward=env.unwrapped.compute_reward)
-    told = stored(Heavy, compute_terminated=lambda achieved, desired, info: (achieved - desired).norm(dim=-1) < 0.4)
-    tell(told.transform, EnvironmentGoals("Heavy-v0"))
+    told = stored(Heavy, told="Heavy-v0", compute_terminated=is_near)
     for buffer in (given, told):
         buffer.sample(10)
         copy.deepcopy(buffer.transform)
@@ -255,21 +250,17 @@ def test_a_run_uses_its_environments_functions() -> None:
         EnvironmentRecipe(Batched), buffer=partial(ExperienceBuffer, transform=HindsightRelabel(1.0)), num_envs=2
     )
     data.setup("fit")
-    collector = GymnasiumCollector(Batched, num_envs=2, frames_per_batch=64, seed=0)
-    data.buffer.extend(collector.rollout())
-    check_against(Batched(), data.buffer.sample(40), terminates=True)
-    data.close()
-    check_against(Batched(), data.buffer.sample(40), terminates=True)
-    data.close()
+    data.buffer.extend(played(Batched))
+    for _ in range(2):
+        check_against(Batched(), data.buffer.sample(40), terminates=True)
+        data.close()
 
 
 def test_the_return_of_another_goal_is_unknown() -> None:
-    collector = GymnasiumCollector(Reach, num_envs=2, frames_per_batch=40, seed=0)
     buffer = EpisodicReplayBuffer(
         None, 2, transform=HindsightRelabel(0.5), record_episodic_return=True, default_return=-77.0, max_length=32
     )
-    buffer.extend(collector.rollout())
-    collector.shutdown()
+    buffer.extend(played(Reach, 40))
     batch = buffer.sample(200)
     relabelled = (batch["desired_goal"] != buffer.storage.get(batch["index"])["desired_goal"]).any(-1)
     returns = batch["discounted_return"].squeeze(-1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -166,16 +164,6 @@ def test_rewards_of_several_numbers_and_of_integers() -> None:
     buffer.extend(returns.with_default(rows))
     assert buffer[:]["discounted_return"].tolist() == [[2, 20], [2, 20]]
     assert "discounted_return" not in rows.keys()  # noqa: SIM118  # of a TensorDict
-
-
-def test_copies_keep_their_own_returns() -> None:
-    buffer = build(1, 8)
-    returns = EpisodicReturn(buffer.storage)
-    buffer.extend(returns.with_default(transitions([(1.0, False, False, True, 0.0)])))
-    twin = copy.deepcopy(buffer)
-    twin.extend(returns.with_default(transitions([(1.0, True, True, False, 0.0)])))
-    assert stored(buffer, 0) == [DEFAULT]
-    np.testing.assert_allclose(stored(twin, 0), [1.99, 1.0])
 
 
 def test_refusals() -> None:

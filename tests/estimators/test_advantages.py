@@ -150,16 +150,6 @@ def test_backends_agree_in_every_shape(estimator: Estimates, gamma: float, shape
 
 
 @ESTIMATORS
-def test_columns_are_independent(estimator: Estimates) -> None:
-    stream = rollout(25, 140, 2)
-    together = estimator(stream)
-    for index in [(0, 0), (127, 1), (139, 0)]:
-        alone = estimator({name: tensor[(slice(None), *index)] for name, tensor in stream.items()})
-        for whole, column in zip(together, alone, strict=True):
-            torch.testing.assert_close(whole[(slice(None), *index)], column, rtol=0, atol=1e-13)
-
-
-@ESTIMATORS
 def test_views_of_environment_major_data(estimator: Estimates) -> None:
     stream = rollout(12, 5, 1, dtype=torch.float32)
     views = {name: tensor.transpose(0, 1).contiguous().transpose(0, 1) for name, tensor in stream.items()}

@@ -11,12 +11,14 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -75,7 +77,7 @@ class Forked:
         while not condition():
             assert self._process.is_alive(), self.said
             assert time.monotonic() < deadline, f"still waiting after {seconds} s:\n{self.said}"
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def send(self, number: int) -> None:
         """Send a signal to it alone."""
@@ -96,6 +98,28 @@ def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
         runpy.run_path(str(path), run_name="__main__")
 
     return run
+
+
+def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments: Any, first: int = 1) -> list[int]:
+    """Let a process write on and on, and kill it; return the numbers that it has said.
+
+    Args:
+        seconds: how long it lives after its first ones.
+        write: what it does; yields each number when it has written it.
+        arguments: what with.
+        first: how many numbers are waited for.
+    """
+
+    def run() -> None:
+        for number in write(*arguments):
+            sys.stdout.write(f"{number}\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        process = Forked(run, Path(folder))
+        process.waits_for(lambda: process.said.count("\n") >= first)
+        time.sleep(seconds)
+        process.kill()
+        return [int(line) for line in process.said.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _run(run: Callable[[], object], folder: Path, said: Path, variables: Mapping[str, str], session: bool) -> None:

@@ -8,6 +8,9 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
+
+from torchrl_lightning import FrameStack
 
 
 class CountedImages(gymnasium.Env[Any, Any]):
@@ -42,6 +45,53 @@ class CountedImages(gymnasium.Env[Any, Any]):
         self.count += 1
         ends = [self.count == self.length and self.end == name for name in ("terminated", "truncated")]
         return self.shown(), float(self.count), *ends, {}
+
+
+class RandomImages(gymnasium.Env[Any, Any]):
+    """Shows random images, or, of two colors, images of one, alike by chance; its episodes have a few steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (5, 7), colors: int = 256) -> None:
+        self.observation_space, self.colors = spaces.Box(0, 255, shape, np.uint8), colors
+
+    def shown(self) -> Any:
+        shape = self.observation_space.shape
+        one = np.full(shape, self.np_random.integers(self.colors), np.uint8)
+        self.image = one if self.colors == 2 else self.np_random.integers(0, self.colors, shape, np.uint8)
+        return self.image
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        terminated, truncated = (self.np_random.random(2) < (0.2, 0.05)).tolist()
+        return self.shown(), float(action), terminated, truncated, {}
+
+
+class StackedSteps:
+    """Steps of random images, as a recipe stacks them; ``frames`` are the images before and after the last one."""
+
+    frames: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, seed: int, count: int = 3, shape: tuple[int, ...] = (5, 7), colors: int = 256) -> None:
+        self.bare = RandomImages(shape, colors)
+        self.env = FrameStack(self.bare, count)
+        self.reset(seed)
+
+    def reset(self, seed: int | None = None) -> None:
+        self.stack, self.begins = self.env.reset(seed=seed)[0], True
+
+    def step(self) -> TensorDict:
+        before, stack, begins = self.bare.image, self.stack, self.begins
+        self.stack, _, terminated, truncated, _ = self.env.step(0)
+        self.begins, self.frames = False, (torch.from_numpy(before), torch.from_numpy(self.bare.image))
+        done = terminated or truncated
+        after = {"observation": torch.from_numpy(self.stack), "done": torch.tensor([done]), "reward": torch.rand(1)}
+        if done:
+            self.reset()
+        return TensorDict({"observation": torch.from_numpy(stack), "is_init": torch.tensor([begins]), "next": after})
 
 
 def first_action(step: Any) -> Any:

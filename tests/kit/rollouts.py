@@ -42,6 +42,19 @@ def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> 
     return data
 
 
+def transition(t: int = 0, envs: int = 2, **changes: Any) -> dict[str, Any]:
+    """Step ``t`` of some environments with the documented names; nothing ends."""
+    sample = {
+        "Observation": torch.full((envs, 1), float(t)),
+        "NextObservation": torch.full((envs, 1), float(t + 1)),
+        "Action": torch.zeros(envs, dtype=torch.int64),
+        "Reward": torch.ones(envs, 1),
+        "LogProbability": torch.zeros(envs, 1),
+        "Done": torch.zeros(envs, 1),
+    }
+    return {**sample, **changes}
+
+
 class Recorder(nn.Module):
     """``V = scale * observation``, one for each scale; remembers what it saw."""
 

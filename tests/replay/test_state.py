@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import RandomSampler
 
-from kit.killed import killed_after
+from kit.forks import killed_after
 from torchrl_lightning import files
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import (
@@ -320,13 +320,13 @@ def test_cells_on_disk_take_no_anonymous_memory(tmp_path: Path) -> None:
     assert anonymous_bytes() - before < 16 << 20
 
 
-def save_forever(folder: Path, report: int) -> None:
+def save_forever(folder: Path) -> Iterator[int]:
     ours = ExperienceBuffer(storage=RingStorage(40_000, scratch_dir=folder / "ring"), num_envs=2, batch_size=4)
     for number in range(10_000):
         value = torch.full((200, 2), float(number))
         ours.extend(TensorDict({"a": value, "b": value.clone()}, [200, 2]), time_dim=0)
         ours.dumps(folder / "state")
-        os.write(report, f"{number}\n".encode())
+        yield number
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -10,17 +10,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from kit.rollouts import Recorder, estimated, linear_actor, make_critic, make_rollout
+from kit.rollouts import Recorder, estimated, linear_actor, make_critic, make_rollout, transition
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
-STEP: dict[str, Any] = {
-    "Observation": torch.zeros(2, 1),
-    "NextObservation": torch.ones(2, 1),
-    "Action": torch.zeros(2, dtype=torch.int64),
-    "Reward": torch.ones(2, 1),
-    "LogProbability": torch.zeros(2),
-    "Done": torch.zeros(2, 1),
-}
+STEP = transition()
 
 
 def test_storage_tensors_come_in_the_documented_order() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 from kit.golden import load
@@ -127,17 +129,6 @@ def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> Non
     assert torch.equal(buffer.rollout["value_target"], first)
 
 
-def test_vtrace_on_policy_is_gae_with_the_same_lambda() -> None:
-    data, actor = make_rollout(8, 3, 2), linear_actor()
-    data["action_log_prob"] = actor.get_dist(data).log_prob(data["action"]).detach()
-    vtrace = VTraceBuffer(8, actor=actor, critic=make_critic(), lmbda=0.9, gamma=0.95)
-    gae = GAEBuffer(8, critic=make_critic(), gae_lambda=0.9, gamma=0.95)
-    for buffer in (vtrace, gae):
-        estimated(buffer, data)
-    torch.testing.assert_close(vtrace.rollout["value_target"], gae.rollout["value_target"], atol=1e-4, rtol=1e-4)
-    assert vtrace.metrics()["mean_abs_rho_minus_1"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_vtrace_reports_the_policy_lag() -> None:
     data = make_rollout()
     data["collector", "policy_version"] = torch.full((3, 5), 4)
@@ -190,7 +181,7 @@ def recurrent_parts(cell: str) -> tuple[TensorDictSequential, ProbabilisticActor
     return TensorDictSequential(core, value), categorical_actor(TensorDictSequential(core, logits))
 
 
-def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 6, envs: int = 4) -> TensorDict:
+def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 9, envs: int = 4) -> TensorDict:
     """Act step by step as a collector does, from a state that is not zero."""
     data = make_rollout(steps, envs, seed=3)
     data["observation"] *= 0.1
@@ -216,60 +207,46 @@ def recurrent_rollout(cell: str, actor: ProbabilisticActor, steps: int = 6, envs
     return stacked
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_recurrent_mini_batches_reproduce_what_the_policy_did(cell: str) -> None:
-    critic, actor = recurrent_parts(cell)
-    data = recurrent_rollout(cell, actor)
-    buffer = estimated(GAEBuffer(6, critic=critic), data)
+@pytest.fixture(params=["gru", "lstm"])
+def recurrent(request: pytest.FixtureRequest) -> tuple[TensorDictSequential, ProbabilisticActor, TensorDict]:
+    """A critic, an actor, and nine steps of four environments in which the actor acted."""
+    critic, actor = recurrent_parts(request.param)
+    return critic, actor, recurrent_rollout(request.param, actor)
+
+
+def test_recurrent_mini_batches_reproduce_what_the_policy_did(recurrent: Any) -> None:
+    critic, actor, data = recurrent
+    buffer = estimated(GAEBuffer(9, critic=critic), data)
     assert buffer.is_recurrent
-    seen = 0
-    for batch in buffer.generate_batches(2):
-        assert batch.shape == (2, 6)
+    batches = list(buffer.generate_batches(2))
+    assert [batch.shape for batch in batches] == [(2, 9)] * 2
+    for batch in batches:
         assert ("next", "recurrent_state") not in batch.keys(True)
         with set_recurrent_mode(True), torch.no_grad():
             log_prob = actor.get_dist(batch.copy()).log_prob(batch["action"])
             values = critic(batch.copy())["state_value"]
         torch.testing.assert_close(log_prob, batch["action_log_prob"])
         torch.testing.assert_close(values, batch["state_value"])
-        seen += batch.shape[0]
-    assert seen == 4
-    tail = buffer.storage.tail["recurrent_state"]
-    last, done = data["next", "recurrent_state"][:, -1], data["next", "done"][:, -1, 0]
-    leaf, end = (tail, last) if cell == "gru" else (tail["h"], last["h"])
-    assert torch.equal(leaf[~done], end[~done])
-    assert (leaf[done] == 0).all()
+    tail, last = buffer.storage.tail["recurrent_state"], data["next", "recurrent_state"][:, -1]
+    done = data["next", "done"][:, -1, 0]
+    for leaf, end in [(tail, last)] if isinstance(tail, Tensor) else [(tail[name], last[name]) for name in "hc"]:
+        assert torch.equal(leaf[~done], end[~done])
+        assert (leaf[done] == 0).all()
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_recurrent_successors_start_from_the_state_after_the_step(cell: str) -> None:
-    critic, actor = recurrent_parts(cell)
-    data = recurrent_rollout(cell, actor)
-    buffer = estimated(GAEBuffer(6, critic=critic), data)
-    following = data["next"][:, -1].select("observation", "recurrent_state").clone()
-    following["is_init"] = torch.zeros(4, 1, dtype=torch.bool)
-    with torch.no_grad():
-        expected = critic(following)["state_value"].masked_fill(data["next", "terminated"][:, -1], 0)
-    torch.testing.assert_close(buffer.rollout["next", "state_value"][-1], expected)
-
-
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(cell: str) -> None:
-    critic, actor = recurrent_parts(cell)
-    data = recurrent_rollout(cell, actor)
-    buffer = estimated(VTraceBuffer(6, critic=critic, actor=actor), data)
+def test_recurrent_vtrace_of_an_unchanged_policy_has_ratio_one(recurrent: Any) -> None:
+    critic, actor, data = recurrent
+    buffer = estimated(VTraceBuffer(9, critic=critic, actor=actor), data)
     assert buffer.metrics()["mean_abs_rho_minus_1"] < 1e-5
-    plain = estimated(GAEBuffer(6, critic=critic), data)
-    torch.testing.assert_close(buffer.rollout["state_value"], plain.rollout["state_value"])
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_recurrent_vtrace_takes_all_values_from_one_unroll(cell: str) -> None:
-    critic, actor = recurrent_parts(cell)
-    data = recurrent_rollout(cell, actor, steps=9)
+@pytest.mark.parametrize("cls", [GAEBuffer, VTraceBuffer])
+def test_recurrent_values_are_those_of_one_unroll(cls: type[VanillaOnPolicyBuffer], recurrent: Any) -> None:
+    critic, actor, data = recurrent
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.mul_(1.5)
-    buffer = estimated(VTraceBuffer(9, critic=critic, actor=actor), data)
+    buffer = estimated(cls(9, critic=critic, actor=actor), data)
     assert data["next", "truncated"][:, :-1].any()
     state, value, following = data["recurrent_state"][:, 0], [], []
     for t in range(9):
