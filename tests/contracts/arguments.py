@@ -126,7 +126,7 @@ ARGUMENTS = (
     Refused(
         SequenceSampler,
         {"batch_length": 4},
-        named(batch_length=[0, 2.5], burn_in=[4, -1], episode_ends="over"),
+        {**named(batch_length=[0, 2.5], episode_ends="over"), "burn_in": each("burn_in", 4, -1)},
     ),
     Refused(
         PrioritizedSampler,
@@ -283,7 +283,8 @@ ARGUMENTS = (
         {},
         {
             "frames_per_batch=11.*nearest is 12": {"frames_per_batch": 11, "num_envs": 4},
-            **named(total_frames=0, seed=-1, num_envs=0),
+            **named(total_frames=0, num_envs=0),
+            "seed": {"seed": -1},
         },
     ),
 )

@@ -75,7 +75,7 @@ def test_help_shows_the_arguments():
 CHOSEN = {
     "the default": (
         (PPOModule, OnPolicyDataModule, "--data.frames_per_batch=16"),
-        (GAEBuffer, {"num_envs": 2, "size": 8, "gae_lambda": 0.95}),
+        (GAEBuffer, {"size": 8, "gae_lambda": 0.95}),
     ),
     "another with its arguments": (
         (PPOModule, OnPolicyDataModule, "--data.buffer=torchrl_lightning.VTraceBuffer", "--data.buffer.gamma=0.5"),
@@ -104,6 +104,7 @@ def test_lightnings_cli_builds_a_buffer(name):
         made = LightningCLI(model, data, run=False, save_config_callback=None, args=[*fixed, *chosen]).datamodule
     made.setup("fit")
     try:
+        assert made.num_envs == 2
         assert type(made.buffer) is kind
         assert {attribute: attrgetter(attribute)(made.buffer) for attribute in shown} == shown
     finally:
