@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchrl.objectives import HardUpdate, SoftUpdate
 
+from datamodules.conftest import TinyActorCritic
+from kit.dynamics import model_data
+from kit.replay import BUFFERS, experience, prioritized, replay_data
 from learn.fakes import FakeData
 from learn.replay_fakes import AGENTS, FakeReplay, sequences, transitions
 from learn.test_loss_module import agent, data, iql, redq
-from torchrl_lightning import GAEBuffer, OnPolicyDataModule, ReplayDataModule, VTraceBuffer
+from torchrl_lightning import (
+    BranchedReplay,
+    CrossEntropyPlanner,
+    GAEBuffer,
+    OnPolicyDataModule,
+    VanillaOnPolicyBuffer,
+    VTraceBuffer,
+    WorldModelFit,
+)
 from torchrl_lightning.learn import (
     A2CModule,
     DQNModule,
+    DynamicsEnsemble,
+    MBPOModule,
     MLPNetwork,
     PPOModule,
     RandomNetworkDistillation,
     RecurrentNetwork,
 )
-from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 OWN_CRITIC = {"critic_optimizer": partial(torch.optim.Adam, lr=1e-3)}
 NETWORKS = {"mlp": partial(MLPNetwork, [8], "relu"), "gru": partial(RecurrentNetwork, "gru", 6)}
 
-Run = Callable[[], tuple[Any, Any]]
-"""Makes a module, whose weights follow from torch's seed, and its data."""
+
+class Stop(NamedTuple):
+    """When a checkpoint is written: at the count-th call of a hook, of all or of those in one epoch."""
+
+    hook: str
+    count: int = 1
+    epoch: int | None = None
+
+
+IN_UPDATE, BEHIND_UPDATE, BEHIND_EPOCH = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is stopped and resumed.
+
+    Args:
+        make: makes a module, whose weights follow from torch's seed, and its data.
+        stops: in order of time.
+        limits: of the trainer, beside three epochs and one batch of each validation.
+    """
+
+    make: Callable[[], tuple[Any, Any]]
+    stops: tuple[Stop, ...] = (Stop(BEHIND_EPOCH),)
+    limits: dict[str, Any] = field(default_factory=dict)
 
 
 def curious(**settings: Any) -> tuple[Any, Any]:
@@ -50,42 +87,125 @@ def of_torchrl(loss: Any, updater: Any) -> tuple[Any, Any]:
     return agent(loss, target_updater=updater, schedule="linear", max_grad_norm=0.1), data()
 
 
-def collected(buffer: Any) -> tuple[Any, Any]:
-    settings = {"num_envs": 4, "frames_per_batch": 64, "mini_batch_size": 32, "num_epochs": 2, "seed": 0}
-    made = OnPolicyDataModule("CartPole-v1", buffer=buffer, reset_at_each_batch=True, eval_episodes=1, **settings)
-    return PPOModule(MLPNetwork([4])) if buffer is GAEBuffer else A2CModule(MLPNetwork([4])), made
+class Noisy(TinyActorCritic):
+    """Draws from torch's own generator in each update."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * torch.rand(())
 
 
-def replayed(**settings: Any) -> tuple[Any, Any]:
-    def buffer(num_envs: int) -> ExperienceBuffer:
-        sampler = PrioritizedSampler(400, alpha=0.7, beta=0.5)
-        return ExperienceBuffer(storage=RingStorage(400), sampler=sampler, num_envs=num_envs, n_steps=3)
+def collected(module: Callable[[], Any], **settings: Any) -> tuple[Any, Any]:
+    sizes = {"num_envs": 4, "frames_per_batch": 64, "mini_batch_size": 32, "num_epochs": 2, "eval_episodes": 1}
+    return module(), OnPolicyDataModule("CartPole-v1", reset_at_each_batch=True, seed=0, **sizes, **settings)
 
-    sizes = {"num_envs": 2, "batch_size": 8, "updates_per_epoch": 7, "warmup_frames": 40, "frames_per_batch": 8}
-    made = ReplayDataModule(
-        "CartPole-v1", buffer=buffer, reset_at_each_batch=True, eval_episodes=1, seed=0, **sizes, **settings
-    )
-    return DQNModule(MLPNetwork([8], "relu"), epsilon_frames=100), made
+
+EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
+FOLDER = tempfile.TemporaryDirectory()  # cells in files leave no names in it
+
+
+def replayed(buffer: Any = "prioritized, three steps", **settings: Any) -> tuple[Any, Any]:
+    network = NETWORKS["gru" if buffer == "sequence" else "mlp"]()
+    return DQNModule(network, epsilon_frames=100), replay_data(buffer, **EXACT, **settings)
+
+
+def imagining(**settings: Any) -> tuple[Any, Any]:
+    lengths = {"fits_kept": 2, "last_length": 3, "lengthened_between": (44, 54)}
+    source = partial(BranchedReplay, real_ratio=0.3, frames_per_fit=6, branches_per_fit=20, **lengths)
+    dynamics = WorldModelFit([8], num_members=3, num_elites=2, max_epochs=2, batch_size=16)
+    made = replay_data(env="Pendulum-v1", source=source, **EXACT, **settings)
+    return MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics), made
+
+
+def planning() -> tuple[Any, Any]:
+    """Fits begin in epochs 0, 4 and later; the members are judged in each."""
+    planner = partial(CrossEntropyPlanner, horizon=2, candidates=8, elites=2, iterations=2)
+    return DynamicsEnsemble([8], planner=planner, learning_rate=0.01, patience=2, num_elites=2), model_data()
+
+
+NORMALISED = {"normalize_observation": True, "normalize_reward": True}
+FIRST_TWO = Stop(BEHIND_EPOCH, 1), Stop(BEHIND_EPOCH, 2)
+NO_EVALUATION = {"limit_val_batches": 0}  # Lightning leaves out that of an epoch that a checkpoint ends
+# A rollout is learned from in two passes of two updates.
+AMID_ROLLOUTS = (
+    *(Stop(IN_UPDATE, count) for count in (1, 5, 6, 7, 8)),
+    *(Stop(BEHIND_UPDATE, count) for count in (6, 7, 8)),
+    *FIRST_TWO,
+)
+AMID_PASSES = (Stop(IN_UPDATE, 7), Stop(IN_UPDATE, 8), *FIRST_TWO)
+AMID_EPOCH = (Stop(BEHIND_UPDATE, 15),)  # of ten updates
+AMID_STEPS = (Stop(BEHIND_UPDATE, 3),)  # of five updates each
 
 
 RUNS: dict[str, Run] = {
-    "PPOModule": curious,
-    "PPOModule, critic apart": partial(curious, **OWN_CRITIC),
+    "PPOModule": Run(curious),
+    "PPOModule, critic apart": Run(partial(curious, **OWN_CRITIC)),
     **{
-        f"{AGENTS[case][0].__name__}, {network}{', critic apart' if apart else ''}": partial(
-            off_policy, case, network, **apart
+        f"{AGENTS[case][0].__name__}, {network}{', critic apart' if apart else ''}": Run(
+            partial(off_policy, case, network, **apart)
         )
         for case in AGENTS
         for network in NETWORKS
         for apart in ({}, OWN_CRITIC)
     },
     **{
-        f"{loss.__name__} of TorchRL, {updater.func.__name__}": partial(of_torchrl, loss, updater)
+        f"{loss.__name__} of TorchRL, {updater.func.__name__}": Run(partial(of_torchrl, loss, updater))
         for loss in (redq, iql)
         for updater in (partial(SoftUpdate, tau=0.1), partial(HardUpdate, value_network_update_interval=4))
     },
-    "OnPolicyDataModule, GAEBuffer": partial(collected, GAEBuffer),
-    "OnPolicyDataModule, VTraceBuffer": partial(collected, VTraceBuffer),
-    "ReplayDataModule": replayed,
-    "ReplayDataModule, normalised": partial(replayed, normalize_observation=True, normalize_reward=True),
+    "OnPolicyDataModule, GAEBuffer": Run(partial(collected, Noisy, buffer=GAEBuffer), AMID_ROLLOUTS, NO_EVALUATION),
+    "OnPolicyDataModule, VTraceBuffer": Run(
+        partial(collected, Noisy, buffer=VTraceBuffer), AMID_ROLLOUTS, NO_EVALUATION
+    ),
+    "OnPolicyDataModule, VanillaOnPolicyBuffer": Run(
+        partial(collected, lambda: A2CModule(MLPNetwork([4])), buffer=VanillaOnPolicyBuffer), FIRST_TWO
+    ),
+    "OnPolicyDataModule, normalised": Run(
+        partial(collected, lambda: PPOModule(MLPNetwork([4])), **NORMALISED), FIRST_TWO
+    ),
+    **{
+        f"ReplayDataModule, {name}, kept {kept}": Run(partial(replayed, buffer, checkpoint_buffer=kept), AMID_EPOCH)
+        for kept in ("inside", "beside")
+        for name, buffer in {
+            **{name: name for name in BUFFERS if name != "three steps"},
+            "in files": experience(prioritized, FOLDER.name),
+        }.items()
+    },
+    "ReplayDataModule, five updates a step": Run(partial(replayed, updates_per_step=5), AMID_STEPS),
+    "ReplayDataModule, normalised": Run(partial(replayed, **NORMALISED)),
+    "MBPOModule over BranchedReplay": Run(imagining, AMID_EPOCH),
+    "MBPOModule over BranchedReplay, five updates a step": Run(
+        partial(imagining, updates_per_step=5, checkpoint_buffer="beside"), AMID_STEPS
+    ),
+    "DynamicsEnsemble over DynamicsDataModule": Run(
+        planning,
+        tuple(
+            Stop(hook, count, epoch)
+            for epoch in (1, 3, 4)
+            for hook, count in ((BEHIND_UPDATE, 2), ("on_validation_end", 1), (BEHIND_EPOCH, 1))
+        ),
+        {"max_epochs": 9, "limit_val_batches": 1.0},
+    ),
 }
+
+
+def on_policy(env: Any = "CartPole-v1", **settings: Any) -> Any:
+    return OnPolicyDataModule(env, **{"num_envs": 4, "frames_per_batch": 64, "buffer": GAEBuffer, **settings})
+
+
+FOREIGN: tuple[tuple[Callable[..., Any], dict[str, Any], str], ...] = (
+    (on_policy, {"env": "Acrobot-v1"}, "environment differs: id: CartPole-v1 in the checkpoint, Acrobot-v1 here"),
+    (on_policy, {"num_envs": 8}, "num_envs=4, but this run has num_envs=8"),
+    (on_policy, {"frames_per_batch": 128}, "frames_per_batch=64, but this run has frames_per_batch=128"),
+    (on_policy, {"buffer": VTraceBuffer}, "buffer='GAEBuffer', but this run has buffer='VTraceBuffer'"),
+    (on_policy, {"normalize_observation": True}, "written with normalize_observation=False"),
+    (on_policy, {"normalize_clip": 3.0}, "written with normalize_clip=10.0"),
+    (replay_data, {"buffer": "simple"}, "buffer='ExperienceBuffer', but this run has buffer='SimpleReplayBuffer'"),
+    (replay_data, {"buffer": "prioritized"}, "sampler='UniformSampler', but .* has sampler='PrioritizedSampler'"),
+    (replay_data, {"buffer": "three steps"}, "n_steps=1, but this run has n_steps=3"),
+    (replay_data, {"frames_per_update": 2.0}, "frames_per_update='1', but this run has frames_per_update='2'"),
+    (replay_data, {"warmup_frames": 8}, "warmup_frames=40, but this run has warmup_frames=8"),
+    (model_data, {"batch_size": 8}, "written with batch_size=16"),
+    (model_data, {"num_members": 2}, "written with num_members=3"),
+    (model_data, {"validation_fraction": 0.3}, "written with validation_fraction=0.2"),
+)
+"""What makes a DataModule, other settings, and the words that refuse the state of the one in the other."""

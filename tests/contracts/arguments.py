@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torchrl.data import Composite, Unbounded
 
 from contracts.families import ring, time_steps
+from kit.dynamics import model_data
+from kit.replay import replay_data
 from torchrl_lightning import (
+    BranchedReplay,
     Demonstration,
     DemonstrationReplay,
     DemonstrationSampler,
     DemonstrationStorage,
     DemonstrationWriter,
+    DynamicsTargets,
     EpisodicReplayBuffer,
     ExperienceBuffer,
     FrameStackTransform,
@@ -286,5 +291,58 @@ ARGUMENTS = (
             **named(total_frames=0, num_envs=0),
             "seed": {"seed": -1},
         },
+    ),
+    Refused(
+        replay_data,
+        {},
+        {
+            "frames_per_update must be above 0, got 0.0": {"frames_per_update": 0.0},
+            "warmup_frames must be .* at least 0, got -1": {"warmup_frames": -1},
+            "batch_size must be a positive integer, got 0": {"batch_size": 0},
+            "updates_per_epoch must be a positive integer, got 0": {"updates_per_epoch": 0},
+            "must be one of 'inside', 'beside', 'none', got 'somewhere'": {"checkpoint_buffer": "somewhere"},
+            "frames_per_batch=3 is no multiple of num_envs=2; take 4": {"frames_per_batch": 3},
+            "frames_per_batch=2 and num_envs=2 would end each episode .* e.g. frames_per_batch=32": {
+                "reset_at_each_batch": True
+            },
+        },
+    ),
+    Refused(
+        model_data,
+        {},
+        {
+            f"{name} must be a positive integer, got 0": {name: 0}
+            for name in (
+                *("batch_size", "num_members", "frames_per_fit"),
+                *("warmup_frames", "max_epochs_per_fit", "max_validation"),
+            )
+        },
+    ),
+    Refused(
+        BranchedReplay,
+        {"buffer": ring(0)},
+        {
+            "real_ratio must be above 0 and below 1, got 0.0": {"real_ratio": 0.0},
+            "real_ratio must be above 0 and below 1, got 1.0; for real rows alone": {"real_ratio": 1.0},
+            "frames_per_fit must be a positive integer": {"frames_per_fit": 0},
+            "branches_per_fit": {"branches_per_fit": 0},
+            "fits_kept": {"fits_kept": 0},
+            "first_length": {"first_length": 0},
+            r"lengthened_between=\[5, 2\] must be two numbers in ascending order": {"lengthened_between": (5, 2)},
+            "validation_fraction must be above 0": {"validation_fraction": 0.0},
+            "n_steps=3; take 1": {"buffer": ExperienceBuffer(n_steps=3)},
+        },
+    ),
+    Refused(
+        DynamicsTargets,
+        {"observation_spec": Composite(observation=Unbounded(3)), "action_spec": Unbounded(2)},
+        {"observation_spec must be a Composite .* got a UnboundedContinuous": {"observation_spec": Unbounded(3)}},
+        TypeError,
+    ),
+    Refused(
+        DynamicsTargets,
+        {"observation_spec": Composite(observation=Unbounded(3)), "action_spec": Unbounded(2)},
+        {r"The observation spec has no \['pixels'\]; it has \['observation'\]": {"observation_keys": ["pixels"]}},
+        KeyError,
     ),
 )

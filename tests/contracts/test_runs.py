@@ -2,35 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 
-from contracts.agents import RUNS, Run
+from contracts.agents import FOREIGN, RUNS, Run
 from kit.runs import SaveAt, trainer
 from kit.states import differences
+from torchrl_lightning.seal import SEAL
+
+CASES = [
+    pytest.param(name, number, id=f"{name}, {' '.join(str(part) for part in stop if part is not None)}")
+    for name, row in RUNS.items()
+    for number, stop in enumerate(row.stops)
+]
 
 
-def run(make: Run, seed: int, folder: Path, resume: Path | None = None, *callbacks: Any) -> tuple[Any, Any]:
+def fit(row: Run, seed: int, folder: Path, resume: Path | None = None, *callbacks: Any) -> tuple[L.Trainer, Any]:
     torch.manual_seed(seed)
-    module, data = make()
-    fit = trainer(folder, max_epochs=3, inference_mode=False, limit_val_batches=1, callbacks=[*callbacks])
-    fit.fit(module, datamodule=data, ckpt_path=resume)
-    return module, data
+    module, data = row.make()
+    limits = {"max_epochs": 3, "limit_val_batches": 1, **row.limits}
+    run = trainer(folder, inference_mode=False, callbacks=[*callbacks], **limits)
+    run.fit(module, datamodule=data, ckpt_path=resume)
+    return run, data
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    whole, data = run(RUNS[name], 0, tmp_path)
-    first, _ = run(RUNS[name], 0, tmp_path, None, SaveAt(tmp_path / "at.ckpt", "on_train_epoch_end"))
+def ended(run: L.Trainer, data: Any) -> dict[str, Any]:
+    """All that a run is at its end, without what it took and how often it was begun."""
+    run.save_checkpoint(Path(run.default_root_dir) / "end.ckpt")
+    state = torch.load(Path(run.default_root_dir) / "end.ckpt", weights_only=True)
+    for name in ("loops", "callbacks", SEAL):
+        state.pop(name, None)
+    for rank in state[type(data).__name__].get("ranks", ()):
+        rank.pop("snapshot", None)
+    if getattr(data, "buffer", None) is not None:
+        state["buffer"] = data.buffer.state_dict()
+    state["metrics"] = data.metrics() if hasattr(data, "metrics") else {}
+    return state
+
+
+def unlike(one: Any, other: Any) -> list[str]:
+    return [each for each in differences(one, other) if ".time/" not in each]
+
+
+class Stopped(NamedTuple):
+    """A run, how it ended, and the folder of the checkpoints that it wrote on its way."""
+
+    row: Run
+    data: Any
+    end: dict[str, Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stopped]:
+    """What makes each run once."""
+
+    @lru_cache(1)
+    def make(name: str) -> Stopped:
+        row, folder = RUNS[name], tmp_path_factory.mktemp("stopped")
+        run, data = fit(row, 0, folder)
+        end = ended(run, data)
+        stops = enumerate(row.stops)
+        saving = [SaveAt(folder / f"{i}.ckpt", at.hook, at.count, epoch=at.epoch, then="go on") for i, at in stops]
+        assert not unlike(ended(*fit(row, 0, folder, None, *saving)), end), "a checkpoint changes the run"
+        return Stopped(row, data, end, folder)
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopped: Callable[[str], Stopped]) -> None:
+    row, whole, end, folder = stopped(name)
+    checkpoint = folder / f"{number}.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["global_step"] < end["global_step"]
     # Another seed: everything comes from the checkpoint, which is read with weights_only.
-    resumed, again = run(RUNS[name], 9, tmp_path, tmp_path / "at.ckpt")
-    assert not differences(dict(resumed.state_dict()), dict(whole.state_dict()))
-    unlike = differences(again.state_dict(), data.state_dict())
-    assert not [each for each in unlike if ".metrics.time/" not in each]
-    assert differences(dict(first.state_dict()), dict(whole.state_dict()))
-    assert getattr(resumed, "updates", 0) == getattr(whole, "updates", 0)
-    if shown := getattr(data, "exploration", None):
-        assert again.exploration == shown[3:]
+    run, data = fit(row, 9, folder, checkpoint)
+    assert not unlike(ended(run, data), end)
+    if shown := getattr(whole, "exploration", None):
+        assert data.exploration == shown[3:]
+
+
+def refused(data: Any, state: Any, says: str) -> None:
+    kept = data.state_dict()
+    with pytest.raises(ValueError, match=says):
+        data.load_state_dict(state)
+    assert not differences(data.state_dict(), kept)
+
+
+@pytest.mark.parametrize(("make", "settings", "says"), FOREIGN, ids=lambda each: each if isinstance(each, str) else "")
+def test_a_checkpoint_of_another_run_is_refused(make: Any, settings: dict[str, Any], says: str) -> None:
+    written, other = made = make(), make(**settings)
+    for data in made:
+        data.setup("fit")
+    refused(other, written.state_dict(), says)
+    for data in made:
+        data.close()
+
+
+@pytest.mark.parametrize("make", dict.fromkeys(row[0] for row in FOREIGN))
+def test_a_checkpoint_of_another_version_or_of_other_ranks_is_refused(make: Any) -> None:
+    data = make()
+    data.setup("fit")
+    state = data.state_dict()
+    refused(data, {**state, "schema_version": 0}, "version 0, this release reads version 2")
+    refused(data, {**state, "ranks": state["ranks"] * 2}, r"of 2 rank\(s\), but this run has 1")
+    data.close()

@@ -6,33 +6,27 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning import ExperienceBuffer, HoldoutSplit, MBReplayBuffer, RingStorage
+from kit.rings import ring, write
+from torchrl_lightning import HoldoutSplit, MBReplayBuffer
 
 
-def ring(size=200, envs=1):
-    return ExperienceBuffer(storage=RingStorage(size), num_envs=envs)
-
-
-def write(buffer, steps, split=None):
-    envs = buffer.writer.num_envs
-    buffer.extend(TensorDict({"a": torch.zeros(steps, envs)}, [steps, envs]), time_dim=0)
-    if split is not None:
-        split.extend(buffer.writer)
+def grow(buffer, split, steps):
+    write(buffer, steps=steps)
+    split.extend(buffer.writer)
 
 
 def held(split, buffer):
     """Environments and positions of held out rows."""
-    cells = split.parts(buffer.writer.filled_cells())[1]
-    writer = buffer.writer
-    return set(zip(writer.env_of(cells).tolist(), writer.position_of(cells).tolist(), strict=True))
+    rows = buffer.storage.get(split.parts(buffer.writer.filled_cells())[1])
+    return set(zip(rows["env"].tolist(), rows["position"].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("envs", [1, 4])
 def test_a_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
-    buffer, split = ring(envs=envs), HoldoutSplit(0.3, seed=1)
+    buffer, split = ring(200 // envs, envs), HoldoutSplit(0.3, seed=1)
     before: set = set()
     for steps in (30 // envs, 10, 50, 7, 40, 300 // envs):
-        write(buffer, steps, split)
+        grow(buffer, split, steps)
         now = held(split, buffer)
         oldest = int(buffer.writer.oldest[0])
         end = int(buffer.writer.positions[0]) - steps
@@ -43,17 +37,16 @@ def test_a_row_keeps_its_side_while_the_buffer_grows_and_wraps(envs):
 def test_how_the_rows_came_in_does_not_matter():
     sides = []
     for steps in ([90], [30, 30, 30], [1] * 90):
-        buffer, split = ring(), HoldoutSplit(seed=5)
+        buffer, split = ring(200), HoldoutSplit(seed=5)
         for count in steps:
-            write(buffer, count, split)
+            grow(buffer, split, count)
         sides.append(held(split, buffer))
     assert sides[0] == sides[1] == sides[2]
 
 
 def test_the_share_is_that_asked_for_and_depends_on_the_seed():
-    buffer = ring(20_000, 4)
-    write(buffer, 5000)
-    found = []
+    buffer, found = ring(5000, 4), []
+    write(buffer, steps=5000)
     for seed in (0, 1):
         split = HoldoutSplit(0.2, 20_000, seed=seed)
         split.extend(buffer.writer)
@@ -65,7 +58,7 @@ def test_the_share_is_that_asked_for_and_depends_on_the_seed():
 def test_no_more_than_the_limit_and_new_ones_when_old_ones_are_overwritten():
     buffer, split = ring(100), HoldoutSplit(0.5, max_validation=10)
     for _ in range(30):
-        write(buffer, 17, split)
+        grow(buffer, split, 17)
         assert len(held(split, buffer)) <= 10
     newest = int(buffer.writer.positions[0])
     assert {position for _, position in held(split, buffer)} <= set(range(newest - 100, newest))
@@ -112,16 +105,16 @@ def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, s
 
 def test_an_emptied_buffer_begins_anew():
     buffer, split = ring(50), HoldoutSplit(0.5, max_validation=20)
-    write(buffer, 50, split)
+    grow(buffer, split, 50)
     buffer.empty()
-    write(buffer, 5, split)
-    write(buffer, 45, split)
+    grow(buffer, split, 5)
+    grow(buffer, split, 45)
     assert 10 <= len(held(split, buffer)) <= 20
 
 
 @pytest.mark.parametrize(("fraction", "part"), [(0.001, "validation"), (0.999, "training")])
 def test_a_part_that_is_empty_is_an_error(fraction, part):
-    buffer, split = ring(), HoldoutSplit(fraction)
-    write(buffer, 8, split)
+    buffer, split = ring(200), HoldoutSplit(fraction)
+    grow(buffer, split, 8)
     with pytest.raises(ValueError, match=f"validation_fraction={fraction} .* none of 8 rows for {part}"):
         split.parts(torch.arange(8))

@@ -1,4 +1,4 @@
-"""Transitions, plain and under PyTorchRL's names."""
+"""Transitions, plain and under PyTorchRL's names, and a DataModule that has models of them fitted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from kit.golden import tensors
+from torchrl_lightning import DynamicsDataModule, MBReplayBuffer
 
 golden = partial(tensors, "model_based_batches")
 
@@ -51,3 +52,11 @@ def rows(count: int, seed: int = 0, width: int = 3, actions: int = 2) -> TensorD
     }
     action = torch.randn(count, actions, generator=rng)
     return TensorDict({"observation": observation, "action": action, "next": following}, [count])
+
+
+def model_data(**settings: Any) -> DynamicsDataModule:
+    """Three fits of four epochs to Pendulum: to 40 rows, to 50 and to 60."""
+    frames = {"warmup_frames": 40, "frames_per_fit": 10, "total_frames": 60, "reset_at_each_batch": True}
+    sizes = {"batch_size": 16, "num_members": 3, "max_epochs_per_fit": 4, "eval_episodes": 1}
+    buffer = {"buffer": partial(MBReplayBuffer, 1000)}
+    return DynamicsDataModule(**{"env": "Pendulum-v1", "seed": 0, **buffer, **frames, **sizes, **settings})
