@@ -15,10 +15,13 @@ from torchrl.data import Composite, Unbounded
 
 from contracts.families import ring, time_steps
 from kit.dynamics import model_data
+from kit.lines import imitator
 from kit.replay import replay_data
 from torchrl_lightning import (
     BranchedReplay,
+    BufferBase,
     Demonstration,
+    DemonstrationActor,
     DemonstrationReplay,
     DemonstrationSampler,
     DemonstrationStorage,
@@ -36,6 +39,7 @@ from torchrl_lightning import (
     IntrinsicRewardNormalizer,
     MinibatchSampler,
     MixedReplay,
+    PPOBuffer,
     PPODBuffer,
     PrioritizedSampler,
     RecentSampler,
@@ -187,6 +191,12 @@ ARGUMENTS = (
         {"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1},
         named(size=0, batch_size=1.5, obs_dim=True, act_dim=-1),
     ),
+    Refused(
+        PPOBuffer,
+        {"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1},
+        {**named(size=0, batch_size=2.5, gamma=1.5, eps=math.nan), "gae_lambda": {"lam": -1.0}},
+    ),
+    Refused(partial(BufferBase, 1, 1, 1, 1), {}, {"does not say how to sample; use Recurrent": {}}, TypeError),
     Refused(GAEBuffer, {"size": 5}, {"string": {"value_key": 3}}, TypeError),
     Refused(partial(GeneralizedAdvantages), {}, named(gamma=1.5)),
     Refused(HoldoutSplit, {}, named(validation_fraction=[0.0, 1.0, -0.1, 2.0])),
@@ -238,6 +248,13 @@ ARGUMENTS = (
         },
     ),
     Refused(DemonstrationReplay, PLAYED, named(num_envs=0, ends="done", log_prob=0.0, frame_stack=0)),
+    Refused(DemonstrationActor, {"policy": imitator()}, named(log_prob="none")),
+    Refused(
+        DemonstrationActor,
+        {"policy": imitator()},
+        {r"must offer get_dist.*TensorDictModule; give log_prob='deterministic'": {"log_prob": "current"}},
+        TypeError,
+    ),
     Refused(
         PPODBuffer,
         {"size": 8},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Categorical, Composite, Unbounded
 
-from contracts.part import OBJECTS, SAVED, Part
+from contracts.part import OBJECTS, SAVED, Part, Refusal
+from contracts.refusals import giving
 from kit.demonstrations import demo, names, rewarded
 from kit.seeds import generator
 from kit.states import GONE
@@ -77,6 +80,19 @@ def rollout(start: int) -> TensorDict:
     return TensorDict({**entries, "next": after}, [ENVS, 5], names=[None, "time"])
 
 
+def mining(change: Callable[[TensorDict], TensorDict]) -> Callable[[DemonstrationMiner], None]:
+    return lambda miner: miner.mine(change(rollout(0)))
+
+
+def with_nan(key: str) -> Callable[[TensorDict], TensorDict]:
+    return lambda steps: steps.set(key, steps[key] * math.nan)
+
+
+def unnamed(steps: TensorDict) -> TensorDict:
+    steps.names = None
+    return steps
+
+
 OTHER_STEPS = {"seen": torch.zeros(1, 1), "action": torch.tensor([0]), "next": {"reward": torch.zeros(1, 1)}}
 
 
@@ -117,6 +133,13 @@ DEMONSTRATIONS = {
         foreign={
             "The state has capacity=4, this demonstration storage has capacity=5": partial(DemonstrationStorage, 5)
         },
+        refuses=(
+            Refusal(
+                "There are 5 demonstrations, 4 have a place",
+                lambda storage: storage.replace([rewarded()] * 3, [rewarded()] * 2),
+                empty=True,
+            ),
+        ),
     ),
     "DemonstrationWriter": Part(
         make=lambda seed: DemonstrationWriter(DemonstrationStorage(4), reward_threshold=5.0 if seed else None),
@@ -150,6 +173,13 @@ DEMONSTRATIONS = {
         ask=lambda replay: play(replay, 1),
         ways=OBJECTS,
         foreign={"num_envs=3": partial(replay, 0, 2)},
+        refuses=(
+            Refusal(
+                "for 3 environments, asked for the steps of 5",
+                *giving(np.ones(5, bool), DemonstrationReplay.__call__),
+                empty=True,
+            ),
+        ),
         within=("sampler", ("playing", 0, "env"), ("playing", 0, "position")),
         edited={
             "sampler state": (("sampler",), {}),
@@ -168,6 +198,12 @@ DEMONSTRATIONS = {
             "'value' is 'high'": (("running", 0, "value"), "high"),
             "observes": (("running", 0, "steps"), OTHER_STEPS),
         },
+        refuses=(
+            Refusal("'state_value' that is not finite", mining(with_nan("state_value")), empty=True),
+            Refusal("'observation' holds NaN", mining(with_nan("observation")), empty=True),
+            Refusal("Name it", mining(unnamed), empty=True),
+            Refusal(r"follows 2 environments, the rollout is \[1, 5\]", mining(lambda steps: steps[:1]), empty=True),
+        ),
     ),
     "PPODBuffer": Part(
         make=ppod,
@@ -176,6 +212,12 @@ DEMONSTRATIONS = {
         ways=SAVED,
         within=tuple(("demonstrations", name) for name in ("rollouts", "writer", "replay", "miners", "is_tracked")),
         empty=(RuntimeError, "empty"),
+        refuses=(
+            Refusal("env_id=2 must be between 0 and 1", *giving(2, PPODBuffer.sample_demo), empty=True),
+            Refusal(
+                r"rho \+ phi must be at most 1", lambda buffer: buffer.update_storage_parameter("rho", 0.9), empty=True
+            ),
+        ),
         edited={
             "schema version 9": (("demonstrations", "schema_version"), 9),
             "rollouts": (("demonstrations", "rollouts"), -1),

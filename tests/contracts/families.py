@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
+from contracts import documented
 from contracts.part import Part
+from kit.documented import columns, simple_step
 from kit.dynamics import numbered
 from kit.seeds import generator
 from torchrl_lightning import (
@@ -28,13 +28,6 @@ from torchrl_lightning import (
 from torchrl_lightning.episodic.steps import FIRST, LAST
 
 
-def velora_columns(start: int, count: int = 9) -> dict[str, torch.Tensor]:
-    number = torch.arange(start, start + count).float().unsqueeze(1)
-    columns = {"states": number.expand(count, 3), "actions": number.expand(count, 2), "rewards": number.squeeze(1)}
-    hidden = {"dones": number.squeeze(1) % 3 == 2, "hiddens": number.expand(count, 4)}
-    return {**columns, "next_states": number.expand(count, 3) + 1, **hidden}
-
-
 def recurrent(seed: int = 0, capacity: int = 7, state_dim: int | None = 3) -> RecurrentReplayBuffer:
     return RecurrentReplayBuffer(capacity, state_dim, 2, 4, generator=generator(seed))
 
@@ -45,8 +38,7 @@ def simple(seed: int, size: int = 5) -> SimpleReplayBuffer:
 
 def store(buffer: SimpleReplayBuffer, start: int) -> None:
     for number in map(float, range(start, start + 3)):
-        act = SimpleNamespace(action=np.array([number, -number]))
-        buffer.store({"obs": [number], "next_obs": [number + 0.5], "act": act, "rew": number, "done": number % 2 == 1})
+        buffer.store(simple_step(number))
 
 
 def time_steps(start: int) -> TensorDict:
@@ -148,9 +140,10 @@ def source(make: Callable[[int], Source], ask: Callable[[Source], Any]) -> Part:
 FAMILIES = {
     "RecurrentReplayBuffer": Part(
         make=recurrent,
-        fill=lambda buffer, start: buffer.add_multi(**velora_columns(start)),
+        fill=lambda buffer, start: buffer.add_multi(**columns(start, 9)),
         ask=lambda buffer: buffer.sample(4),
         within=("storage",),
+        refuses=documented.RECURRENT,
         empty=(ValueError, "Available: 0, Requested: 4"),
         foreign={
             "max_size=7.*max_size=8": partial(recurrent, capacity=8),
@@ -162,6 +155,7 @@ FAMILIES = {
         fill=store,
         ask=lambda buffer: buffer.sample_batch(),
         within=("sampler",),
+        refuses=documented.SIMPLE,
         empty=(ValueError, "2 different steps from 0"),
         foreign={"max_size=5": partial(simple, 0, size=6)},
     ),

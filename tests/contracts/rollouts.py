@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
+from contracts import documented
 from contracts.part import SAVED, Part
+from kit.documented import path_step
 from kit.rollouts import both_values, linear_actor, make_rollout
 from kit.seeds import generator
 from kit.states import GONE
@@ -94,22 +95,17 @@ def collect_with_log_prob(buffer: Any, start: int) -> None:
     buffer.before_gradients()
 
 
-def path_step(number: int) -> dict[str, Any]:
-    act = SimpleNamespace(action=torch.zeros(1), value=torch.tensor([number / 7]), logp=-1.0)
-    return {"obs": torch.tensor([float(number)]), "act": act, "rew": number / 3, "done": number % 3 == 2}
-
-
 def walk_paths(buffer: PPOBuffer, start: int) -> None:
     """Steps of which each third ends its path; the last path is open."""
     for number in range(start, start + 4):
-        buffer.store(path_step(number))
+        buffer.store(path_step(number, number / 3, number / 7, done=number % 3 == 2))
         if number % 3 == 2:
             buffer.finish_path()
 
 
 def close_path(buffer: PPOBuffer) -> Any:
     if buffer.path_length:
-        buffer.finish_path(SimpleNamespace(value=torch.tensor([2.0])))
+        buffer.finish_path(2.0)
     return buffer.sample_batch()
 
 
@@ -139,6 +135,7 @@ ROLLOUTS = {
         fill=walk_paths,
         ask=close_path,
         within=("paths", "writer"),
+        refuses=documented.PATHS,
         empty=(ValueError, "2 different steps from 0"),
         foreign={"size=9.*size=8": partial(PPOBuffer, 1, 1, 8, 2)},
     ),

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kit.demonstrations import CARTPOLE, episode
+from kit.demonstrations import CARTPOLE, episode, saved
 from kit.images import CountedImages, first_action
+from kit.minari_sets import write
 from torchrl_lightning import (
     DemonstrationMiner,
     DemonstrationStorage,
@@ -17,9 +18,9 @@ from torchrl_lightning import (
     GymnasiumCollector,
     environment_specs,
 )
+from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.collectors import make_environment
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
-from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 
 
@@ -68,8 +69,7 @@ def test_a_mined_episode_is_learned_from_as_it_ended(tmp_path):
 
 
 def test_a_directory_or_one_of_its_files(tmp_path, caplog):
-    for number in range(2):
-        write_demonstration(tmp_path / f"{number}.safetensors", episode(number + 1))
+    saved(tmp_path, episode(1), episode(2))
     write_demonstration(tmp_path / "2.npz", episode(4))
     (tmp_path / "3.npz").write_bytes(b"nothing")
     with caplog.at_level(logging.WARNING):
@@ -86,14 +86,12 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
         (tmp_path, r"holds no demonstration that can be used \(1 refused\)"),
         (tmp_path / "skipping.safetensors", "has frame_skip=4, the environment frame_skip=1"),
     ]:
-        with pytest.raises(DemonstrationFault, match=rf"dataset={dataset}: .*{message}"):
+        with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}: .*{message}"), one_line():
             read_dataset(dataset, CARTPOLE)
 
 
 def test_a_minari_data_set(tmp_path, monkeypatch):
     minari = pytest.importorskip("minari")
-    from demonstrations.test_minari import write
-
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     seen = [np.zeros((length + 1, 4), np.float32) for length in (3, 2)]
     write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], ends=False, env="CartPole-v1")
@@ -101,7 +99,9 @@ def test_a_minari_data_set(tmp_path, monkeypatch):
         found = read_dataset(dataset, CARTPOLE)
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
-    with pytest.raises(DemonstrationFault, match=r"dataset=minari:cartpole/none-v0: .*cartpole/none-v0"):
-        read_dataset("minari:cartpole/none-v0", CARTPOLE)
-    with pytest.raises(DemonstrationFault, match=r"dataset=3: dataset must be a minari\.MinariDataset"):
-        read_dataset(3, CARTPOLE)
+    for dataset, message in (
+        ("minari:cartpole/none-v0", ".*cartpole/none-v0"),
+        (3, r"dataset must be a minari\.MinariDataset"),
+    ):
+        with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}: {message}"), one_line():
+            read_dataset(dataset, CARTPOLE)

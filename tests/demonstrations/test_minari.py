@@ -1,43 +1,22 @@
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
 from kit.demonstrations import CARTPOLE
+from kit.minari_sets import write
 from torchrl_lightning import EnvironmentSpecs
 from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.demonstrations import minari_demonstrations
 
-minari = pytest.importorskip("minari")
+pytest.importorskip("minari")
 
 
 @pytest.fixture(autouse=True)
 def own_data_sets(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-
-
-def write(name, observations, actions, ends=True, **spaces_or_env):
-    """Write a data set of one episode for each list of actions."""
-    from minari.data_collector import EpisodeBuffer
-
-    episodes = [
-        EpisodeBuffer(
-            observations=seen,
-            actions=taken,
-            rewards=np.linspace(0.1, 1.0, len(taken)),
-            terminations=np.arange(len(taken)) == (len(taken) - 1 if ends else -1),
-            truncations=np.arange(len(taken)) == (-1 if ends else len(taken) - 1),
-            infos={},
-        )
-        for seen, taken in zip(observations, actions, strict=True)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no author was given, and such
-        return minari.create_dataset_from_buffers(name, episodes, data_format="hdf5", **spaces_or_env)
 
 
 def test_episodes_keep_their_last_observation_and_how_they_ended():

@@ -159,26 +159,3 @@ def test_without_values_nothing_is_refreshed() -> None:
     miner.mine(episodes(60, 0).exclude("state_value"))
     assert {each[1] for each in writer.seen} == {-math.inf}
     assert all(len(each) > 2 for each in writer.seen)
-
-
-def test_bad_rollouts_change_nothing() -> None:
-    torch.manual_seed(0)
-    miner, rollout = DemonstrationMiner(Recorded(), ENVS, specs=SPECS), episodes(5, 1)
-    miner.mine(rollout)
-    state = through_file(miner.state_dict())
-    wrong = rollout.clone()
-    wrong["state_value"][2, 1] = math.nan
-    hole = rollout.clone()
-    hole["inner", "vector"][...] = math.nan
-    hole["next", "done"][...] = True
-    unnamed = rollout.clone()
-    unnamed.names = None
-    for bad, message in (
-        (wrong, "not finite"),
-        (hole, "NaN"),
-        (unnamed, "Name it"),
-        (rollout[:, :2], r"follows 3 environments, the rollout is \[5, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            miner.mine(bad)
-    assert repr(through_file(miner.state_dict())) == repr(state)

@@ -8,7 +8,7 @@ from torchrl.envs import GymEnv
 
 from kit.images import CountedImages, first_action
 from torchrl_lightning import EnvironmentRecipe, environment_specs, make_vector_env
-from torchrl_lightning.collectors._faults import EnvironmentFault
+from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.demonstrations import record_demonstrations, recording
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 
@@ -66,5 +66,6 @@ def test_the_same_seed_records_the_same():
 
 
 def test_an_environment_without_an_end_is_refused():
-    with mock.patch.object(recording, "_MANY_STEPS", 128), pytest.raises(EnvironmentFault, match="time_limit="):
+    few = mock.patch.object(recording, "_MANY_STEPS", 128)
+    with few, pytest.raises(SystemExit, match=r"^error: No episode has ended .*time_limit="), one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torchrl.collectors import Collector
 from torchrl.envs import (
     CatFrames,
     Compose,
     GymEnv,
     GymWrapper,
     InitTracker,
-    ParallelEnv,
     SerialEnv,
     StepCounter,
     TransformedEnv,
 )
 from torchrl.modules import GRUModule
 
-from kit.demonstrations import check_golden, golden_replay, stored
-from kit.lines import Line, Scripted, imitator, line_demo
+from kit.demonstrations import stored
+from kit.lines import Counting, Line, Scripted, check_memory, imitator, line_demo
+from kit.seeds import generator
 from kit.torchrl_envs import Walk
 from torchrl_lightning import (
     DemonstrationActor,
@@ -37,18 +33,9 @@ from torchrl_lightning import (
 )
 from torchrl_lightning.collectors import TorchRLCollector
 
-PLAYED = [100.0, 101.0, 102.0, 103.0]
 
-
-class Counting(Line):
-    """Shows how many steps were made in it ever."""
-
-    def _shown(self) -> Any:
-        return np.full(1, self.steps, np.float32)
-
-
-def line(kind: type[Line] = Line) -> Any:
-    return GymWrapper(kind())
+def line() -> Any:
+    return GymWrapper(Line())
 
 
 def replay_of(*places: int | None, num_envs: int = 2, demos: Any = None, **options: Any) -> DemonstrationReplay:
@@ -67,69 +54,20 @@ def numbers(values: torch.Tensor) -> Any:
     return values.squeeze(-1).tolist()
 
 
-def test_golden_sequence() -> None:
-    golden, demonstration = golden_replay()
-    env = TransformedEnv(wrapped(line(), None, 0, demos=[demonstration]), InitTracker(), auto_unwrap=False)
-    row = played(env, 12)
-    check_golden(row, golden)
-    ends = golden["done_before"][1:].bool().tolist()
-    assert numbers(row["is_init"]) == [True, *ends]
-    assert numbers(row["next", "terminated"])[:-1] == ends
-    assert numbers(row["next", "observation"])[:7] == [1, 2, 3, 101, 102, 103, 103]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["SerialEnv", "ParallelEnv", "TorchRLCollector", "Collector"])
-def test_environments_that_replay_are_not_stepped(kind: str) -> None:
-    make = partial(line, Counting)
-    base = ParallelEnv(2, make, mp_start_method="fork") if kind == "ParallelEnv" else SerialEnv(2, make)
-    env = wrapped(base, 0, None, 0, 0, None)
-    policy = DemonstrationActor(imitator())
-    if kind == "TorchRLCollector":
-        # Building it resets the environment, which draws too; what a script says is not taken back.
-        env = wrapped(base, 0, None, 0, None, 0, 0, None)
-        batch = TorchRLCollector(env, policy, frames_per_batch=22, seed=0).rollout()
-    elif kind == "Collector":
-        made = Collector(env, policy, frames_per_batch=22, auto_register_policy_transforms=True)
-        batch = next(iter(made))
-    else:
-        batch = played(env, 11)
-    assert numbers(batch["observation"]) == [[*PLAYED, *PLAYED, 0, 1, 2], [0, 1, 2, *PLAYED, 3, 4, 5, 6]]
-    assert numbers(batch["demo", "mask"]) == [[True] * 8 + [False] * 3, [False] * 3 + [True] * 4 + [False] * 4]
-    assert numbers(batch["demo", "serial"]) == [[0] * 8 + [-1] * 3, [-1] * 3 + [0] * 4 + [-1] * 4]
-    assert batch["action"][batch["demo", "mask"]].tolist() == [50.0, 51.0, 52.0, 53.0] * 3
-    env.close()
-
-
 def test_a_single_environment_without_a_batch() -> None:
-    row = played(wrapped(line(Counting), 0, None, 0), 9)
-    assert numbers(row["observation"]) == [*PLAYED, 0, 1, 2, 100, 101]
+    row = played(wrapped(GymWrapper(Counting()), 0, None, 0), 9)
+    assert numbers(row["observation"]) == [100, 101, 102, 103, 0, 1, 2, 100, 101]
     assert numbers(row["demo", "action"])[:5] == [50, 51, 52, 53, 0]
     assert row["demo", "serial"].shape == (9, 1)
 
 
-@pytest.mark.parametrize(("last", "expected"), [(7.0, 7.0), (None, 103.0)])
-@pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_the_end_of_a_demonstration(last: float | None, expected: float, ends: Any) -> None:
-    row = played(wrapped(line(), 0, demos=[line_demo(last=last)], ends=ends), 4)
-    assert numbers(row["next", "observation"]) == [101.0, 102.0, 103.0, expected]
-    assert numbers(row["next", "reward"]) == [0.0, 0.0, 0.0, 1.0]
-    for name in ("terminated", "truncated"):
-        assert numbers(row["next", name]) == [False, False, False, name == ends]
-    assert numbers(row["next", "done"]) == [False, False, False, True]
-
-
 @pytest.mark.parametrize("terminated", [False, True])
-@pytest.mark.parametrize("has_truncated", [False, True])
-def test_it_ends_as_it_was_recorded(terminated: bool, has_truncated: bool) -> None:
+def test_an_environment_that_truncates_nothing_shows_an_end_that_was_recorded(terminated: bool) -> None:
     shown, env = line_demo(last=7.0, terminated=terminated, truncated=not terminated), line()
-    if not has_truncated:
-        del env.full_done_spec["truncated"]
-    row = played(wrapped(env, 0, demos=[shown], ends="recorded"), 4)
-    assert numbers(row["next", "done"]) == [False, False, False, True]
-    assert numbers(row["next", "terminated"]) == [False, False, False, terminated]
-    if has_truncated:
-        assert numbers(row["next", "truncated"]) == [False, False, False, not terminated]
+    del env.full_done_spec["truncated"]
+    following = played(wrapped(env, 0, demos=[shown], ends="recorded"), 4)["next"]
+    assert numbers(following["done"]) == [False, False, False, True]
+    assert numbers(following["terminated"]) == [False, False, False, terminated]
 
 
 def test_frames_are_stacked_above() -> None:
@@ -172,21 +110,12 @@ def test_recurrent_states_follow_the_demonstration(beneath: bool) -> None:
         base = SerialEnv(2, line)
     collector = TorchRLCollector(wrapped(base, None, 0, None, 0, None), DemonstrationActor(policy), frames_per_batch=20)
     batch = collector.rollout()
-    mask, starts = batch["demo", "mask"][..., 0], batch["is_init"][..., 0]
+    mask, starts, done = batch["demo", "mask"], batch["is_init"], batch["next", "done"]
     assert mask.any()
     assert not mask.all()
-    assert (
-        starts.tolist() == torch.cat([torch.ones(2, 1, dtype=torch.bool), batch["next", "done"][:, :-1, 0]], 1).tolist()
-    )
-    state = torch.zeros_like(batch["state"][:, 0])
-    for t in range(10):
-        state = state * ~starts[:, t, None, None]
-        torch.testing.assert_close(batch["state"][:, t] * ~starts[:, t, None, None], state)
-        step = TensorDict(
-            {"observation": batch["observation"][:, t], "state": state, "is_init": starts[:, t, None]}, [2]
-        )
-        state = policy(step)["next", "state"]
-        torch.testing.assert_close(batch["next", "state"][:, t], state)
+    assert starts[:, 0].all()
+    assert starts[:, 1:].equal(done[:, :-1])
+    check_memory(batch, policy, "state")
 
 
 def test_a_limit_of_steps_above_cuts_one_and_leaves_the_others() -> None:
@@ -222,7 +151,7 @@ def test_a_resumed_run_goes_on_within_a_demonstration(
 
     def fresh() -> tuple[Any, DemonstrationReplay]:
         env = line() if num_envs is None else SerialEnv(num_envs, line)
-        sampler = DemonstrationSampler(rho, 0.0, generator=torch.Generator().manual_seed(3))
+        sampler = DemonstrationSampler(rho, 0.0, generator=generator(3))
         replay = DemonstrationReplay(storage, sampler, num_envs or 1)
         options = {"frames_per_batch": 4 * (num_envs or 1), "seed": 1, "reset_at_each_batch": reset_at_each_batch}
         return TorchRLCollector(DemonstrationReplayTransform(replay).wrap(env), policy, **options), replay

@@ -10,6 +10,7 @@ import torch
 from kit.demonstrations import rewarded
 from kit.golden import tensors
 from kit.seeds import generator
+from kit.statistics import chi_square
 from torchrl_lightning import DemonstrationSampler, DemonstrationStorage
 from torchrl_lightning.demonstrations.sampler import value_probabilities
 
@@ -28,15 +29,11 @@ def draws(sampler: DemonstrationSampler, storage: DemonstrationStorage, count: i
 
 @pytest.mark.parametrize("annealed", [0.0, 0.5, 1.0])
 def test_draws_have_their_probabilities(annealed: float) -> None:
-    storage, count = filled(annealed=annealed), 2000
-    found = draws(DemonstrationSampler(0.2, 0.4, alpha=2, generator=generator()), storage, count)
+    found = draws(DemonstrationSampler(0.2, 0.4, alpha=2, generator=generator()), filled(annealed=annealed), 2000)
     rho, phi = 0.2 + annealed * 0.4, 0.4 * (1 - annealed)
     expected = {"env": 0.4, "r0": rho / 2, "r1": rho / 2, "v0": phi / 5, "v1": phi * 4 / 5, "v2": 0.0, "v3": 0.0}
-    assert set(found) == {name for name, chance in expected.items() if chance}
-    chances = {name: chance for name, chance in expected.items() if chance}
-    chi_square = sum((found.count(name) - count * chance) ** 2 / (count * chance) for name, chance in chances.items())
-    # Of as many degrees of freedom as there are outcomes, less one: exceeded once in a thousand seeds.
-    assert chi_square < {2: 13.8, 4: 18.5}[len(chances) - 1]
+    # Of two or four degrees of freedom: exceeded once in a thousand seeds.
+    assert chi_square(found, expected) < (13.8 if annealed == 1 else 18.5)
 
 
 def test_golden_probabilities() -> None:
@@ -74,19 +71,15 @@ def test_an_empty_source_means_the_environment(storage: Any, kinds: str) -> None
     assert all(one == "env" for one, other in zip(found, same, strict=True) if other == "env")
 
 
-def test_all_of_the_probability_or_none_of_it() -> None:
-    assert set(draws(DemonstrationSampler(1.0, 0.0, generator=generator()), filled(1), 50)) == {"r0"}
-    assert set(draws(DemonstrationSampler(0.0, 1.0, generator=generator()), filled(1, (1.0,)), 50)) == {"v0"}
-    assert set(draws(DemonstrationSampler(0.0, 0.0, generator=generator()), filled(), 50)) == {"env"}
-    assert "env" not in draws(DemonstrationSampler(0.7, 0.3, generator=generator()), filled(), 200)
+@pytest.mark.parametrize(("rho", "phi", "drawn"), [(1.0, 0.0, "r"), (0.0, 1.0, "v"), (0.0, 0.0, "e"), (0.7, 0.3, "rv")])
+def test_all_of_the_probability_or_none_of_it(rho: float, phi: float, drawn: str) -> None:
+    found = draws(DemonstrationSampler(rho, phi, generator=generator()), filled(), 200)
+    assert {name[0] for name in found} == set(drawn)
 
 
-def test_a_seed_decides_the_draws() -> None:
-    first, again, other = (
-        draws(DemonstrationSampler(0.4, 0.4, generator=generator(s)), filled(), 50) for s in (1, 1, 2)
-    )
-    assert first == again != other
-    torch.manual_seed(5)
-    first = draws(DemonstrationSampler(0.4, 0.4), filled(), 50)
-    torch.manual_seed(5)
-    assert draws(DemonstrationSampler(0.4, 0.4), filled(), 50) == first
+def test_torchs_seed_decides_without_a_generator() -> None:
+    found = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        found.append(draws(DemonstrationSampler(0.4, 0.4), filled(), 50))
+    assert found[0] == found[1] != found[2]

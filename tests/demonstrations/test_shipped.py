@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
+from kit.processes import PROJECT
 from torchrl_lightning import EnvironmentRecipe, GoalReward, read_demonstration
-from torchrl_lightning._conf import CONF_DIR
 
-FILES = sorted((CONF_DIR / "demonstrations").glob("*/*"))
+FILES = sorted((PROJECT / "conf" / "demonstrations").glob("*/*"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -117,14 +117,6 @@ def test_it_keeps_what_its_twin_keeps(capacity: int, human: list[float], thresho
         assert (storage.successes, writer.threshold) == (twin.successes, twin.threshold)
 
 
-def test_zero_is_a_threshold_and_none_is_none() -> None:
-    assert build(reward_threshold=0.0)[1].add(rewarded(-0.5)) == "value"
-    storage, writer = build()
-    assert writer.threshold == -math.inf
-    assert writer.add(rewarded(-0.5)) == "reward"
-    assert (writer.threshold, storage.successes) == (-0.5, 1)
-
-
 def test_human_demonstrations_stay_when_a_better_one_comes() -> None:
     storage, writer = build(6, rewarded(1.0, 9, is_human=True, name="human"))
     for name, total in (("a", 1.0), ("b", 1.0), ("better", 2.0), ("as good", 2.0), ("worse", 1.5)):
@@ -147,25 +139,6 @@ def test_loading_raises_the_threshold_and_is_no_success() -> None:
     writer.load([rewarded(2.0), rewarded(3.0, is_human=True)])
     assert (writer.threshold, storage.successes, storage.annealed) == (2.0, 0, 0.0)
     assert writer.add(rewarded(1.0)) == "value"
-
-
-def test_a_value_demonstration_goes_where_one_is_too_many() -> None:
-    storage, writer = build(3, rewarded(is_human=True))
-    for name, value in (("low", 1.0), ("high", 3.0)):
-        assert writer.add(rewarded(0.0, value=value, name=name)) == "value"
-    assert writer.add(rewarded(0.0, value=0.5)) is None
-    assert writer.add(rewarded(0.0, value=1.0, name="as low")) == "value"
-    assert kept(storage)[1] == ["high", "as low"]
-    writer.add(rewarded(1.0))
-    assert kept(storage)[1] == ["high"]
-
-
-def test_a_place_that_a_success_took_does_not_come_back() -> None:
-    storage, writer = build(4, reward_threshold=1.0)
-    for total in (1.0, 2.0):
-        writer.add(rewarded(total))
-    assert len(storage.reward_demonstrations) == 1
-    assert [writer.add(rewarded(0.0, value=value)) for value in (1.0, 0.5)] == ["value", None]
 
 
 def test_what_follows_the_last_reward_is_cut_by_option() -> None:
@@ -196,8 +169,7 @@ def test_a_replayed_one_that_is_offered_again_is_kept_twice() -> None:
 
 
 def test_refresh_replaces_the_value_of_what_is_kept() -> None:
-    storage, writer = build(3)
-    writer.load([rewarded(is_human=True)])
+    storage, writer = build(3, rewarded(is_human=True))
     for name in "ab":
         writer.add(rewarded(0.0, value=1.0, name=name))
     replayed, other = storage.value_demonstrations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from kit.golden import tensors
-from torchrl_lightning import Demonstration, DemonstrationStorage, EnvironmentSpecs
+from torchrl_lightning import Demonstration, DemonstrationStorage, EnvironmentSpecs, write_demonstration
 
 CARTPOLE = EnvironmentSpecs(Composite(observation=Unbounded((4,))), Categorical(2), 1)
 IMAGES = EnvironmentSpecs(
@@ -68,12 +69,16 @@ def check_golden(row: TensorDictBase, golden: dict[str, torch.Tensor]) -> None:
         assert value.flatten().tolist() == golden[key].tolist(), key
 
 
-def steps_of(length: int = 3, reward: float = 1.0) -> TensorDict:
-    """Random steps of CartPole, and their reward."""
-    steps = TensorDict({"observation": torch.randn(length, 4), "action": torch.arange(length) % 2}, [length])
-    steps["next", "reward"] = torch.full((length, 1), reward)
-    return steps
+def episode(length: int = 3, total: float = 1.0, **fields: Any) -> Demonstration:
+    """A demonstration that fits CartPole, whose observations count; its reward is at the end."""
+    steps = TensorDict({"observation": torch.arange(4.0 * length).view(length, 4)}, [length])
+    steps["action"], steps["next", "reward"] = torch.arange(length) % 2, torch.eye(length)[:, -1:] * total
+    return Demonstration(steps, **fields)
 
 
-def episode(length: int = 3, reward: float = 1.0, **fields: Any) -> Demonstration:
-    return Demonstration(steps_of(length, reward), **fields)
+def saved(path: Path, *demonstrations: Demonstration) -> str:
+    """Write them into a folder by their numbers; return its name."""
+    path.mkdir(parents=True, exist_ok=True)
+    for number, demonstration in enumerate(demonstrations):
+        write_demonstration(path / f"{number}.safetensors", demonstration)
+    return str(path)

@@ -21,20 +21,32 @@ class CountedImages(gymnasium.Env[Any, Any]):
         end: ``terminated``, ``truncated`` or ``never``.
         length: of the first episode.
         growth: of each that follows.
+        drawn: its images are drawn, so that no two are alike.
+        alone: it shows the image alone.
     """
 
     action_space = spaces.Discrete(2)
 
     def __init__(
-        self, shape: tuple[int, ...] = (2, 2), end: str = "terminated", length: int = 5, growth: int = 0
+        self,
+        shape: tuple[int, ...] = (2, 2),
+        end: str = "terminated",
+        length: int = 5,
+        growth: int = 0,
+        *,
+        drawn: bool = False,
+        alone: bool = False,
     ) -> None:
-        image = spaces.Box(0, 255, shape, np.uint8)
-        self.observation_space = spaces.Dict({"image": image, "step": spaces.Box(0, 255, (1,), np.float32)})
+        image, step = spaces.Box(0, 255, shape, np.uint8), spaces.Box(0, 255, (1,), np.float32)
+        self.observation_space: Any = image if alone else spaces.Dict({"image": image, "step": step})
         self.count, self.end, self.length, self.growth = 0, end, length - growth, growth
+        self.shape, self.drawn, self.alone = shape, drawn, alone
 
-    def shown(self) -> dict[str, Any]:
-        shape = self.observation_space["image"].shape
-        return {"image": np.full(shape, self.count, np.uint8), "step": np.array([self.count], np.float32)}
+    def shown(self) -> Any:
+        image = np.full(self.shape, self.count, np.uint8)
+        if self.drawn:
+            image = self.np_random.integers(0, 256, self.shape, np.uint8)
+        return image if self.alone else {"image": image, "step": np.array([self.count], np.float32)}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)

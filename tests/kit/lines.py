@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from torchrl_lightning import Demonstration, DemonstrationSampler, DemonstrationStorage, GymnasiumCollector
@@ -48,6 +48,13 @@ def line_demo(length: int = 4, first: float = 100.0, last: float | None = None, 
     return Demonstration(steps, last_observation=known, **fields)
 
 
+class Counting(Line):
+    """Shows how many steps were made in it ever."""
+
+    def _shown(self) -> Any:
+        return np.full(1, self.steps, np.float32)
+
+
 class Scripted(DemonstrationSampler):
     """Draws what it is told to: places in ``D_R``, None for the environment; the last one again and again."""
 
@@ -85,3 +92,17 @@ def actor_of(env: Any, network: Any = None, normalised: bool = False) -> Any:
     normalizer = ObservationNormalizer(specs, ["observation"], clip=10.0)
     normalizer.advance({"observation": Moments.of(torch.randn(9, 1) * 30 + 40)})
     return NormalizedPolicy(actor, normalizer)
+
+
+def check_memory(batch: TensorDictBase, policy: Any, key: str) -> None:
+    """Assert that a recurrent state ``[N, T]`` is that of a policy that saw these observations, and nothing else."""
+    starts = batch["is_init"][..., 0]
+    state = torch.zeros_like(batch[key][:, 0])
+    for t in range(batch.shape[1]):
+        kept = ~starts[:, t, None, None]
+        state = state * kept
+        torch.testing.assert_close(batch[key][:, t] * kept, state)
+        entries = {"observation": batch["observation"][:, t], key: state, "is_init": starts[:, t, None]}
+        state = policy(TensorDict(entries, [len(state)]))["next", key]
+        if (written := batch.get(("next", key), None)) is not None:
+            torch.testing.assert_close(written[:, t], state)

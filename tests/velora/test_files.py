@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kit.documented import stored
+from kit.golden import DATA, tensors
 from torchrl_lightning.velora import files
 from torchrl_lightning.velora.files import NAMES
 from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
 
-DATA = Path(__file__).parents[1] / "data"
 VELORA = DATA / "velora"  # both written by Velora 0.2.0; "run" was saved with the prefix "run.1_"
-
-
-def golden(name: str) -> torch.Tensor:
-    with np.load(DATA / "velora_wraparound.npz") as file:
-        return torch.as_tensor(file[name])
 
 
 def metadata(name: str = "buffer_metadata", folder: Path = VELORA) -> dict[str, Any]:
@@ -38,58 +32,42 @@ def load(**changes: Any) -> RecurrentReplayBuffer:
     return RecurrentReplayBuffer.load(VELORA / "buffer_state.safetensors", {**metadata(), **changes})
 
 
-def tensors(buffer: RecurrentReplayBuffer) -> dict[str, torch.Tensor]:
-    state = buffer.state_dict()
-    return {name: state[name] for name in NAMES}
-
-
 @pytest.mark.parametrize("suffix", ["", ".safetensors"])
 def test_a_full_buffer_that_velora_wrote(suffix: str) -> None:
     buffer = RecurrentReplayBuffer.load(f"{VELORA}/buffer_state{suffix}", metadata())
     assert (len(buffer), buffer.position) == (7, 3)
+    golden = tensors("velora_wraparound")
     for name in NAMES:
-        assert tensors(buffer)[name].equal(golden(f"final_{name}")), name
+        assert stored(buffer)[name].equal(golden[f"final_{name}"]), name
     buffer.add(torch.ones(3), torch.ones(2), 1.0, torch.ones(3), False, torch.ones(4))
-    after = tensors(buffer)["states"]
+    after = stored(buffer)["states"]
     assert after[3].tolist() == [1.0, 1.0, 1.0]
-    assert after[4].equal(golden("final_states")[4])
+    assert after[4].equal(golden["final_states"][4])
 
 
 @pytest.mark.parametrize("name", ["run", "run.safetensors", "run.1_state"])
 def test_a_partly_filled_buffer_whose_name_velora_cut_at_the_dot(name: str) -> None:
     buffer = RecurrentReplayBuffer.load(VELORA / name, metadata("run"))
     assert (len(buffer), buffer.position, str(buffer.device)) == (3, 3, "cpu")
-    assert tensors(buffer)["hiddens"].equal(golden("in_hiddens")[:3])
+    assert stored(buffer)["hiddens"].equal(tensors("velora_wraparound")["in_hiddens"][:3])
 
 
-def test_what_we_write_is_what_velora_reads(tmp_path: Path) -> None:
-    load().save(tmp_path)
-    found, expected = load_file(tmp_path / "buffer_state.safetensors"), load_file(VELORA / "buffer_state.safetensors")
+@pytest.mark.parametrize("rows", [files.CHUNK, 2])
+@pytest.mark.parametrize(("name", "state"), [("buffer_metadata", "buffer_state"), ("run", "run")])
+def test_what_we_write_differs_from_what_velora_wrote_in_its_header_alone(
+    name: str, state: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", rows)  # at a time
+    RecurrentReplayBuffer.load(VELORA / state, metadata(name)).save(tmp_path)
+    ours, theirs = tmp_path / "buffer_state.safetensors", VELORA / f"{state}.safetensors"
+    assert {**metadata(folder=tmp_path), "device": None} == {**metadata(name), "device": None}
+    one, other = (path.read_bytes() for path in (ours, theirs))
+    assert one[8 + struct.unpack("<Q", one[:8])[0] :] == other[8 + struct.unpack("<Q", other[:8])[0] :]
+    found, expected = load_file(ours), load_file(theirs)
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
-    assert {**metadata(folder=tmp_path), "device": None} == metadata()
-    with safe_open(tmp_path / "buffer_state.safetensors", "pt") as file:
-        assert file.metadata() == {"position": "3", "size": "7"}
-
-
-def test_only_the_header_differs_from_velora_s_bytes(tmp_path: Path) -> None:
-    def body(path: Path) -> bytes:
-        content = path.read_bytes()
-        return content[8 + struct.unpack("<Q", content[:8])[0] :]
-
-    for name, state in (("buffer_metadata", "buffer_state"), ("run", "run")):
-        RecurrentReplayBuffer.load(VELORA / state, metadata(name)).save(tmp_path)
-        assert body(tmp_path / "buffer_state.safetensors") == body(VELORA / f"{state}.safetensors")
-
-
-def test_large_buffers_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK", 2)
-    load().save(tmp_path)
-    expected = load_file(VELORA / "buffer_state.safetensors")
-    assert all(value.equal(expected[name]) for name, value in load_file(tmp_path / "buffer_state.safetensors").items())
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
+    with safe_open(ours, "pt") as file:
+        assert file.metadata() == {name: str(metadata(folder=tmp_path)[name]) for name in ("position", "size")}
 
 
 @pytest.mark.parametrize(
@@ -100,12 +78,9 @@ def test_large_buffers_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
         ({"state_dim": 4}, r"'next_states' is .*\[7, 3\].*\[7, 4\]"),
         ({"capacity": -7}, "'capacity' is -7, expected an integer of at least 1"),
         ({"capacity": 7.0}, r"'capacity' is 7\.0"),
-        ({"capacity": "7"}, "'capacity' is '7'"),
-        ({"capacity": True}, "'capacity' is True"),
         ({"size": 8}, "size=8"),
         ({"position": 7}, "position=7"),
         ({"size": 5}, "position=3 and size=5"),
-        ({"position": -1}, "'position' is -1"),
         ({"device": "warp"}, "device='warp'"),
         ({"device": 3.5}, "device=3.5"),
         ({"device": "hpu:3"}, "set it to 'cpu'"),
@@ -116,17 +91,12 @@ def test_impossible_metadata_is_refused_without_allocating(changes: dict[str, An
         load(**changes)
 
 
-@pytest.mark.parametrize("name", ["capacity", "state_dim", "position", "size", "device"])
-def test_missing_metadata_is_named(name: str) -> None:
-    content = metadata()
-    del content[name]
-    with pytest.raises(ValueError, match=f"lacks {name};"):
-        RecurrentReplayBuffer.load(VELORA / "buffer_state", content)
-
-
-def test_something_else_than_metadata() -> None:
-    with pytest.raises(ValueError, match="list"):
-        RecurrentReplayBuffer.load(VELORA / "buffer_state", [])  # type: ignore[arg-type]
+def test_what_is_no_metadata_is_named() -> None:
+    known = ["capacity", "state_dim", "position", "size", "device"]
+    lacking = [({key: value for key, value in metadata().items() if key != name}, f"lacks {name};") for name in known]
+    for content, match in (*lacking, ([], "list")):
+        with pytest.raises(ValueError, match=match):
+            RecurrentReplayBuffer.load(VELORA / "buffer_state", content)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -189,24 +159,6 @@ def test_a_sparse_file_larger_than_memory_is_refused_before_allocating(tmp_path:
     content = dict.fromkeys(("state_dim", "action_dim", "hidden_dim"), 1) | {"capacity": capacity, "device": None}
     with pytest.raises(ValueError, match=r"needs .* free"):
         RecurrentReplayBuffer.load(path, {**content, "position": 0, "size": capacity})
-
-
-# ---- saving ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_leaves_the_old_files_whole(tmp_path: Path) -> None:
-    buffer = load()
-    buffer.save(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    larger = RecurrentReplayBuffer(4000, 3, 2, 4)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # Python ignores SIGXFSZ, so that writing fails
-    try:
-        with pytest.raises(OSError, match="large"):
-            larger.save(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_failure_in_the_second_file_leaves_both_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

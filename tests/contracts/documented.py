@@ -1,0 +1,89 @@
+"""Calls that the documented buffers of l2r-lab and Velora refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from contracts.part import Refusal
+from contracts.refusals import giving
+from kit.documented import columns, path_step, simple_step
+from kit.rollouts import make_rollout
+from torchrl_lightning import PPOBuffer, RecurrentReplayBuffer, SimpleReplayBuffer
+
+
+def simple(**changes: Any) -> Callable[[Any], Any]:
+    return lambda buffer: buffer.store(simple_step(9.0, **changes))
+
+
+def path(**changes: Any) -> Callable[[Any], Any]:
+    return lambda buffer: buffer.store({**path_step(9), **changes})
+
+
+def rows(**changes: Any) -> Callable[[Any], Any]:
+    return lambda buffer: buffer.add_multi(**{**columns(3, 2), **changes})
+
+
+SIMPLE = (
+    Refusal("obs must be numbers, got a str", simple(obs="text"), error=TypeError, empty=True),
+    Refusal("obs has 2 numbers, expected 1", simple(obs=[1.0, 2.0]), empty=True),
+    Refusal("next_obs has 0 numbers", simple(next_obs=[]), empty=True),
+    Refusal("act has 1 numbers, expected 2", simple(act=[1.0]), empty=True),
+    Refusal("rew holds values that are NaN", simple(rew=math.nan), empty=True),
+    Refusal("rew has 2 numbers", simple(rew=[1.0, 2.0]), empty=True),
+    Refusal("done must be true or false", simple(done=0.3), simple(done=[True, False]), empty=True),
+    Refusal(r"lacks \['next_obs'\]", lambda buffer: buffer.store(path_step(1, done=False)), error=KeyError, empty=True),
+    Refusal(
+        "A step is a dict of documented entries, got a",
+        *(call for wrong in (None, [], "step") for call in giving(wrong, SimpleReplayBuffer.store)),
+        error=TypeError,
+        empty=True,
+    ),
+)
+
+PATHS = (
+    Refusal("A step is a dict", *giving([path_step(9)], PPOBuffer.store), error=TypeError, empty=True),
+    Refusal("obs must be numbers", path(obs="text"), error=TypeError, empty=True),
+    Refusal("obs has 2 numbers", path(obs=torch.zeros(2)), empty=True),
+    Refusal("act is a Tensor without", path(act=torch.zeros(1)), empty=True),
+    Refusal("rew holds values that are NaN", path(rew=math.nan), empty=True),
+    Refusal("done must be true or false", path(done=0.5), empty=True),
+    Refusal("lacks", *giving({"obs": torch.zeros(1)}, PPOBuffer.store), error=KeyError, empty=True),
+    Refusal(
+        "differs from what is stored",
+        path(next_obs=torch.zeros(1)),
+        lambda buffer: buffer.insert_data_slice(make_rollout(4, 1)),
+    ),
+    Refusal("path was cut", PPOBuffer.finish_path),
+    Refusal(
+        "2 steps is open; call finish_path",
+        PPOBuffer.before_gradients,
+        *giving(2, PPOBuffer.sample),
+        error=RuntimeError,
+    ),
+)
+
+RECURRENT = (
+    Refusal("hiddens is None", rows(hiddens=None), empty=True),
+    Refusal("observation", *(rows(**{name: torch.zeros(2, 5)}) for name in ("states", "next_states")), empty=True),
+    Refusal("action", rows(actions=torch.zeros(2)), empty=True),
+    Refusal("recurrent_state", rows(hiddens=torch.zeros(2, 1)), empty=True),
+    Refusal("one row for each", rows(rewards=torch.zeros(3)), empty=True),
+    Refusal("rewards have 2 numbers each", rows(rewards=torch.zeros(2, 2)), empty=True),
+    Refusal("0 and 1", rows(dones=torch.tensor([0.5, 0.0])), empty=True),
+    Refusal(
+        "states must be numbers, got a str",
+        lambda buffer: buffer.add("text", [0.0] * 2, 1.0, [0.0] * 3, False, torch.zeros(4)),
+        error=TypeError,
+        empty=True,
+    ),
+    Refusal("Available: 7, Requested: 8", *giving(8, RecurrentReplayBuffer.sample)),
+    Refusal(
+        "batch_size must be an integer of at least 0",
+        *(call for wrong in (-1, 2.5, True, "3") for call in giving(wrong, RecurrentReplayBuffer.sample)),
+        empty=True,
+    ),
+)

@@ -1,0 +1,24 @@
+"""Small data sets of Minari."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def write(name: str, observations: Sequence[Any], actions: Sequence[Any], ends: bool = True, **made_in: Any) -> Any:
+    """Write a data set of one episode for each array of actions, which end so or are cut."""
+    import minari
+    from minari.data_collector import EpisodeBuffer
+
+    episodes = []
+    for seen, taken in zip(observations, actions, strict=True):
+        last, rewards = np.arange(len(taken)) == len(taken) - 1, np.linspace(0.1, 1.0, len(taken))
+        flags = {"terminations": last & ends, "truncations": last & (not ends)}
+        episodes.append(EpisodeBuffer(observations=seen, actions=taken, rewards=rewards, **flags, infos={}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no author was given, and such
+        return minari.create_dataset_from_buffers(name, episodes, data_format="hdf5", **made_in)
