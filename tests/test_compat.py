@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
@@ -17,28 +18,41 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl.envs.transforms import UnsqueezeTransform
 
-from kit.rollouts import torchrl_buffer
-from torchrl_lightning import MinibatchSampler, RolloutStorage, RolloutWriter, _compat
+from kit.rings import ring
+from kit.rollouts import make_rollout, torchrl_buffer
+from kit.rows import numbered
+from kit.runs import trainer
+from kit.seeds import generator
+from torchrl_lightning import DiscountedReturns, MinibatchSampler, _compat
 from torchrl_lightning._compat import entries_of, logger_connector, new_tensordict
-from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
+from torchrl_lightning.replay import PrioritizedSampler, RingStorage, SequenceSampler, UniformSampler
+
+buffer = partial(torchrl_buffer, 4, time_dim=0, batch_size=2)
+replay = partial(ring, 6, data=numbered(4), batch_size=2)
 
 
-def row(steps: int = 2, envs: int = 3) -> TensorDict:
-    flag = torch.zeros(steps, envs, 1, dtype=torch.bool)
-    following = {"reward": torch.ones(steps, envs, 1), "done": flag, "terminated": flag}
-    return TensorDict({"action": torch.zeros(steps, envs), "next": following}, [steps, envs])
+def rows(steps: int = 2) -> TensorDict:
+    return make_rollout(steps).transpose(0, 1)
 
 
-def test_new_unsafe_keeps_tensors_batch_and_names() -> None:
+def test_a_tensordict_that_is_made_unchecked_keeps_tensors_batch_names_and_device() -> None:
     leaf = torch.zeros(2, 3, 1)
     inner = new_tensordict({"b": leaf}, torch.Size([2, 3]))
-    data = new_tensordict({"a": leaf, "c": inner}, torch.Size([2, 3]), ("time", None))
-    assert data["a"] is leaf
-    assert data["c", "b"] is leaf
+    data = new_tensordict({"a": leaf, "c": inner}, torch.Size([2, 3]), ("time", None), torch.device("cpu"))
+    assert data["a"] is data["c", "b"] is leaf
     assert data.batch_size == (2, 3)
     assert data.names == ["time", None]
+    assert data.device == torch.device("cpu")
+    assert data.to("cpu") is data
     data["d"] = leaf
     assert data.reshape(-1)["d"].shape == (6, 1)
+
+
+def test_entries_are_those_of_the_tensordict() -> None:
+    data = TensorDict({"a": torch.zeros(2), "next": {"b": torch.ones(2)}}, [2])
+    assert entries_of(data)["a"] is data["a"]
+    assert entries_of(data)["next"] is data["next"]
+    assert set(entries_of(torch.stack([data, data.clone()]))) == {"a", "next"}
 
 
 def test_storage_private_attributes() -> None:
@@ -57,18 +71,11 @@ def test_storage_private_attributes() -> None:
     assert storage._attached_entities == list(storage._attached_entities_iter()) == []
 
 
-def test_init_and_empty_hooks_are_called() -> None:
-    ours = buffer()
-    assert not ours.storage.initialized
-    ours.extend(row())
-    assert ours.storage.initialized
-    assert ours.storage.max_size == 12
-    ours.sample()
-    assert ours.sampler.remaining is not None
-    ours.empty()
-    assert len(ours) == 0
-    assert ours.write_count == 0
-    assert ours.sampler.remaining is None
+def test_touching_moves_the_revision() -> None:
+    storage = RingStorage(3)
+    before = storage._mutation_revision
+    storage.touch()
+    assert storage._mutation_revision == before + 1
 
 
 def test_writer_private_attributes() -> None:
@@ -78,8 +85,21 @@ def test_writer_private_attributes() -> None:
     ours = buffer()
     assert isinstance(ours.writer, Writer)
     assert ours.writer.storage is ours.writer._storage is ours.storage
-    ours.extend(row())
+    ours.extend(rows())
     assert ours.write_count == ours.writer._write_count == 2
+
+
+def test_init_and_empty_hooks_are_called() -> None:
+    ours = buffer()
+    assert not ours.storage.initialized
+    ours.extend(rows())
+    assert ours.storage.initialized
+    assert ours.storage.max_size == 12
+    ours.sample()
+    assert ours.sampler.remaining is not None
+    ours.empty()
+    assert len(ours) == ours.write_count == 0
+    assert ours.sampler.remaining is None
 
 
 def test_a_write_notifies_attached_entities() -> None:
@@ -91,8 +111,15 @@ def test_a_write_notifies_attached_entities() -> None:
 
     ours, entity = buffer(), Entity()
     ours.storage.attach(entity)
-    ours.extend(row(1, 3))
+    ours.extend(rows(1))
     assert entity.cells.tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+def test_invert_runs_the_call_hook_of_a_transform() -> None:
+    ours = buffer()
+    ours.append_transform(DiscountedReturns(bootstrap=False, time_dim=0), invert=True)
+    ours.extend(rows())
+    assert ours[:]["value_target"].shape == (2, 3, 1)
 
 
 def test_sampler_private_attributes() -> None:
@@ -106,59 +133,25 @@ def test_sampler_private_attributes() -> None:
     assert theirs.sampler._sample_list is None
 
 
-def test_the_buffer_hands_its_generator_to_the_sampler() -> None:
-    generator = torch.Generator().manual_seed(1)
-    ours = TensorDictReplayBuffer(
-        storage=RolloutStorage(4),
-        writer=RolloutWriter(0),
-        sampler=MinibatchSampler(),
-        dim_extend=0,
-        generator=generator,
-    )
-    assert ours.sampler.generator is generator
-    assert buffer().sampler.generator is not None
-
-
-def test_invert_runs_the_call_hook_of_a_transform() -> None:
-    from torchrl_lightning import DiscountedReturns
-
-    ours = buffer()
-    ours.append_transform(DiscountedReturns(bootstrap=False, time_dim=0), invert=True)
-    ours.extend(row())
-    assert ours[:]["value_target"].shape == (2, 3, 1)
-
-
-# ---------------------------------------------------------------------- replay
-
-
-buffer = partial(torchrl_buffer, 4, time_dim=0, batch_size=2)
-
-
-def replay(**kwargs: object) -> ExperienceBuffer:
-    ours = ExperienceBuffer(storage=RingStorage(6), **{"batch_size": 2, **kwargs})
-    ours.extend(TensorDict({"a": torch.arange(4), "next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
-    return ours
-
-
-def test_entries_are_those_of_the_tensordict() -> None:
-    data = TensorDict({"a": torch.zeros(2), "next": {"b": torch.ones(2)}}, [2])
-    assert entries_of(data)["a"] is data["a"]
-    assert entries_of(data)["next"] is data["next"]
-    stacked = torch.stack([data, data.clone()])
-    assert set(entries_of(stacked)) == {"a", "next"}
-
-
-def test_new_unsafe_knows_its_device() -> None:
-    data = new_tensordict({"a": torch.zeros(2)}, torch.Size([2]), None, torch.device("cpu"))
-    assert data.device == torch.device("cpu")
-    assert data.to("cpu") is data
-
-
-def test_touching_moves_the_revision() -> None:
-    storage = RingStorage(3)
-    before = storage._mutation_revision
-    storage.touch()
-    assert storage._mutation_revision == before + 1
+@pytest.mark.parametrize(
+    ("make", "build"),
+    [
+        (buffer, MinibatchSampler),
+        (replay, UniformSampler),
+        (replay, lambda: PrioritizedSampler(6, 1.0, 1.0)),
+        (replay, lambda: SequenceSampler(1)),
+    ],
+)
+def test_torchrl_hands_over_its_generator_and_empties_through_our_hooks(make: Any, build: Callable[[], Any]) -> None:
+    mine, sampler, cleared = generator(1), build(), []
+    assert sampler._rng is sampler.generator is not mine
+    ours = make(sampler=sampler, generator=mine)
+    assert sampler.generator is mine
+    sampler._rng = None
+    assert sampler.generator is mine
+    sampler.clear = lambda: cleared.append(1)
+    ours.empty()
+    assert cleared == [1]
 
 
 def test_torchrl_draws_through_our_hook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,24 +169,30 @@ def test_torchrl_asks_for_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.storage.cursor == ours.storage._last_cursor_index == 3
 
 
+def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
+    assert "_init" in vars(TorchRLPrioritizedSampler)
+    sampler = PrioritizedSampler(6, 1.0, 1.0)
+    sampler.mark_update(torch.arange(3))
+    sampler._init()
+    assert sampler.table.count == 0
+
+
 def test_plain_buffers_are_recognised() -> None:
     assert replay().is_plain(2)
-    for kwargs in (
-        {"prefetch": 1},
-        {"pin_memory": True},
-        {"sample_unit": Sequence(length=2)},
-        {"collate_fn": lambda batch: batch},
-    ):
-        assert not replay(**kwargs).is_plain(2), kwargs
+    unit = Sequence(length=2)
+    for settings in ({"prefetch": 1}, {"pin_memory": True}, {"sample_unit": unit}, {"collate_fn": lambda batch: batch}):
+        assert not replay(**settings).is_plain(2), settings
 
 
 def test_transforms_are_seen() -> None:
-    ours = replay()
+    ours, transform = replay(), UnsqueezeTransform(-1, in_keys=["a"])
     assert not ours.has_transform
-    transform = UnsqueezeTransform(-1, in_keys=["a"])
     ours.append_transform(transform)
     assert ours.has_transform
     assert list(ours.transforms) == [transform]
+
+
+def test_one_that_is_shut_down_gives_nothing() -> None:
     ours = replay()
     ours.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -212,34 +211,12 @@ def test_prefetched_batches_can_be_held_and_put_back() -> None:
 
 def test_prefetched_batches_come_in_the_order_they_were_drawn() -> None:
     ours = replay(prefetch=3)
-    assert ours._prefetch_executor._max_workers == 1
-    copied = pickle.loads(pickle.dumps(ours))
-    assert copied._prefetch_executor._max_workers == 1
-    assert copied.sample().shape == (2,)
+    for each in (ours, pickle.loads(pickle.dumps(ours))):
+        assert each._prefetch_executor._max_workers == 1
+        assert each.sample().shape == (2,)
 
 
-@pytest.mark.parametrize("build", [UniformSampler, lambda: PrioritizedSampler(6, 1.0, 1.0), lambda: SequenceSampler(1)])
-def test_torchrl_hands_over_its_generator_and_empties_through_our_hooks(build: object) -> None:
-    generator, sampler = torch.Generator().manual_seed(1), build()
-    assert sampler._rng is sampler.generator is not generator
-    ours, cleared = replay(sampler=sampler, generator=generator), []
-    assert sampler.generator is generator
-    sampler._rng = None
-    assert sampler.generator is generator
-    sampler.clear = lambda: cleared.append(1)
-    ours.empty()
-    assert cleared == [1]
-
-
-def test_torchrls_prioritized_sampler_builds_its_trees_in_init() -> None:
-    assert "_init" in vars(TorchRLPrioritizedSampler)
-    sampler = PrioritizedSampler(6, 1.0, 1.0)
-    sampler.mark_update(torch.arange(3))
-    sampler._init()
-    assert sampler.table.count == 0
-
-
-def _touched(name: str) -> set[str]:
+def touched(name: str) -> set[str]:
     """Underscored attributes that a class of ``_compat`` reads or sets, but for those that are its own."""
     source = ast.parse(inspect.getsource(getattr(_compat, name)))
     own = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -249,10 +226,9 @@ def _touched(name: str) -> set[str]:
 
 
 def test_every_underscored_name_is_one_that_torchrl_has() -> None:
-    theirs = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2, prefetch=2
-    )
-    theirs.extend(TensorDict({"a": torch.arange(4)}, [4]))
+    sampler = SamplerWithoutReplacement()
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=2, prefetch=2)
+    theirs.extend(numbered(4))
     theirs.sample()
     parts = {
         "StorageBase": [theirs.storage],
@@ -261,13 +237,11 @@ def test_every_underscored_name_is_one_that_torchrl_has() -> None:
         "BufferBase": [theirs, theirs.sampler, theirs.transform],
     }
     for name, live in parts.items():
-        touched = _touched(name)
-        assert touched, name
-        assert not [attr for attr in touched if not any(hasattr(part, attr) for part in live)], name
+        assert touched(name), name
+        assert not [attr for attr in touched(name) if not any(hasattr(part, attr) for part in live)], name
 
 
 def test_a_trainer_writes_its_rows_by_one_method() -> None:
-    trainer = Trainer(logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
-    connector = logger_connector(trainer)
+    connector = logger_connector(trainer())
     assert list(inspect.signature(connector.log_metrics).parameters) == ["metrics", "step"]
     assert "log_metrics" not in vars(connector)

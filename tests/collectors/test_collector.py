@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from itertools import islice
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torchrl.modules import GRUModule, ProbabilisticActor
 
 from kit.counting import ContinuousEnv, CountingEnv, FailingEnv, RandomEnv, vector_env
+from kit.forks import forked_workers
 from kit.rollouts import categorical_actor
 from torchrl_lightning.collectors import GymnasiumCollector
 
@@ -29,44 +31,26 @@ def same(first: TensorDict, second: TensorDict) -> bool:
     return bool((first == second).all())
 
 
-def test_true_last_observations() -> None:
-    batch = next(iter(GymnasiumCollector(vector_env(), frames_per_batch=48)))
-    observation, successor = batch["observation"], batch["next", "observation"]
-    done = batch["next", "done"][..., 0]
-    # The step count goes on in every successor, also in the last one of an episode.
-    assert torch.equal(successor[..., 2], observation[..., 2] + 1)
-    assert torch.equal(successor[..., 1], observation[..., 1])
-    assert (observation[:, 1:][done[:, :-1]][:, 2] == 0).all()
-    assert torch.equal(batch["is_init"][:, 1:, 0], done[:, :-1])
-    assert batch["next", "terminated"][0].any()
-    assert not batch["next", "truncated"][0].any()
-    assert batch["next", "truncated"][1].any()
-    assert not batch["next", "terminated"][1].any()
-    both = batch["next", "terminated"] & batch["next", "truncated"]
-    assert torch.equal(both[2, :, 0], done[2])
-
-
-def test_memory_is_time_major_and_fresh() -> None:
-    first, second = collect(GymnasiumCollector(vector_env(), frames_per_batch=8), 2)
-    assert first["observation"].transpose(0, 1).is_contiguous()
-    assert first["observation"].data_ptr() != second["observation"].data_ptr()
-    first, second = collect(GymnasiumCollector(vector_env(), frames_per_batch=8, return_same_td=True), 2)
-    assert first is second
-
-
-def test_same_td_holds_the_latest_batch() -> None:
+def test_memory_is_time_major_and_fresh_or_the_same() -> None:
     kept, fresh = (
-        GymnasiumCollector(vector_env(), stochastic_policy(), frames_per_batch=20, seed=3, return_same_td=flag)
+        collect(
+            GymnasiumCollector(vector_env(), stochastic_policy(), frames_per_batch=20, seed=3, return_same_td=flag), 3
+        )
         for flag in (True, False)
     )
-    for _, mine, other in zip(range(3), kept, fresh, strict=False):
-        assert same(mine, other)
+    assert fresh[0]["observation"].transpose(0, 1).is_contiguous()
+    assert len({batch["observation"].data_ptr() for batch in fresh}) == 3
+    assert all(batch is kept[0] for batch in kept)
+    assert same(kept[0], fresh[2])
 
 
 def test_environment_seeds_differ_and_repeat() -> None:
     def run(seed):
-        collector = GymnasiumCollector(RandomEnv, num_envs=3, frames_per_batch=12, seed=seed)
-        return collect(collector, 2), collector.env.get_attr("seeds")
+        collector = GymnasiumCollector(RandomEnv, stochastic_policy(), num_envs=3, frames_per_batch=12, seed=seed)
+        before = torch.get_rng_state()
+        batches = collect(collector, 2)
+        assert torch.equal(before, torch.get_rng_state())
+        return batches, collector.env.get_attr("seeds")
 
     batches, seeds = run(5)
     assert len({s[0] for s in seeds}) == 3
@@ -77,29 +61,12 @@ def test_environment_seeds_differ_and_repeat() -> None:
     assert not same(batches[0], other[0])
 
 
-def test_torch_random_state_is_left_alone() -> None:
-    policy = stochastic_policy()
-    collector = GymnasiumCollector(RandomEnv, policy, frames_per_batch=8, seed=0)
-    before = torch.get_rng_state()
-    collect(collector, 2)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_seed_comes_from_torch_if_not_given() -> None:
     def run():
         torch.manual_seed(7)
         return collect(GymnasiumCollector(RandomEnv, frames_per_batch=4), 1)[0]
 
     assert same(run(), run())
-
-
-def test_each_batch_begins_with_other_resets_on_request() -> None:
-    made = GymnasiumCollector(
-        RandomEnv, stochastic_policy(), num_envs=2, frames_per_batch=14, seed=1, reset_at_each_batch=True
-    )
-    whole = collect(made, 4)
-    assert all(batch["is_init"][:, 0].all() for batch in whole)
-    assert not same(whole[0]["observation"], whole[1]["observation"])
 
 
 def test_restored_collector_begins_with_a_reset_otherwise() -> None:
@@ -215,11 +182,14 @@ def test_an_error_of_the_environment_shuts_down() -> None:
 
 
 def test_processes_start_late_and_end() -> None:
+    running = multiprocessing.active_children()
     collector = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, vectorization="async", seed=0)
     assert collector.specs.num_envs == 2
-    assert collector._loop is None
-    mine = next(iter(collector))
+    assert multiprocessing.active_children() == running
+    with forked_workers():
+        mine = next(iter(collector))
     processes = collector.env.processes
+    assert len(processes) == 2
     collector.shutdown()
     assert not any(process.is_alive() for process in processes)
     other = next(iter(GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=4, seed=0)))

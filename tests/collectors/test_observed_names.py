@@ -9,11 +9,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
+from kit.images import first_action
 from torchrl_lightning import (
     AsynchronousCollector,
     EnvironmentRecipe,
@@ -68,16 +68,15 @@ def test_a_name_of_ours_is_refused_with_what_mends_it(name: str) -> None:
         environment_specs(ready(name))
 
 
+ON_POLICY = partial(OnPolicyDataModule, buffer=partial(GAEBuffer, 8), num_envs=2, frames_per_batch=16)
+
+
 @pytest.mark.parametrize(
     "read",
     [
         lambda: environment_specs(make_environment(EnvironmentRecipe(Telling))),
-        lambda: OnPolicyDataModule(Telling, buffer=partial(GAEBuffer, 8), num_envs=2, frames_per_batch=16).specs,
-        lambda: (
-            OnPolicyDataModule(
-                ready("reward"), eval_env=Telling, buffer=partial(GAEBuffer, 8), num_envs=2, frames_per_batch=16
-            ).specs
-        ),
+        lambda: ON_POLICY(Telling).specs,
+        lambda: ON_POLICY(ready("reward"), eval_env=Telling).specs,
         lambda: GymnasiumCollector(Telling, frames_per_batch=4).rollout(),
         lambda: AsynchronousCollector(Telling, num_workers=1, frames_per_batch=4).specs,
         lambda: play_episodes(Telling, None, 1),
@@ -106,9 +105,7 @@ def test_a_renamed_entry_is_an_observation_and_the_run_keeps_its_own(name: str, 
         assert (part[told] == 77).all()
     assert (batch["next", "reward"] == 1).all()
     assert batch["is_init"].sum() == 6
-    assert play_episodes(recipe, lambda step: step.set("action", torch.zeros(len(step), dtype=torch.int64)), 2)[
-        "episode_return"
-    ].tolist() == [3.0, 3.0]
+    assert play_episodes(recipe, first_action, 2)["episode_return"].tolist() == [3.0, 3.0]
     assert environment_fields(recipe)["rename"] == {name: "told"}
 
 
@@ -135,51 +132,34 @@ def test_names_are_those_before_and_what_follows_sees_the_new_ones() -> None:
     assert EnvironmentRecipe(Telling, rename={"reward": "told"}, flatten=True)().observation_space.shape == (4,)
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (
-            lambda: EnvironmentRecipe(Telling, rename={"rewrd": "told"})(),
-            ValueError,
-            r"rename=.*\['rewrd'\].*not there",
-        ),
-        (
-            lambda: EnvironmentRecipe(Telling, drop=["reward"], rename={"reward": "told"})(),
-            ValueError,
-            r"rename=.*\['reward'\].*not there; the environment observes \['observation'\]",
-        ),
-        (
-            lambda: EnvironmentRecipe(Telling, rename={"reward": "observation"})(),
-            ValueError,
-            "two entries.*'observation'",
-        ),
-        (lambda: EnvironmentRecipe("A-v0", rename={"a": "c", "b": "c"}), ValueError, "two entries.*'c'"),
-        (lambda: EnvironmentRecipe("A-v0", rename={"reward": "gamma"}), ValueError, "'gamma'.*keeps"),
-        (lambda: EnvironmentRecipe("A-v0", rename={"reward": 3}), TypeError, "rename=.*names"),
-        (lambda: EnvironmentRecipe("A-v0", rename=["reward"]), TypeError, "rename=.*names"),
-        (lambda: EnvironmentRecipe("CartPole-v1", rename={"a": "b"})(), ValueError, "rename=.*entries of a Dict"),
-        (
-            lambda: EnvironmentRecipe(partial(torchrl, "gamma"), rename={"gama": "told"})(),
-            ValueError,
-            r"rename=.*\['gama'\].*not there",
-        ),
-        (
-            lambda: EnvironmentRecipe(partial(torchrl, "gamma"), rename={"gamma": "observation"})(),
-            ValueError,
-            "two entries.*'observation'",
-        ),
-        (
-            lambda: EnvironmentRecipe(partial(torchrl, "next"), rename={"next": "told"})(),
-            ValueError,
-            "within the environment",
-        ),
-        (
-            lambda: EnvironmentRecipe(partial(torchrl, "step_count"), rename={"step_count": "told"}, time_limit=3)(),
-            ValueError,
-            "time_limit=3 .*step_count",
-        ),
-    ],
-)
-def test_a_renaming_that_does_not_fit_is_named(make: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make()
+MISFITS: dict[str, tuple[Any, dict[str, Any]]] = {
+    r"rename=.*\['rewrd'\].*not there": (Telling, {"rename": {"rewrd": "told"}}),
+    r"rename=.*\['reward'\].*not there; the environment observes \['observation'\]": (
+        Telling,
+        {"drop": ["reward"], "rename": {"reward": "told"}},
+    ),
+    "two entries.*'observation'": (Telling, {"rename": {"reward": "observation"}}),
+    "two entries.*'c'": ("A-v0", {"rename": {"a": "c", "b": "c"}}),
+    "'gamma'.*keeps": ("A-v0", {"rename": {"reward": "gamma"}}),
+    "rename=.*entries of a Dict": ("CartPole-v1", {"rename": {"a": "b"}}),
+    r"rename=.*\['gama'\].*not there": (partial(torchrl, "gamma"), {"rename": {"gama": "told"}}),
+    "two entries .*'observation'": (partial(torchrl, "gamma"), {"rename": {"gamma": "observation"}}),
+    "within the environment": (partial(torchrl, "next"), {"rename": {"next": "told"}}),
+    "time_limit=3 .*step_count": (
+        partial(torchrl, "step_count"),
+        {"rename": {"step_count": "told"}, "time_limit": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_renaming_that_does_not_fit_is_named(message: str) -> None:
+    given, settings = MISFITS[message]
+    with pytest.raises(ValueError, match=message):
+        EnvironmentRecipe(given, **settings)()
+
+
+@pytest.mark.parametrize("rename", [{"reward": 3}, ["reward"]])
+def test_what_does_not_map_names_to_names_is_no_renaming(rename: Any) -> None:
+    with pytest.raises(TypeError, match=r"rename=.*names"):
+        EnvironmentRecipe("A-v0", rename=rename)

@@ -9,55 +9,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 
+from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, make_vector_env
 from torchrl_lightning.collectors.frame_stack import FrameStack
-
-
-class Counter(gym.Env[Any, Any]):
-    """Shows how many steps were made as each image's value, and rewards with that number."""
-
-    observation_space = spaces.Dict(
-        {
-            "image": spaces.Box(0, 255, (5, 5, 2), np.uint8),
-            "place": spaces.Box(-1.0, 1.0, (2,)),
-            "mission": spaces.Text(10),
-        }
-    )
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.steps = self.first
-        return self._shown(), {}
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        return self._shown(), float(self.steps), False, False, {}
-
-    def _shown(self) -> Any:
-        image = np.full((5, 5, 2), self.steps, np.uint8)
-        return {"image": image, "place": np.zeros(2, np.float32), "mission": "go"}
-
-
-class Image(gym.ObservationWrapper[Any, Any, Any]):
-    """The image alone, in a layout."""
-
-    def __init__(self, env: Any, layout: str) -> None:
-        super().__init__(env)
-        self.layout = layout
-        shape = {"hw": (5, 5), "chw": (2, 5, 5), "hwc": (5, 5, 2)}[layout]
-        self.observation_space = spaces.Box(0, 255, shape, np.uint8)
-
-    def observation(self, observation: Any) -> Any:
-        image = observation["image"]
-        return {"hw": image[..., 0], "chw": image.transpose(2, 0, 1), "hwc": image}[self.layout]
 
 
 def play(env: Any, steps: int = 3) -> list[Any]:
@@ -78,9 +35,9 @@ def test_an_id_a_factory_and_a_target_make_the_same_environment() -> None:
 
 
 def test_arguments_reach_the_environment_and_later_ones_override_them() -> None:
-    recipe = EnvironmentRecipe(Counter, {"first": 4})
-    assert recipe().reset()[0]["image"][0, 0, 0] == 4
-    assert recipe(first=7).reset()[0]["image"][0, 0, 0] == 7
+    recipe = EnvironmentRecipe(Mission, {"shape": (4, 4, 1)})
+    assert recipe().reset()[0]["image"].shape == (4, 4, 1)
+    assert recipe(shape=(7, 7, 1)).reset()[0]["image"].shape == (7, 7, 1)
 
 
 def test_wrappers_are_partials_or_targets() -> None:
@@ -102,24 +59,24 @@ def test_wrappers_are_partials_or_targets() -> None:
 
 
 def test_entries_are_kept_and_dropped() -> None:
-    assert set(EnvironmentRecipe(Counter, drop=["mission"])().observation_space.spaces) == {"image", "place"}
-    env = EnvironmentRecipe(Counter, keep=["place", "image"], flatten=True)()
-    assert env.observation_space.shape == (52,)
+    assert set(EnvironmentRecipe(Mission, drop=["mission"])().observation_space.spaces) == {"image", "step"}
+    env = EnvironmentRecipe(Mission, keep=["step", "image"], flatten=True)()
+    assert env.observation_space.shape == (51,)
     assert env.observation_space.contains(env.reset()[0])
 
 
 def test_actions_are_repeated_and_rewards_clipped() -> None:
-    env = EnvironmentRecipe(Counter, action_repeat=3)()
+    env = EnvironmentRecipe(Mission, action_repeat=3)()
     env.reset()
     assert env.step(0)[1] == 1 + 2 + 3
-    env = EnvironmentRecipe(Counter, clip_reward=1.5)()
+    env = EnvironmentRecipe(Mission, clip_reward=1.5)()
     env.reset()
     assert [env.step(0)[1] for _ in range(2)] == [1.0, 1.5]
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("hw", (3, 5, 5)), ("chw", (6, 5, 5)), ("hwc", (5, 5, 6))])
 def test_images_are_stacked_along_their_channels(layout: str, shape: tuple[int, ...]) -> None:
-    env = EnvironmentRecipe(Counter, wrappers=[partial(Image, layout=layout)], frame_stack=3)()
+    env = EnvironmentRecipe(Mission, wrappers=[partial(ImageAlone, layout=layout)], frame_stack=3)()
     assert env.observation_space.shape == shape
     seen = play(env, 4)
     axis = -1 if layout == "hwc" else 0
@@ -131,12 +88,12 @@ def test_images_are_stacked_along_their_channels(layout: str, shape: tuple[int, 
 
 
 def test_stacked_images_of_a_dict_leave_the_rest_as_it_is() -> None:
-    env = EnvironmentRecipe(Counter, drop=["mission"], frame_stack=2)()
+    env = EnvironmentRecipe(Mission, drop=["mission"], frame_stack=2)()
     first, second = play(env, 1)
     assert env.observation_space.contains(second)
     assert first["image"].shape == (5, 5, 4)
     assert second["image"][0, 0].tolist() == [0, 0, 1, 1]
-    assert second["place"].shape == (2,)
+    assert second["step"].tolist() == [1]
 
 
 def test_a_vector_environment_steps_as_single_ones() -> None:
@@ -147,36 +104,41 @@ def test_a_vector_environment_steps_as_single_ones() -> None:
         assert np.array_equal(env.reset(seed=seed)[0], shown)
 
 
+def made(given: Any = Mission, /, **settings: Any) -> Any:
+    return EnvironmentRecipe(given, **settings)()
+
+
+CART_POLE = partial(made, "CartPole-v1")
+NOTHING = {"_target_": "gymnasium.wrappers.Nothing"}
+MISFITS = {
+    "frame_stack must be a positive integer": (made, {"frame_stack": 0}),
+    "give one of them": (made, {"keep": ["a"], "drop": ["b"]}),
+    r"wrappers\[0\] has the unknown _target_ 'gymnasium.wrappers.Nothing'": (made, {"wrappers": [NOTHING]}),
+    r"drop=\['misson'\].*observes \['image'": (made, {"drop": ["misson"]}),
+    r"keep=\['sight'\].*not there": (made, {"keep": ["sight"]}),
+    "leaves nothing": (made, {"drop": ["image", "step", "mission"]}),
+    "entries of a Dict": (CART_POLE, {"keep": ["image"]}),
+    "frame_stack=2 stacks images": (CART_POLE, {"frame_stack": 2}),
+    r"observe=\[4\] must name entries 0 to 3": (CART_POLE, {"observe": [4]}),
+    "stacks images": (FrameStack, {"env": gym.make("CartPole-v1"), "count": 2}),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_setting_that_does_not_fit_is_named(message: str) -> None:
+    make, settings = MISFITS[message]
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
+    ("given", "settings", "message"),
     [
-        (lambda: EnvironmentRecipe(3), TypeError, r"id is 3; expected a callable"),
-        (lambda: EnvironmentRecipe("A-v0", wrappers=[3]), TypeError, r"wrappers\[0\] is 3"),
-        (
-            lambda: EnvironmentRecipe("A-v0", wrappers=[{"_target_": "gymnasium.wrappers.Nothing"}]),
-            ValueError,
-            r"wrappers\[0\] has the unknown _target_ 'gymnasium.wrappers.Nothing'",
-        ),
-        (lambda: EnvironmentRecipe("A-v0", frame_stack=0), ValueError, "frame_stack must be a positive integer"),
-        (lambda: EnvironmentRecipe("A-v0", keep=["a"], drop=["b"]), ValueError, "give one of them"),
-        (lambda: EnvironmentRecipe(Counter, drop=["misson"])(), ValueError, r"drop=\['misson'\].*observes \['image'"),
-        (lambda: EnvironmentRecipe(Counter, keep=["sight"])(), ValueError, r"keep=\['sight'\].*not there"),
-        (
-            lambda: EnvironmentRecipe(Counter, drop=["image", "place", "mission"])(),
-            ValueError,
-            "leaves nothing",
-        ),
-        (lambda: EnvironmentRecipe("CartPole-v1", keep=["image"])(), ValueError, "entries of a Dict"),
-        (lambda: EnvironmentRecipe("CartPole-v1", frame_stack=2)(), ValueError, "frame_stack=2 stacks images"),
-        (
-            lambda: EnvironmentRecipe("CartPole-v1", observe=[4])(),
-            ValueError,
-            r"observe=\[4\] must name entries 0 to 3",
-        ),
-        (lambda: EnvironmentRecipe("CartPole-v1", wrappers=[lambda env: 3])(), TypeError, "made a int"),
-        (lambda: FrameStack(gym.make("CartPole-v1"), 2), ValueError, "stacks images"),
+        (3, {}, r"id is 3; expected a callable"),
+        ("A-v0", {"wrappers": [3]}, r"wrappers\[0\] is 3"),
+        ("CartPole-v1", {"wrappers": [lambda env: 3]}, "made a int"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_named(make: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make()
+def test_what_is_something_else_is_named(given: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made(given, **settings)

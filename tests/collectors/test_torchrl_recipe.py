@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.envs import GymWrapper, RewardScaling, SerialEnv, StepCounter
 
-from collectors.test_recipe import Counter, Image
+from kit.images import ImageAlone, Mission
 from kit.torchrl_envs import Walk, still
 from torchrl_lightning import EnvironmentRecipe, environment_specs
 from torchrl_lightning.collectors import make_environment
@@ -19,7 +19,7 @@ SCALED = {"_target_": "torchrl.envs.RewardScaling", "loc": 0.0, "scale": 0.5}
 
 
 def image(layout):
-    return GymWrapper(Image(Counter(), layout), categorical_action_encoding=True)
+    return GymWrapper(ImageAlone(Mission(), layout), categorical_action_encoding=True)
 
 
 def test_an_environment_by_its_target() -> None:
@@ -48,7 +48,7 @@ def test_a_transform_in_each_form_serves_several_environments(wrapper) -> None:
 
 @pytest.mark.parametrize("layout", ["hwc", "chw"])
 def test_stacked_images_are_those_of_gymnasiums_environment(layout) -> None:
-    ours = EnvironmentRecipe(lambda: Image(Counter(), layout), frame_stack=3)()
+    ours = EnvironmentRecipe(lambda: ImageAlone(Mission(), layout), frame_stack=3)()
     theirs = EnvironmentRecipe(partial(image, layout), frame_stack=3)()
     step = theirs.reset()
     shown = "pixels" if "pixels" in step.keys() else "observation"  # noqa: SIM118
@@ -62,11 +62,11 @@ def test_stacked_images_are_those_of_gymnasiums_environment(layout) -> None:
 
 def test_entries_that_are_shown() -> None:
     def make():
-        return GymWrapper(Counter(), categorical_action_encoding=True)
+        return GymWrapper(Mission(), categorical_action_encoding=True)
 
-    for asked in ({"keep": ["place"]}, {"drop": ["image", "mission"]}):
+    for asked in ({"keep": ["step"]}, {"drop": ["image", "mission"]}):
         env = EnvironmentRecipe(make, **asked)()
-        assert environment_specs(env).keys == ["place"]
+        assert environment_specs(env).keys == ["step"]
         assert "image" not in env.rollout(2)["next"]
     flat = EnvironmentRecipe(make, keep=["image"], flatten=True)()
     assert environment_specs(flat).observation["image"].shape == (50,)

@@ -14,10 +14,12 @@ from tensordict import TensorDict
 from torchrl.data import Composite, Unbounded
 
 from contracts.families import ring, time_steps
+from kit.counting import CountingEnv, vector_env
 from kit.dynamics import model_data
 from kit.lines import imitator
 from kit.replay import replay_data
 from torchrl_lightning import (
+    AsynchronousCollector,
     BranchedReplay,
     BufferBase,
     Demonstration,
@@ -361,5 +363,22 @@ ARGUMENTS = (
         {"observation_spec": Composite(observation=Unbounded(3)), "action_spec": Unbounded(2)},
         {r"The observation spec has no \['pixels'\]; it has \['observation'\]": {"observation_keys": ["pixels"]}},
         KeyError,
+    ),
+    Refused(
+        AsynchronousCollector,
+        {"env": CountingEnv, "frames_per_batch": 8},
+        {
+            "num_workers must be a positive integer, got 0": {"num_workers": 0},
+            "for 1 environments, but each worker has num_envs=2": {
+                "replay": DemonstrationReplay(**PLAYED),
+                "num_envs": 2,
+            },
+        },
+    ),
+    Refused(
+        AsynchronousCollector,
+        {"env": CountingEnv, "frames_per_batch": 8},
+        {"ready SyncVectorEnv": {"env": vector_env()}},
+        TypeError,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,9 @@ from tensordict.nn import TensorDictModule
 
 from contracts.part import Part
 from kit.counting import RandomEnv, still_policy
+from kit.forks import forked_workers
 from kit.torchrl_envs import Walk
-from torchrl_lightning import GymnasiumCollector
+from torchrl_lightning import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.collectors import TorchRLCollector, make_environment
 
 SETTINGS = {"frames_per_batch": 14, "reset_at_each_batch": True}
@@ -22,18 +24,40 @@ def gymnasium(seed: int = 0, **settings: Any) -> GymnasiumCollector:
     return GymnasiumCollector(RandomEnv, still_policy(), num_envs=2, seed=seed, **{**SETTINGS, **settings})
 
 
-def torchrl(seed: int = 0, **settings: Any) -> TorchRLCollector:
-    return TorchRLCollector(make_environment(Walk, 2), noisy, seed=seed, **{**SETTINGS, **settings})
+def torchrl(seed: int = 0, env: Any = Walk, **settings: Any) -> TorchRLCollector:
+    return TorchRLCollector(make_environment(env, 2), noisy, seed=seed, **{**SETTINGS, **settings})
+
+
+def asynchronous(seed: int = 0, **settings: Any) -> AsynchronousCollector:
+    sizes = {"num_workers": 1, "num_envs": 2, **SETTINGS, **settings}
+    return AsynchronousCollector(RandomEnv, still_policy(), seed=seed, **sizes)
+
+
+def collect(collector: Any) -> Any:
+    with forked_workers():
+        return collector.rollout()
 
 
 def collector(make: Any) -> Part:
     return Part(
         make=make,
-        fill=lambda collector, start: collector.rollout(),
-        ask=lambda collector: collector.rollout(),
+        fill=lambda collector, start: collect(collector),
+        ask=collect,
         ways=("memory", "file"),
         foreign={"frames_per_batch=14.*frames_per_batch=16": partial(make, frames_per_batch=16)},
     )
 
 
-COLLECTORS = {"GymnasiumCollector": collector(gymnasium), "TorchRLCollector": collector(torchrl)}
+COLLECTORS = {
+    "GymnasiumCollector": collector(gymnasium),
+    "TorchRLCollector": collector(torchrl),
+    "TorchRLCollector: batched": collector(partial(torchrl, env=Walk([2]))),
+    "TorchRLCollector: a factory of a batched one": collector(partial(torchrl, env=lambda: Walk([2]))),
+    "AsynchronousCollector": replace(
+        collector(asynchronous),
+        # Which episodes are lost with the rollouts in flight, nobody knows.
+        ask=lambda collector: collect(collector).exclude(("collector", "traj_ids")),
+        usable=lambda collector: collector.set_seed(1),
+        foreign={"num_workers=1.*num_workers=2": partial(asynchronous, num_workers=2)},
+    ),
+}

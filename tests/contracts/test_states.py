@@ -50,7 +50,7 @@ def test_a_restored_one_goes_on_as_the_original(part: Part, way: str, tmp_path: 
         other.load_state_dict(through_file(one.state_dict()))
     elif way == "folder":
         other = part.make(3)
-        one.dumps(tmp_path / "state")
+        one.dumps(str(tmp_path / "state"))
         other.loads(tmp_path / "state")
     else:
         other = pickle.loads(pickle.dumps(one)) if way == "pickle" else copy.deepcopy(one)
@@ -120,7 +120,7 @@ FOLDERS = [each for each in EVERY["ways"] if each.values[1] == "folder" and each
 def test_a_damaged_file_changes_nothing(part: Part, way: str, tmp_path: Path) -> None:
     one = part.made(1, first=7)
     kept = copy.deepcopy(one.state_dict())
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="holds no saved state"):
         one.loads(tmp_path / "state")
     part.made().dumps(tmp_path / "state")
     for file in (tmp_path / "state").iterdir():

@@ -37,8 +37,8 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from collectors.test_recipe import Counter
 from kit.counting import CountingEnv, still_policy
+from kit.images import Mission
 from torchrl_lightning import (
     AsynchronousCollector,
     EnvironmentRecipe,
@@ -221,7 +221,7 @@ def test_clipped_rewards_are_for_learning() -> None:
 
 
 RECIPE = EnvironmentRecipe(
-    Counter,
+    Mission,
     action_repeat=2,
     time_limit=7,
     wrappers=[partial(TransformReward, func=np.sqrt)],

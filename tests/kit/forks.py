@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ from kit.processes import environment
 from torchrl_lightning.collectors.threads import kept_threads
 
 _FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Fork the processes that start here, of collectors and vector environments, where users' are spawned."""
+    with mock.patch.object(multiprocessing, "get_context", return_value=_FORK), kept_threads():
+        torch.set_num_threads(1)  # a forked process has no others
+        yield
 
 
 class Forked:

@@ -106,6 +106,32 @@ class StackedSteps:
         return TensorDict({"observation": torch.from_numpy(stack), "is_init": torch.tensor([begins]), "next": after})
 
 
+class Mission(CountedImages):
+    """Tells a mission beside images, and never ends."""
+
+    def __init__(self, shape: tuple[int, ...] = (5, 5, 2)) -> None:
+        super().__init__(shape, "never")
+        self.observation_space["mission"] = spaces.Text(10)
+
+    def shown(self) -> dict[str, Any]:
+        return {**super().shown(), "mission": "go"}
+
+
+class ImageAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """The image alone, in a layout: ``hwc`` as it is, ``chw``, or one channel ``hw``."""
+
+    def __init__(self, env: Any, layout: str) -> None:
+        super().__init__(env)
+        self.layout = layout
+        height, width, channels = env.observation_space["image"].shape
+        shape = {"hw": (height, width), "chw": (channels, height, width), "hwc": (height, width, channels)}[layout]
+        self.observation_space = spaces.Box(0, 255, shape, np.uint8)
+
+    def observation(self, observation: Any) -> Any:
+        image = observation["image"]
+        return {"hw": image[..., 0], "chw": image.transpose(2, 0, 1), "hwc": image}[self.layout]
+
+
 def first_action(step: Any) -> Any:
     """Act 0, as a policy that is a function."""
     return step.set("action", torch.zeros(step.batch_size, dtype=torch.int64))

@@ -89,14 +89,16 @@ def estimated(buffer: Any, data: Any = None) -> Any:
     return buffer
 
 
-def torchrl_buffer(size: int = 5, sampler: Any = None, time_dim: int | None = None, batch_size: int = 4) -> Any:
+def torchrl_buffer(
+    size: int = 5, sampler: Any = None, time_dim: int | None = None, batch_size: int = 4, **settings: Any
+) -> Any:
     """TorchRL's own buffer over our storage, writer and, by default, sampler."""
     parts = {
         "storage": RolloutStorage(size),
         "writer": RolloutWriter(time_dim),
         "sampler": sampler or MinibatchSampler(),
     }
-    return TensorDictReplayBuffer(**parts, dim_extend=0, batch_size=batch_size)
+    return TensorDictReplayBuffer(**parts, dim_extend=0, batch_size=batch_size, **settings)
 
 
 def categorical_actor(network: Any, **options: Any) -> ProbabilisticActor:
