@@ -37,8 +37,11 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from kit.counting import CountingEnv, still_policy
-from kit.images import Mission
+from kit.counting import CountingEnv
+from kit.images import CountedImages
+from kit.replay import replay_data
+from kit.runs import trainer
+from kit.states import differences, plain
 from torchrl_lightning import (
     AsynchronousCollector,
     EnvironmentRecipe,
@@ -46,9 +49,9 @@ from torchrl_lightning import (
     make_vector_env,
     play_episodes,
 )
-from torchrl_lightning.collectors import episodes
-from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
+from torchrl_lightning.learn import DQNModule, MLPNetwork
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}
 
@@ -221,11 +224,12 @@ def test_clipped_rewards_are_for_learning() -> None:
 
 
 RECIPE = EnvironmentRecipe(
-    Mission,
+    CountedImages,
+    {"shape": (5, 5, 2), "end": "never"},
     action_repeat=2,
     time_limit=7,
     wrappers=[partial(TransformReward, func=np.sqrt)],
-    drop=["mission"],
+    drop=["step"],
     frame_stack=3,
 )
 WAYS_IN = {
@@ -239,32 +243,40 @@ WAYS_IN = {
 }
 
 
+class Acts:
+    """Acts at random, and keeps what it sees."""
+
+    def __init__(self):
+        self.seen, self.random = [], torch.Generator().manual_seed(0)
+
+    def __call__(self, step):
+        self.seen.append(plain(step))
+        return step.set("action", torch.randint(2, step.shape, generator=self.random))
+
+
+class Evaluates(DQNModule):
+    """Plays the same episodes in the environment that is stepped, and in an evaluation."""
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        data, (here, there) = self.trainer.datamodule, self.acts
+        found = play_episodes(data.collector.env, here, 8, seed=spawn_seed(0, "evaluation", 0, 1))
+        self.played = plain(found), plain(data.evaluate(there, 8))
+
+
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_evaluation_steps_as_training_does(way, make_data, monkeypatch) -> None:
+def test_evaluation_steps_as_training_does(way, tmp_path) -> None:
     settings = dict(WAYS_IN[way])
     if "eval_env" in settings:
         settings["env"] = settings["env"]()
-    data = make_data(**settings, **SIZES, eval_episodes=2)
-    stepped = data._make_collector(None, seed=1).env if "collector" in settings else data._environments.built()
-    monkeypatch.setattr(episodes, "_play", lambda stepper, *_: steps_of(stepper))
-    played = data.evaluate(still_policy())
-    assert sum(np.any(step[-1]) for step in played) > 1  # episodes end in between
-    for mine, theirs in zip(steps_of(VectorStepper(stepped)), played, strict=True):
-        for here, there in zip(mine, theirs, strict=True):
-            assert np.array_equal(here, there)
-
-
-def steps_of(stepper):
-    """Step with fixed seeds and actions; list observations, rewards and ends, also the last of an episode."""
-    kept = [[*map(np.copy, stepper.reset([3, 4])), False]]
-    actions = np.random.default_rng(0).integers(0, 2, (40, stepper.env.num_envs))
-    for action in actions:
-        leaves, *figures, info = stepper.step(action)
-        done = np.logical_or(*figures[1:])
-        kept.append([*map(np.copy, (*leaves, *figures)), done])
-        if done.any():
-            kept.extend([*final, True] for _, final in stepper.finish(done, leaves, info)[1])
-    return kept
+    module = Evaluates(MLPNetwork([8]))
+    module.acts = Acts(), Acts()
+    data = replay_data(**settings, eval_num_envs=2, updates_per_epoch=1)
+    trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
+    here, there = module.acts
+    assert len(here.seen) > 8  # episodes end in between
+    assert not differences(here.seen, there.seen)
+    assert not differences(*module.played)
 
 
 def test_what_is_out_of_reach_is_left_alone() -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.replay_parts import dqn, fit, replay_data, run_ranks
 from datamodules.test_demonstrations import CART_POLES, buffer, human, ppo, shown  # noqa: F401  # a fixture
+from kit.ranks import Report, fit_ranks, reports, run_ranks
+from kit.replay import cells, dqn, fit, replay_data
 from torchrl_lightning import (
     AsynchronousCollector,
     DemonstrationReplay,
@@ -20,10 +19,12 @@ from torchrl_lightning import (
     DemonstrationStorage,
     ExperienceLog,
     GymnasiumCollector,
+    OnPolicyDataModule,
+    PPODBuffer,
+    PPOModule,
+    write_demonstration,
 )
-
-# A resumed run writes beside the checkpoint that it came from.
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+from torchrl_lightning.learn import MLPNetwork
 
 
 class Counting(ExperienceLog):
@@ -64,32 +65,26 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_d
 
 
 def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer):  # noqa: F811
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    kept = {"enable_checkpointing": True, "callbacks": [checkpoint], "limit_val_batches": 0}
-    first = make_data(buffer=buffer(human), total_frames=200)
-    make_trainer(max_epochs=-1, **kept).fit(ppo(), datamodule=first)
-    data = make_data(buffer=buffer(human), total_frames=400)
-    make_trainer(max_epochs=-1, **kept).fit(ppo(), datamodule=data, ckpt_path=checkpoint.last_model_path)
+    first, data = (make_data(buffer=buffer(human), total_frames=frames) for frames in (200, 400))
+    run = make_trainer(max_epochs=-1)
+    run.fit(ppo(), datamodule=first)
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    make_trainer(max_epochs=-1).fit(ppo(), datamodule=data, ckpt_path=tmp_path / "at.ckpt")
     assert data.frames >= 400
     assert data.metrics()["frames/replayed"] > first.metrics()["frames/replayed"]
 
 
 def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):  # noqa: F811
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    kept = {"enable_checkpointing": True, "callbacks": [checkpoint], "limit_val_batches": 0}
-    settings = {"buffer": buffer(human, rho=1.0, phi=0.0), "total_frames": 200}
-    trainer, data = make_trainer(max_epochs=-1, **kept), make_data(**settings)
-    with caplog.at_level(logging.WARNING):
-        trainer.fit(ppo(), datamodule=data)
     message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
-    assert message + "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)." in caplog.text
-    assert (data.frames, data.metrics()["frames/replayed"], trainer.current_epoch) == (0, 256.0, 4)
-    caplog.clear()
-    resumed, again = make_trainer(max_epochs=-1, **kept), make_data(**settings)
-    with caplog.at_level(logging.WARNING):
-        resumed.fit(ppo(), datamodule=again, ckpt_path=checkpoint.last_model_path)
-    assert message in caplog.text
-    assert again.metrics()["frames/replayed"] == 256.0
+    message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."
+    for resume in (None, tmp_path / "at.ckpt"):
+        data, run = make_data(buffer=buffer(human, rho=1.0, phi=0.0), total_frames=200), make_trainer(max_epochs=-1)
+        with caplog.at_level(logging.WARNING):
+            run.fit(ppo(), datamodule=data, ckpt_path=resume)
+        assert message in caplog.text
+        assert (data.frames, data.metrics()["frames/replayed"], run.current_epoch) == (0, 256.0, 4)
+        run.save_checkpoint(tmp_path / "at.ckpt")
+        caplog.clear()
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -110,13 +105,45 @@ def test_replayed_steps_are_learned_from_off_policy_too(own, tmp_path):
     replayed = int(data.metrics()["frames/replayed"])
     assert data.frames >= 200
     assert replayed > 50
-    assert int(data.buffer.storage.get(torch.arange(len(data.buffer)))["demo", "mask"].sum()) == replayed
+    assert int(cells(data)["demo", "mask"].sum()) == replayed
     assert data.updates >= (data.frames + replayed - 40) // 2 - 1
 
 
+class Sharing(PPOModule):
+    """Counts the steps of its rank, its own and those that were replayed."""
+
+    own = other = 0
+
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        mask = self.trainer.datamodule.buffer.rollout["demo", "mask"]
+        self.own, self.other = self.own + int((~mask).sum()), self.other + int(mask.sum())
+
+
+def tell(module, data):
+    counted = {"own": module.own, "other": module.other, "epochs": module.current_epoch, "progress": module.progress}
+    return {**counted, "frames": data.frames, "replayed": data.metrics()["frames/replayed"]}
+
+
+def learn(folder):
+    (folder / "human").mkdir()
+    write_demonstration(folder / "human" / "shown.safetensors", shown(7))
+    torch.manual_seed(0)
+    data = OnPolicyDataModule(
+        "CartPole-v1",
+        buffer=partial(PPODBuffer, rho=0.6, phi=0.0, initial_human_demos_dir=str(folder / "human")),
+        num_envs=2,
+        frames_per_batch=128,
+        mini_batch_size=64,
+        num_epochs=1,
+        total_frames=600,
+        seed=0,
+    )
+    fit_ranks(Sharing(MLPNetwork([8])), data, Report(folder, "frames", tell), max_epochs=-1)
+
+
 def test_all_ranks_count_alike(tmp_path):
-    folder = run_ranks("frames_ddp_run.py", tmp_path)
-    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = reports(run_ranks(learn, tmp_path), "frames")
     assert first["own"] != second["own"]
     assert first["frames"] == second["frames"] == first["own"] + second["own"]
     assert first["replayed"] == second["replayed"] == first["other"] + second["other"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from datamodules.replay_parts import BUFFERS, SIZE, dqn, fit, prioritized, replay_data
+from kit.replay import BUFFERS, SIZE, dqn, fit, prioritized, replay_data
 from kit.rings import ring
 from kit.runs import SaveAt, parameters
 from torchrl_lightning import MixedReplay
@@ -95,30 +95,21 @@ class Counting(DQNModule):
 def test_a_stream_draws_from_demonstrations_and_resumes(tmp_path):
     recorded = replay_data("prioritized", warmup_frames=60, updates_per_epoch=1)
     fit(tmp_path, recorded, max_epochs=1)
-    state = recorded.buffer.state_dict()
 
-    def data():
-        exact = {"reset_at_each_batch": True, "frames_per_batch": 8}
-        return replay_data("prioritized", source=lambda own: MixedReplay(own, [shown()], [0.75, 0.25]), **exact)
+    def mixed(own):
+        shown = BUFFERS["prioritized"](num_envs=2)
+        shown.load_state_dict(recorded.buffer.state_dict())
+        return MixedReplay(own, [shown], [0.75, 0.25])
 
-    def shown():
-        made = BUFFERS["prioritized"](num_envs=2)
-        made.load_state_dict(state)
-        return made
+    def run(seed=0, resume=None, **settings):
+        data = replay_data("prioritized", source=mixed, reset_at_each_batch=True, frames_per_batch=8)
+        return fit(tmp_path, data, dqn(Counting, seed), resume, **settings)[0]
 
-    whole, uninterrupted = data(), dqn(Counting)
-    fit(tmp_path, whole, uninterrupted, max_epochs=2)
+    uninterrupted = run()
     assert uninterrupted.shown == [2] * 20
-    fit(
-        tmp_path,
-        data(),
-        dqn(Counting),
-        max_epochs=2,
-        callbacks=[SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 13)],
-    )
-    resumed, module = data(), dqn(Counting, seed=9)
-    fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=2)
-    assert torch.equal(parameters(module), parameters(uninterrupted))
+    saving = SaveAt(tmp_path / "at.ckpt", "on_train_batch_end", 13)
+    run(callbacks=[saving])
+    assert torch.equal(parameters(run(9, saving.path)), parameters(uninterrupted))
 
 
 def test_a_source_that_is_none_is_refused(tmp_path):

@@ -1,19 +1,17 @@
+"""Moments that observations and rewards are normalised by: of all steps, in evaluations, and in a checkpoint."""
+
 from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.replay_parts import dqn, fit, replay_data, stored, trainer
-from kit.normalized import all_of, check_statistics, recording, statistics_of
-from kit.runs import parameters
+from kit.normalized import Checking, all_of, recording, statistics_of
+from kit.replay import cells, dqn, fit, replay_data
 from torchrl_lightning import PPOModule, load_policy, play_episodes
 from torchrl_lightning.collectors import environment_specs, make_vector_env, spawn_seed
-from torchrl_lightning.learn import MLPNetwork
+from torchrl_lightning.learn import DQNModule, MLPNetwork
 
 NORMALISED = {"normalize_observation": True, "normalize_reward": True}
-# A resumed run writes beside the checkpoint that it came from.
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
 def ppo(seed=0, **kwargs):
@@ -21,51 +19,45 @@ def ppo(seed=0, **kwargs):
     return PPOModule(MLPNetwork([8]), **kwargs)
 
 
-class Watching(PPOModule):
-    """Looks at what it is given."""
-
-    def on_train_epoch_end(self):
-        data = self.trainer.datamodule
-        check_statistics(data)
-        self.checked = getattr(self, "checked", 0) + 1
+class FirstUpdates(PPOModule):
+    """Notes how far the policy is from the one that acted, in the first update of each rollout."""
 
     def minimise(self, terms, **kwargs):
-        self.first_kl = getattr(self, "first_kl", [])
         if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1:
-            self.first_kl.append(float(terms["kl_approx"]))
+            self.__dict__.setdefault("first_kl", []).append(float(terms["kl_approx"]))
         super().minimise(terms, **kwargs)
 
 
-def test_on_policy_statistics_are_float64_moments_of_all_steps(tmp_path, make_data):
-    module = Watching(MLPNetwork([8]), target_kl=1.0, clip_value=0.2)
+def test_on_policy_statistics_are_float64_moments_of_all_steps(make_data, make_trainer):
+    module, checking = FirstUpdates(MLPNetwork([8]), target_kl=1.0, clip_value=0.2), Checking()
     data = make_data(**NORMALISED, collector=recording(4, 64), eval_episodes=3)
-    trainer(tmp_path, max_epochs=3, limit_val_batches=1).fit(module, datamodule=data)
-    assert module.checked == 3
+    make_trainer(max_epochs=3, limit_val_batches=1, callbacks=[checking]).fit(module, datamodule=data)
+    assert checking.checks == 3
     # The first update of a rollout sees exactly what acted.
     assert module.first_kl == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
 
 
-def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path):
-    seen = []
+class CheckingCells(Checking):
+    """Checks that the buffer is raw, too."""
 
-    class Agent(type(dqn())):
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        data = trainer.datamodule
+        assert torch.equal(cells(data)["observation"], all_of(data, "observation").transpose(0, 1).flatten(0, 1))
+
+
+def test_replay_statistics_are_those_of_all_steps_and_the_buffer_is_raw(tmp_path):
+    rewards, checking = [], CheckingCells()
+
+    class Agent(DQNModule):
         def training_step(self, batch, batch_idx):
-            seen.append(batch.clone())
+            rewards.append(batch["next", "reward"].clone())
             super().training_step(batch, batch_idx)
 
-        def on_train_epoch_end(self):
-            data = self.trainer.datamodule
-            check_statistics(data)
-            raw, rows = stored(data), all_of(data, "observation")
-            assert raw.numel() > 0
-            cells = data.buffer.storage.get(torch.arange(len(data.buffer)))["observation"]
-            assert torch.equal(cells, rows.transpose(0, 1).flatten(0, 1))
-
-    fit(tmp_path, replay_data(**NORMALISED, collector=recording(2, 2), num_envs=2), dqn(Agent))
-    assert seen
-    rewards = torch.cat([batch["next", "reward"] for batch in seen])
-    assert (rewards < 1).all()
-    assert (rewards > 0).all()
+    data = replay_data(**NORMALISED, collector=recording(2, 2), num_envs=2)
+    fit(tmp_path, data, dqn(Agent), callbacks=[checking])
+    assert checking.checks == 2
+    assert all(((reward > 0) & (reward < 1)).all() for reward in rewards)
 
 
 @pytest.mark.parametrize(("frames", "cut"), [(2, False), (6, False), (4, True), (6, True)])
@@ -80,56 +72,30 @@ def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_the_whole_returns_are_reported_raw(env, tmp_path, make_data):
+def test_the_whole_returns_are_reported_raw(env, make_data, make_trainer):
     data = make_data(env=env, **NORMALISED, frames_per_batch=4 * 210, mini_batch_size=420)
-    module = ppo()
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    make_trainer(max_epochs=1).fit(ppo(), datamodule=data)
     metrics = data.metrics()
     steps = metrics["train/length"]
     assert metrics["train/return"] == steps if env == "CartPole-v1" else metrics["train/return"] < -500
 
 
-@pytest.mark.parametrize("stopped_after", [1, 2])
-def test_a_resumed_on_policy_run_equals_an_uninterrupted_one(stopped_after, tmp_path, make_data):
-    settings = {**NORMALISED, "reset_at_each_batch": True}
-    whole = ppo()
-    trainer(tmp_path, max_epochs=4).fit(whole, datamodule=make_data(**settings))
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    run = trainer(tmp_path, max_epochs=stopped_after, enable_checkpointing=True, callbacks=[checkpoint])
-    run.fit(ppo(), datamodule=make_data(**settings))
-    resumed = ppo(seed=9)
-    trainer(tmp_path, max_epochs=4, enable_checkpointing=True, callbacks=[checkpoint]).fit(
-        resumed, datamodule=make_data(**settings), ckpt_path=checkpoint.last_model_path
-    )
-    assert torch.equal(parameters(resumed), parameters(whole))
-
-
-def test_a_resumed_replay_run_equals_an_uninterrupted_one(tmp_path):
-    settings = {**NORMALISED, "reset_at_each_batch": True, "frames_per_batch": 8, "updates_per_epoch": 7}
-    whole, _ = fit(tmp_path, replay_data(**settings), max_epochs=3)
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    fit(tmp_path, replay_data(**settings), max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
-    resumed, _ = fit(
-        tmp_path,
-        replay_data(**settings),
-        dqn(seed=9),
-        checkpoint.last_model_path,
-        max_epochs=3,
-        enable_checkpointing=True,
-        callbacks=[checkpoint],
-    )
-    assert torch.equal(parameters(resumed), parameters(whole))
-
-
-def test_a_loaded_policy_acts_as_in_evaluation(tmp_path, make_data):
-    module, data = ppo(), make_data(**NORMALISED)
-    run = trainer(tmp_path, max_epochs=2)
+@pytest.fixture
+def trained(tmp_path, make_data, make_trainer):
+    """A module and its data behind two rollouts, and their checkpoint."""
+    module, data, path = ppo(), make_data(**NORMALISED), tmp_path / "at.ckpt"
+    run = make_trainer(max_epochs=2)
     run.fit(module, datamodule=data)
-    run.save_checkpoint(tmp_path / "at.ckpt")
+    run.save_checkpoint(path)
+    return module, data, path
+
+
+def test_a_loaded_policy_acts_as_in_evaluation(trained, make_data):
+    module, data, path = trained
     other = make_data(**NORMALISED)
     other.load_state_dict(data.state_dict())
     evaluated = data.evaluate(module.policy, 4)
-    loaded = load_policy(tmp_path / "at.ckpt", ppo(seed=5))
+    loaded = load_policy(path, ppo(seed=5))
     played = play_episodes("CartPole-v1", loaded, 4, num_envs=2, seed=spawn_seed(0, "evaluation", 0, 1))
     assert (evaluated == played).all(), (evaluated["episode_return"], played["episode_return"])
     assert loaded.specs.observation == environment_specs(make_vector_env("CartPole-v1", 1)).observation
@@ -137,29 +103,13 @@ def test_a_loaded_policy_acts_as_in_evaluation(tmp_path, make_data):
     assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
-def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(tmp_path, make_data):
-    module, data = ppo(), make_data(**NORMALISED)
-    run = trainer(tmp_path, max_epochs=1)
-    run.fit(module, datamodule=data)
-    run.save_checkpoint(tmp_path / "at.ckpt")
+def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(trained, make_data, make_trainer):
+    _, data, path = trained
     other = make_data(**NORMALISED)
-    trainer(tmp_path, limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=tmp_path / "at.ckpt")
+    make_trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
     assert str(statistics_of(other)) == str(statistics_of(data))
 
 
-@pytest.mark.parametrize("changed", [{"normalize_observation": False}, {"normalize_clip": 3.0}])
-def test_resuming_with_other_settings_is_refused(changed, tmp_path, make_data):
-    run = trainer(tmp_path, max_epochs=1)
-    run.fit(ppo(), datamodule=make_data(**NORMALISED))
-    run.save_checkpoint(tmp_path / "at.ckpt")
-    (name,) = changed
-    with pytest.raises(ValueError, match=f"written with {name}="):
-        trainer(tmp_path, max_epochs=2).fit(
-            ppo(), datamodule=make_data(**{**NORMALISED, **changed}), ckpt_path=tmp_path / "at.ckpt"
-        )
-
-
-def test_a_discrete_observation_is_refused_before_anything_is_trained(tmp_path, make_data):
-    data = make_data(env="Taxi-v4", **NORMALISED)
+def test_a_discrete_observation_is_refused_before_anything_is_trained(make_data, make_trainer):
     with pytest.raises(ValueError, match="cannot normalise 'observation', whose values are choices"):
-        trainer(tmp_path, max_epochs=1).fit(ppo(), datamodule=data)
+        make_trainer().fit(ppo(), datamodule=make_data(env="Taxi-v4", **NORMALISED))

@@ -1,3 +1,5 @@
+"""Updates drawn from a replay buffer, and frames in a fixed ratio to them."""
+
 from __future__ import annotations
 
 import math
@@ -6,15 +8,15 @@ from fractions import Fraction
 import pytest
 import torch
 
-from datamodules.replay_parts import BUFFERS, dqn, experience, fit, recurrent, replay_data
 from kit.normalized import recording
+from kit.replay import BUFFERS, SIZE, cells, dqn, experience, fit, prioritized, recurrent, replay_data, stored
 from kit.runs import parameters
 from torchrl_lightning.learn import DQNModule
-from torchrl_lightning.replay import SequenceSampler, UniformSampler
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, SequenceSampler
 
 
 class Recorder(DQNModule):
-    """Notes what the DataModule had done when each update began."""
+    """Notes what the DataModule had done when each update began, and its batch."""
 
     def training_step(self, batch, batch_idx):
         data = self.trainer.datamodule
@@ -44,10 +46,10 @@ def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
     module = dqn(epsilon_start=0.0, epsilon_end=0.0)
     module.learning_rate = 0.0
     fit(tmp_path, data, module)
-    stored = data.buffer.storage.get(torch.arange(len(data.buffer)))
+    steps = cells(data)
     with torch.no_grad():
-        actions = module.policy.network.values([stored["observation"]]).argmax(-1)
-    agrees = actions == stored["action"].reshape(len(stored), -1)[:, 0]
+        actions = module.policy.network.values([steps["observation"]]).argmax(-1)
+    agrees = actions == steps["action"].reshape(len(steps), -1)[:, 0]
     assert agrees[200:].all()
     assert 0.3 < agrees[:200].float().mean() < 0.7
 
@@ -66,6 +68,14 @@ def test_every_buffer_serves(name, tmp_path):
     assert data.updates == module.updates == 20
 
 
+class Telling(ExperienceBuffer):
+    """Keeps the batches whose priorities it is told."""
+
+    def update_tensordict_priority(self, data):
+        self.told = [*getattr(self, "told", []), data]
+        super().update_tensordict_priority(data)
+
+
 class Marking(DQNModule):
     """Writes errors that tell the update."""
 
@@ -76,26 +86,18 @@ class Marking(DQNModule):
 
 
 def test_priorities_are_taken_back_also_those_of_an_epochs_last_batch(tmp_path):
-    data = replay_data("prioritized", warmup_frames=100, frames_per_update=0.01)
-    taken = []
-    original = data.take_back
+    def buffer(num_envs):
+        return Telling(storage=RingStorage(SIZE), sampler=prioritized(), num_envs=num_envs)
 
-    def take_back():
-        batch = data._served
-        original()
-        if batch is not None:
-            taken.append(batch)
-
-    data.take_back = take_back
+    data = replay_data(buffer, warmup_frames=100, frames_per_update=0.01)
     module, _ = fit(tmp_path, data, dqn(Marking))
     # Twenty updates of two epochs: each batch once, in order, and the very one that the loss wrote into.
-    assert len(taken) == len(module.served) == 20
-    assert all(mine is theirs for mine, theirs in zip(taken, module.served, strict=True))
+    assert len(module.served) == 20
+    assert all(mine is theirs for mine, theirs in zip(data.buffer.told, module.served, strict=True))
     expected = {}
     for update, batch in enumerate(module.served):
         expected.update(dict.fromkeys(batch["index"].tolist(), (11.0 + update + 1e-8) ** 0.7))
-    cells = torch.tensor(list(expected))
-    found = data.buffer.sampler.table.tree[cells]
+    found = data.buffer.sampler.table.tree[torch.tensor(list(expected))]
     assert found.tolist() == pytest.approx(list(expected.values()))
 
 
@@ -109,14 +111,13 @@ def test_rewritten_recurrent_states_replace_what_is_stored(tmp_path):
     data = replay_data(experience(lambda: SequenceSampler(4)), write_back=["recurrent_state"], frames_per_update=0.01)
     module, _ = fit(tmp_path, data, dqn(Refreshing, recurrent=True))
     written = torch.cat(module.cells).unique()
-    states = data.buffer.storage.get(torch.arange(len(data.buffer)))["recurrent_state"]
-    rewritten = (states == 7.0).flatten(1).all(-1)
+    rewritten = (cells(data)["recurrent_state"] == 7.0).flatten(1).all(-1)
     assert rewritten.nonzero().flatten().tolist() == written.tolist()
 
 
 def test_n_step_returns_sum_what_follows(tmp_path):
     """Every transition that is served equals the one computed by hand from the steps as they were collected."""
-    buffer = experience(UniformSampler, n_steps=3, gamma=0.5)
+    buffer = experience(n_steps=3, gamma=0.5)
     collector = recording(2, 2, init_random_frames=120)
     data = replay_data(buffer, warmup_frames=120, num_envs=2, frames_per_update=2.0, collector=collector)
     module, _ = fit(tmp_path, data, dqn(Recorder, gamma=0.5))
@@ -152,7 +153,7 @@ def test_evaluation_changes_nothing_in_training(tmp_path):
     for limit_val_batches in (0, 1):
         data = replay_data("prioritized")
         module, _ = fit(tmp_path, data, limit_val_batches=limit_val_batches)
-        weights.append(torch.cat([parameters(module), data.buffer.storage.get(slice(None))["observation"].flatten()]))
+        weights.append(torch.cat([parameters(module), stored(data)]))
     assert torch.equal(*weights)
 
 
@@ -200,31 +201,11 @@ def test_metrics_tell_returns_timings_and_sizes(tmp_path):
 def test_rollouts_that_are_cut_by_resets_end_their_episodes(tmp_path):
     data = replay_data("sequence", frames_per_batch=20, reset_at_each_batch=True)
     module, _ = fit(tmp_path, data, dqn(Recorder, recurrent=True))
-    stored = data.buffer.storage.get(torch.arange(len(data.buffer))).reshape(-1, 2)
-    assert stored["next", "done"][9::10].all()
-    assert not stored["next", "terminated"][9::10].all()
+    last = cells(data).reshape(-1, 2)["next"][9::10]
+    assert last["done"].all()
+    assert not last["terminated"].all()
     for _, _, _, batch in module.seen:
         assert not batch["is_init"][:, 1:].any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"frames_per_update": 0.0}, "frames_per_update must be above 0, got 0.0"),
-        ({"warmup_frames": -1}, "warmup_frames must be .* at least 0, got -1"),
-        ({"batch_size": 0}, "batch_size must be a positive integer, got 0"),
-        ({"updates_per_epoch": 0}, "updates_per_epoch must be a positive integer, got 0"),
-        ({"checkpoint_buffer": "somewhere"}, "must be one of 'inside', 'beside', 'none', got 'somewhere'"),
-        ({"frames_per_batch": 3}, "frames_per_batch=3 is no multiple of num_envs=2; take 4"),
-        (
-            {"reset_at_each_batch": True},
-            "frames_per_batch=2 and num_envs=2 would end each episode .* e.g. frames_per_batch=32",
-        ),
-    ],
-)
-def test_numbers_out_of_range_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        replay_data(**settings)
 
 
 def test_the_buffer_is_seeded(tmp_path):

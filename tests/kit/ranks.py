@@ -1,17 +1,51 @@
-"""Runs on two ranks, each a process, and what these write down."""
+"""Runs on two ranks of the CPU, which a process of their own starts, and what each rank wrote down."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
 from kit.forks import Forked, as_script
+from kit.runs import trainer
 
 
-def run_ranks(script: Path, folder: Path, *arguments: str) -> Path:
-    """Run a script in a process of its own, which writes into a folder and ends well; return the folder."""
-    process = Forked(as_script(script, str(folder), *arguments), folder)
+class Report(L.Callback):
+    """Writes down what a rank has met when its training ends."""
+
+    def __init__(self, folder: Path, name: str, tell: Callable[[Any, Any], dict[str, Any]]) -> None:
+        self.folder, self.name, self.tell = folder, name, tell
+
+    def on_train_end(self, run: L.Trainer, module: Any) -> None:
+        found = self.tell(module, run.datamodule)  # type: ignore[attr-defined]
+        (self.folder / f"{self.name}_{run.global_rank}.json").write_text(json.dumps(found))
+
+
+def fit_ranks(
+    module: Any, data: Any, report: Report, *callbacks: L.Callback, resume: Path | None = None, **settings: Any
+) -> None:
+    """Fit on two ranks, without evaluations, beside the folder of the report."""
+    settings = {"limit_val_batches": 0, "callbacks": [*callbacks, report], **settings}
+    run = trainer(report.folder, devices=2, strategy="ddp_fork", **settings)
+    run.fit(module, datamodule=data, ckpt_path=resume)
+
+
+def of_rank(rank: int, ranks: int) -> SingleDeviceStrategy:
+    """Make a strategy of one process that takes itself for one of several."""
+    strategy = SingleDeviceStrategy("cpu")
+    strategy.global_rank, strategy.world_size = rank, ranks
+    return strategy
+
+
+def run_ranks(run: Callable[..., object] | Path, folder: Path, *arguments: Any) -> Path:
+    """Call a function of a folder, or a script, in a process of its own that ends well; return the folder."""
+    made = as_script(run, str(folder), *arguments) if isinstance(run, Path) else partial(run, folder, *arguments)
+    process = Forked(made, folder)
     status = process.ends(600)
     assert status == 0, process.said
     return folder
