@@ -1,7 +1,8 @@
-"""Processes forked from that of the tests, which has imported what they need: a fresh one takes seconds for that.
+"""Processes forked from one that has imported what they need: a fresh one takes seconds for that.
 
-They compute with small batches alone: where the process of the tests has computed in several threads, a product of
-large matrices waits in a forked one for threads that are not there.
+Forked from that of the tests they compute with small batches alone: where it has computed in several threads, a product
+of large matrices waits in them for threads that are not there. A bare one comes from a process that has only imported
+other people's libraries, and may do anything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager
-from multiprocessing import resource_tracker
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +28,8 @@ import torch
 from kit.processes import environment
 from torchrl_lightning.collectors.threads import kept_threads
 
-_FORK = multiprocessing.get_context("fork")
+_FORK, _BARE = multiprocessing.get_context("fork"), multiprocessing.get_context("forkserver")
+_LIBRARIES = ["torch", "torchrl.collectors", "torchrl.objectives", "lightning", "gymnasium", "hydra", "numba"]
 
 
 @contextmanager
@@ -46,6 +49,7 @@ class Forked:
         said: the file for what it writes to stdout and stderr.
         variables: of its environment, beside those of this process.
         session: it leads a session, so that ``killpg`` reaches it and all that it starts.
+        bare: it comes from a process without our package, and ``run`` travels as a pickle.
     """
 
     def __init__(
@@ -56,12 +60,19 @@ class Forked:
         said: Path | None = None,
         variables: Mapping[str, str] | None = None,
         session: bool = False,
+        bare: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = said or folder / "said"
         with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of the locks that killed processes leave to it
             resource_tracker.ensure_running()  # else each process starts one
-        self._process = _FORK.Process(target=_run, args=(run, folder, self._file, variables or {}, session))
+        context = _BARE if bare else _FORK
+        if bare:
+            _BARE.set_forkserver_preload(_LIBRARIES)
+            with mock.patch.dict(os.environ, environment() | {"PYTHONWARNINGS": "ignore"}):
+                forkserver.ensure_running()
+        known = environment() | dict(variables or {})
+        self._process = context.Process(target=_run, args=(run, folder, self._file, known, session))
         with kept_threads():
             torch.set_num_threads(1)  # a forked process has no others
             self._process.start()
@@ -99,13 +110,13 @@ class Forked:
 
 def as_script(path: Path | str, *arguments: str) -> Callable[[], object]:
     """Return what runs a script as ``python path arguments`` does."""
+    return partial(_run_script, str(path), arguments)
 
-    def run() -> None:
-        sys.argv = [str(path), *arguments]
-        sys.path.insert(0, str(Path(path).parent))
-        runpy.run_path(str(path), run_name="__main__")
 
-    return run
+def _run_script(path: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments: Any, first: int = 1) -> list[int]:
@@ -135,7 +146,8 @@ def _run(run: Callable[[], object], folder: Path, said: Path, variables: Mapping
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the tests have imported may have changed it
-    os.environ.update(environment() | dict(variables))
+    os.environ.clear()
+    os.environ.update(variables)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     written = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

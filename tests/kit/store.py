@@ -1,18 +1,24 @@
-"""What other tests have put into Hydra is no part of a run of ours, where nothing ever imports TorchRL's configs."""
+"""Our configs as a command composes them, whatever other tests have put into Hydra's store."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
 
+from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning._schemas import register_schemas
 
 
 @contextmanager
 def only_our_schemas() -> Iterator[None]:
-    """Take TorchRL's groups out of Hydra's store for a while."""
+    """Take TorchRL's groups, which no run of ours imports, out of Hydra's store for a while."""
     store = ConfigStore.instance()
     before = store.repo
     # Neither Hydra's groups nor ours clash; TorchRL stores its nodes without the name of a provider.
@@ -22,3 +28,21 @@ def only_our_schemas() -> Iterator[None]:
         yield
     finally:
         store.repo = before
+
+
+def composed(name: str, *overrides: str, folder: Path = CONF_DIR, hydra: bool = False) -> DictConfig:
+    """Compose a config without a run around it, and what was asked before only once."""
+    return copy.deepcopy(_composed(name, overrides, folder, hydra))
+
+
+def composed_run(*overrides: str, into: Path | str = "here") -> DictConfig:
+    """Compose the config of a training run in a folder."""
+    cfg = composed("train", "paths.output_dir=here", f"paths.demonstrations={CONF_DIR / 'demonstrations'}", *overrides)
+    cfg.paths.output_dir = str(into)
+    return cfg
+
+
+@cache
+def _composed(name: str, overrides: tuple[str, ...], folder: Path, hydra: bool) -> DictConfig:
+    with only_our_schemas(), initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(overrides), return_hydra_config=hydra)
