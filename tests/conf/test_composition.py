@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.demonstrations import episode
 from kit.extras import need_extra
+from kit.store import composed
 from torchrl_lightning import ExperienceDataModule, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning.trust import check_config
@@ -54,35 +55,31 @@ def test_the_train_config_is_complete(compose_train):
     OmegaConf.to_container(cfg, resolve=True)
 
 
-def test_the_evaluate_config_asks_for_a_checkpoint_alone(compose_in):
+def test_the_evaluate_config_asks_for_a_checkpoint_alone():
     # Where the histogram goes is known in a run alone.
-    assert OmegaConf.missing_keys(compose_in(CONF_DIR, "evaluate", "histogram=null")) == {"ckpt_path"}
+    assert OmegaConf.missing_keys(composed("evaluate", "histogram=null")) == {"ckpt_path"}
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"), [("train", "logs/train/"), ("evaluate", "logs/evaluate/"), ("record", "logs/record/")]
-)
-def test_a_run_gets_a_folder_of_its_own(compose_in, name, folder):
-    cfg = compose_in(CONF_DIR, name, return_hydra_config=True)
+@pytest.mark.parametrize("name", PRIMARY)
+def test_a_run_gets_a_folder_of_its_own(name):
+    cfg = composed(name, hydra=True)
     assert cfg.hydra.job.chdir is False
     raw = OmegaConf.to_container(cfg.hydra.run, resolve=False)["dir"]
     assert "${now:" in raw
-    if name == "train":
-        assert cfg.paths.log_dir.rstrip("/") + "/" + cfg.task_name + "/" == folder
-    else:
-        assert raw.startswith(folder)
+    root = f"{cfg.paths.log_dir.rstrip('/')}/{cfg.task_name}/" if name == "train" else raw
+    assert root.startswith(f"logs/{name}/")
 
 
-def alone(group: str, option: str) -> tuple[str, ...]:
-    """Override that selects an option without the default experiment, which may say otherwise and does not fit all."""
-    return (f"{group}={option}", *([] if group == "experiment" else ["~experiment"]))
+@pytest.fixture
+def compose_option(compose_train):
+    """Select an option without the default experiment, which may say otherwise and does not fit all."""
+    return lambda group, option: compose_train(f"{group}={option}", *([] if group == "experiment" else ["~experiment"]))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_of_every_group_composes(compose_train, group, option):
-    # With the experiment, the options of most groups are built below.
+def test_every_option_of_every_group_composes(compose_train, compose_option, group, option):
     beside = group in ("debug", "hparams_search", "paths")
-    cfg = compose_train(f"{group}={option}") if beside else compose_train(*alone(group, option))
+    cfg = compose_train(f"{group}={option}") if beside else compose_option(group, option)
     assert OmegaConf.missing_keys(cfg) == ({"model.loss"} if option == "loss_module" else set())
     plain = OmegaConf.to_container(cfg, resolve=True)
     # What a checkpoint keeps of it may be built without trusting the file.
@@ -95,14 +92,14 @@ def test_every_option_of_every_group_composes(compose_train, group, option):
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_what_a_file_says_is_what_the_config_has(compose_train, group, option):
+def test_what_a_file_says_is_what_the_config_has(compose_option, group, option):
     path = ROOTS.get(group, CONF_DIR) / group / f"{option}.yaml"
     text = path.read_text()
     header = re.match(r"# @package (\S+)\n", text)
     # Hydra reads a package header in the very first line alone, and says nothing about one that comes later.
     assert ("@package" in text) == (header is not None), f"{path.name}: put the @package line first"
     package = group.replace("/", ".") if header is None else header[1].replace("_global_", "")
-    cfg = compose_train(*alone(group, option))
+    cfg = compose_option(group, option)
     said = {} if package == "paths" else leaves(yaml.safe_load(text), package)
     assert {key: select(cfg, key) for key in said} == said
 
@@ -139,11 +136,11 @@ def test_an_experiment_is_built(compose_train, experiment):
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_a_data_module_is_built_with_its_buffer(compose_train, option, tmp_path, monkeypatch):
+def test_a_data_module_is_built_with_its_buffer(compose_option, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demonstrations").mkdir()
     write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # what data=offline reads
-    cfg = compose_train(f"data={option}", "~experiment").data
+    cfg = compose_option("data", option).data
     data = instantiate(cfg)
     data.setup("fit")
     try:
@@ -158,10 +155,10 @@ def test_a_data_module_is_built_with_its_buffer(compose_train, option, tmp_path,
 
 
 @pytest.mark.parametrize("option", options("env"))
-def test_an_environment_is_built(compose_train, option, tmp_path, monkeypatch):
+def test_an_environment_is_built(compose_option, option, tmp_path, monkeypatch):
     need_extra(option)
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    data = instantiate(compose_train(f"env={option}").data)
+    data = instantiate(compose_option("env", option).data)
     data.setup("fit")
     try:
         assert data.specs.num_envs == data.num_envs
@@ -195,72 +192,62 @@ def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env
     assert all(value.isfinite() for value in trainer.callback_metrics.values())
 
 
+@pytest.mark.parametrize("option", [option for option in options("model") if option != "default"])  # names no class
+def test_a_model_is_built(compose_option, option):
+    cfg = compose_option("model", option).model
+    if option == "loss_module":  # which loss of TorchRL's is trained, nobody can know before
+        cfg.loss = {"_target_": "torchrl.objectives.DQNLoss", "_partial_": True}
+    assert isinstance(instantiate(cfg), L.LightningModule)
+
+
 # What models are built of.
-PARTS = {"dynamics", "network"}
-# The base of all others, which names no class.
-MODELS = [option for option in options("model") if option != "default"]
+PARTS = {"dynamics", "network", "planner"}
 
 
-@pytest.mark.parametrize("option", MODELS)
-def test_a_model_is_built(compose_train, option):
-    # Which loss of TorchRL's is trained, nobody can know before.
-    given = ["model.loss={_target_: torchrl.objectives.DQNLoss, _partial_: true}"] if option == "loss_module" else []
-    assert isinstance(instantiate(compose_train(f"model={option}", *given).model), L.LightningModule)
-
-
-@pytest.mark.parametrize("option", ["dqn", "mbpo", "ppo", "reinforce", "sac", "td3"])
-def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_train, option):
-    cfg = compose_train(f"model={option}", "~experiment").model
-    component = get_class(cfg._target_)
-    defaults = {name: parameter.default for name, parameter in inspect.signature(component).parameters.items()}
-    said = {str(key): value for key, value in cfg.items() if key not in ("_target_", "_convert_", *PARTS)}
-    assert said == {name: defaults[name] for name in said}
-    # A config has lists and no tuples.
-    for part in PARTS & set(cfg):
-        found, default = (
-            {name: list(value) if isinstance(value, tuple) else value for name, value in vars(each).items()}
-            for each in (getattr(instantiate(cfg), part), getattr(component(), part))
-        )
-        assert found == default
-
-
-@pytest.mark.parametrize("option", ["pets", "pets_shooting"])
-def test_a_planner_is_the_same_from_yaml_as_from_its_class(compose_train, option):
-    cfg = compose_train(f"model={option}", "~experiment").model
-    for node in (cfg, cfg.planner):
+@pytest.mark.parametrize("option", ["dqn", "mbpo", "pets", "pets_shooting", "ppo", "reinforce", "sac", "td3"])
+def test_a_model_is_the_same_from_yaml_as_from_its_class(compose_option, option):
+    cfg = compose_option("model", option).model
+    for node in filter(None, (cfg, cfg.get("planner"))):
         parameters = inspect.signature(get_class(node._target_)).parameters
-        said = {str(key): value for key, value in node.items() if not key.startswith("_") and key != "planner"}
-        defaults = {name: parameters[name].default for name in said}
-        assert said == {name: list(each) if isinstance(each, tuple) else each for name, each in defaults.items()}
-    assert instantiate(cfg).planner.func is get_class(cfg.planner._target_)
+        said = {str(key): value for key, value in node.items() if not key.startswith("_") and key not in PARTS}
+        assert said == {name: listed(parameters[name].default) for name in said}
+    for part in {"dynamics", "network"} & set(cfg):
+        built, default = (getattr(each, part) for each in (instantiate(cfg), get_class(cfg._target_)()))
+        assert listed(vars(built)) == listed(vars(default))
+    if "planner" in cfg:
+        assert instantiate(cfg).planner.func is get_class(cfg.planner._target_)
+
+
+def listed(value: object) -> object:
+    """A config has lists and no tuples."""
+    if isinstance(value, dict):
+        return {name: listed(each) for name, each in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 @pytest.mark.parametrize("option", options("model/network"))
-def test_a_network_is_built(compose_train, option):
-    cfg = compose_train(f"model/network={option}").model
+def test_a_network_is_built(compose_option, option):
+    cfg = compose_option("model/network", option).model
     assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
     assert isinstance(instantiate(cfg), L.LightningModule)
 
 
-@pytest.mark.parametrize("option", options("callbacks"))
-def test_callbacks_are_built(compose_train, option):
-    callbacks = compose_train(f"callbacks={option}").callbacks
-    assert all(isinstance(instantiate(callback), Callback) for callback in callbacks.values())
-    assert bool(callbacks) == (option != "none")
+KINDS = {"callbacks": Callback, "logger": Logger}
 
 
-@pytest.mark.parametrize("option", options("logger"))
-def test_loggers_are_built(compose_train, option):
-    loggers = compose_train(f"logger={option}", *(["logger.wandb.offline=true"] if option == "wandb" else [])).logger
-    if "wandb" in loggers:
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in KINDS for option in options(group)])
+def test_callbacks_and_loggers_are_built(compose_option, group, option):
+    parts = compose_option(group, option)[group]
+    if "wandb" in parts:
         pytest.importorskip("wandb")
-    assert all(isinstance(instantiate(logger), Logger) for logger in loggers.values())
-    assert bool(loggers) == (option != "none")
+        parts.wandb.offline = True
+    assert all(isinstance(instantiate(part), KINDS[group]) for part in parts.values())
+    assert bool(parts) == (option != "none")
 
 
 @pytest.mark.parametrize("option", options("trainer"))
-def test_a_trainer_is_built(compose_train, option):
-    trainer = compose_train(f"trainer={option}", "callbacks=none").trainer
+def test_a_trainer_is_built(compose_option, option):
+    trainer = compose_option("trainer", option).trainer
     if trainer.accelerator == "gpu" and not torch.cuda.is_available():
         with pytest.raises(Exception, match="No supported gpu backend found") as error:
             instantiate(trainer, logger=False)
@@ -276,9 +263,11 @@ def test_the_seed_of_a_run_seeds_its_data(compose_train):
 
 
 @pytest.mark.parametrize("option", options("data"))
-def test_what_is_exported_interpolates_nothing_outside_of_itself(compose_in, tmp_path, option):
+def test_what_is_exported_interpolates_nothing_outside_of_itself(tmp_path, option):
     (tmp_path / "config.yaml").write_text(f"defaults:\n  - /data@elsewhere.stream: {option}\n")
-    alone = OmegaConf.create(OmegaConf.to_container(compose_in(tmp_path, "config").elsewhere.stream, resolve=False))
+    alone = OmegaConf.create(
+        OmegaConf.to_container(composed("config", folder=tmp_path).elsewhere.stream, resolve=False)
+    )
     OmegaConf.to_container(alone, resolve=True, throw_on_missing=True)
 
 
@@ -299,43 +288,32 @@ def test_what_belongs_together_is_said_once(compose_train, option, override, fol
 
 
 @pytest.mark.parametrize(
-    ("override", "lacking"),
+    ("override", "message"),
     [
-        ("data.batchsize=3", "not in 'OnPolicyDataSchema'"),
-        ("data.buffer.gae_lamda=0.9", "not in 'GAEBufferSchema'"),
-        ("model.clip_epsilom=0.1", "not in 'PPOSchema'"),
-        ("model.network.sizes=[8]", "not in 'MLPNetworkSchema'"),
-        ("trainer.max_epoch=3", "not in 'TrainerSchema'"),
-        ("callbacks.checkpoint.top_k=3", "not in 'BestCheckpointSchema'"),
-        ("sede=3", "is not in struct"),
+        ("data.batchsize=3", "Key 'batchsize' not in 'OnPolicyDataSchema'"),
+        ("data.buffer.gae_lamda=0.9", "Key 'gae_lamda' not in 'GAEBufferSchema'"),
+        ("model.clip_epsilom=0.1", "Key 'clip_epsilom' not in 'PPOSchema'"),
+        ("model.network.sizes=[8]", "Key 'sizes' not in 'MLPNetworkSchema'"),
+        ("trainer.max_epoch=3", "Key 'max_epoch' not in 'TrainerSchema'"),
+        ("callbacks.checkpoint.top_k=3", "Key 'top_k' not in 'BestCheckpointSchema'"),
+        ("sede=3", "Key 'sede' is not in struct"),
+        ("data.num_envs=many", "full_key: data.num_envs"),
+        ("data.buffer.gamma=high", "full_key: data.buffer.gamma"),
+        ("model.clip_epsilon=high", "full_key: model.clip_epsilon"),
+        ("model.network.hidden_sizes=wide", "full_key: model.network.hidden_sizes"),
+        ("model.network.shared=perhaps", "full_key: model.network.shared"),
+        ("trainer.max_epochs=1.5", "full_key: trainer.max_epochs"),
+        ("trainer.limit_train_batches=all", "full_key: trainer.limit_train_batches"),
+        ("callbacks.progress_bar.refresh_every=often", "full_key: callbacks.progress_bar.refresh_every"),
+        ("callbacks.checkpoint.save_top_k=all", "full_key: callbacks.checkpoint.save_top_k"),
     ],
 )
-def test_a_typo_is_an_error_that_names_the_field_and_what_lacks_it(compose_train, override, lacking):
+def test_a_typo_or_a_value_of_the_wrong_type_names_the_field(compose_train, override, message):
     with pytest.raises(ConfigCompositionException) as error:
         compose_train(override)
-    field = override.split("=")[0]
-    assert f"Could not override '{field}'" in str(error.value)
-    assert f"Key '{field.split('.')[-1]}' {lacking}" in str(error.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.num_envs=many",
-        "data.buffer.gamma=high",
-        "model.clip_epsilon=high",
-        "model.network.hidden_sizes=wide",
-        "model.network.shared=perhaps",
-        "trainer.max_epochs=1.5",
-        "trainer.limit_train_batches=all",
-        "callbacks.progress_bar.refresh_every=often",
-        "callbacks.checkpoint.save_top_k=all",
-    ],
-)
-def test_a_value_of_the_wrong_type_is_an_error_that_names_the_field(compose_train, override):
-    with pytest.raises(ConfigCompositionException) as error:
-        compose_train(override)
-    assert f"full_key: {override.split('=')[0]}" in str(error.value.__cause__)
+    assert message in str(error.value.__cause__)
+    if "not in" in message:
+        assert f"Could not override '{override.split('=')[0]}'" in str(error.value)
 
 
 def test_an_experiment_that_does_not_exist_gets_the_list_of_those_that_do(compose_train):

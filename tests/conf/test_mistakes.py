@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -13,19 +11,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchrl_lightning.cli.checks import UsageError, check_config
 from torchrl_lightning.cli.parts import build_part, check_parts
 
-BRANCHED = ("~experiment", "data=branched", "model=mbpo", "env=pendulum", "data.total_frames=100")
-REPLAY = ("~experiment", "data=uniform", "model=dqn", "data.total_frames=100")
-COMPOSED: dict[tuple[str, ...], DictConfig] = {}
+REPLAY = "data=uniform model=dqn"
+BRANCHED = "data=branched model=mbpo env=pendulum"
 
 
 @pytest.fixture
 def composed(compose_train):
-    """Compose once for all settings that are tried; give a copy with one more."""
+    """Compose groups, without the experiment where they choose the data, and add one more setting."""
 
-    def with_setting(*base: str, setting: str = "") -> DictConfig:
-        if base not in COMPOSED:
-            COMPOSED[base] = compose_train(*base)
-        cfg = copy.deepcopy(COMPOSED[base])
+    def with_setting(groups: str = "", setting: str = "") -> DictConfig:
+        alone = ("~experiment", "data.total_frames=100") if "data=" in groups else ()
+        cfg = compose_train(*alone, *groups.split())
         with open_dict(cfg):
             return OmegaConf.merge(cfg, OmegaConf.from_dotlist([setting] if setting else []))
 
@@ -51,12 +47,24 @@ def refused(cfg: DictConfig) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+# By the groups: what is set, and what is said of it.
+SETTINGS: dict[str, list[tuple[str, str]]] = {
+    "": [
         ("data.num_envs=0", "data.num_envs=0: num_envs must be a positive integer, got 0."),
         ("data.buffer.gamma=1.5", "data.buffer.gamma=1.5: gamma must be between 0 and 1, got 1.5."),
         ("data.buffer.gae_lambda=-1", "data.buffer.gae_lambda=-1.0: gae_lambda must be between 0 and 1, got -1.0."),
+        ("data.frames_per_batch=1001", "data.frames_per_batch=1001: frames_per_batch=1001 is no multiple of num_e"),
+        ("data.normalize_observation=[foo]", "data.normalize_observation=['foo']: normalize_observation na"),
+        ("data.normalize_clip=0", "data.normalize_clip=0.0: normalize_clip must be above 0, got 0.0."),
+        ("data.env=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
+        ("data.env=gymnasium:Nope-v0", "data.env: Gymnasium does not know the environment 'gymnasium:Nope-v0': Env"),
+        (
+            "data.env=Blackjack-v1",
+            "data.env: The space of 'observation', Tuple(Discrete(32), Discrete(11), Discrete(2)), is not supported: "
+            "expected Box",
+        ),
+        ("data.seed=${nowhere}", "data.seed: Interpolation key 'nowhere' not found"),
+        ("data.total_frames=-1", "nothing would end this run; give data.total_frames=N"),
         ("model.clip_epsilon=-1", "model.clip_epsilon=-1.0: clip_epsilon must be above 0, got -1.0."),
         ("model.learning_rate=0", "model.learning_rate=0.0: learning_rate must be above 0, got 0.0."),
         ("model.max_grad_norm=-1", "model.max_grad_norm=-1.0: max_grad_norm must be above 0, got -1.0."),
@@ -71,66 +79,74 @@ def refused(cfg: DictConfig) -> str:
         ("callbacks.checkpoint.mode=best", "callbacks.checkpoint: `mode` can be min, max but got best"),
         ("seed=abc", "seed=abc: expected a whole number."),
         ("torch_threads=few", "torch_threads=few: expected a whole number."),
-        ("data.seed=${nowhere}", "data.seed: Interpolation key 'nowhere' not found"),
+        ("eval_checkpoint=worst", "eval_checkpoint is 'worst'; expected 'best' or 'last'."),
+        ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt is not a file; checkpoints lie in"),
     ],
-)
-def test_a_setting_that_does_not_fit_is_named(composed, override, message):
-    assert refused(composed(setting=override)).startswith(message)
+    REPLAY: [
+        ("data.buffer.gamma=2", "data.buffer.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
+        ("data.buffer.gamma=0.95", "data.buffer.gamma=0.95: gamma=0.95 of the buffer differs from gamma=0.99 of DQNM"),
+        ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
+        ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
+        ("data.env=Pendulum-v1", "model: DQN needs one choice among several actions (Discrete), got Box of shape"),
+        ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
+        ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
+        ("model.tau=2", "model.tau=2.0: tau=2.0 must be in (0, 1]"),
+    ],
+    "data=episodic model=dqn": [
+        ("data.buffer.sampler.recent_data_ratio=2", "data.buffer.sampler.recent_data_ratio=2.0: recent_data_ratio mu"),
+    ],
+    "data=frames model=dqn": [("", "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the")],
+    "data=hindsight model=dqn": [("", "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key name")],
+    "data=offline model=dqn data.total_frames=-1 trainer.max_epochs=1": [
+        ("", "dataset=demonstrations: demonstrations is no directory; name one that holds demonstrations."),
+    ],
+    "env=recipe": [
+        ("data.env.id=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
+        ("data.env.frame_stack=2", "data.env.frame_stack=2: frame_stack=2 stacks images, but"),
+        ("data.env.drop=[sight]", "data.env.drop=['sight']: drop=['sight'] names entries of"),
+        ("data.env.rename={gamma: reward}", "data.env.rename={'gamma': 'reward'}: rename={'gamma': 'reward'} takes 'r"),
+    ],
+    # What is said of the groups themselves.
+    "+trainer.max_epoch=3": [("", "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'")],
+    "model.learning_rate=???": [("", "the config has no value for model.learning_rate; give")],
+    "model.network=gru": [("", "model.network is 'gru', expected a config; select it as model/network=gru.")],
+    "model=default": [("", "model names no class (_target_); select one as model=NAME")],
+    "model=dqn": [
+        ("", "DQNModule does not learn from the OnPolicyDataModule; choose a stream for it, such as data=uni")
+    ],
+    "data=uniform": [("", "PPOModule does not learn from the ReplayDataModule")],
+    "data=model_based": [("", "PPOModule does not learn from the DynamicsDataModule")],
+    "data=uniform model=pets env=pendulum": [
+        ("", "DynamicsEnsemble does not learn from the ReplayDataModule; choose a stream for it, such as data=model"),
+    ],
+    "data=branched model=sac env=pendulum": [
+        ("", "SACModule imagines no branches for BranchedReplay; choose a learner that does, such as model=mbpo"),
+    ],
+    "data=uniform model=mbpo env=pendulum": [
+        ("", "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched"),
+    ],
+    BRANCHED: [
+        ("data.source.real_ratio=1.5", "data.source.real_ratio=1.5: real_ratio must be above 0 and below 1, got 1.5"),
+        ("data.buffer.n_steps=3", "data.source: branches are imagined step by step, but the buffer has"),
+    ],
+}
+CASES = [
+    pytest.param(groups, setting, message, id=f"{groups}: {setting or message}")
+    for groups, settings in SETTINGS.items()
+    for setting, message in settings
+]
+
+
+@pytest.mark.parametrize(("groups", "setting", "message"), CASES)
+def test_a_setting_that_does_not_fit_is_named(composed, groups, setting, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(composed(groups, setting)).startswith(message)
 
 
 def test_advantages_that_the_buffer_standardises_cannot_be_left_as_they_are(composed):
     cfg = composed(setting="model.normalize_advantage=false")
     cfg.data.buffer.standardize_advantages = True
     assert refused(cfg).startswith("model.normalize_advantage=False: normalize_advantage=False, but GAEBuffer has")
-
-
-def test_an_argument_that_does_not_exist_is_named(compose_train):
-    message = refused(compose_train("+trainer.max_epoch=3"))
-    assert message == "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.buffer.gamma=2", "data.buffer.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
-        (
-            "data.buffer.gamma=0.95",
-            "data.buffer.gamma=0.95: gamma=0.95 of the buffer differs from gamma=0.99 of DQNModule, which owns",
-        ),
-        ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
-        ("data.buffer.storage.max_size=0", "data.buffer.storage.max_size=0: max_size must be a positive integer"),
-        ("data.buffer.storage.max_size=9", "data.buffer: max_size=9 is not a multiple of num_envs=8"),
-        ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
-        ("model.tau=2", "model.tau=2.0: tau=2.0 must be in (0, 1]"),
-    ],
-)
-def test_a_setting_of_replay_that_does_not_fit_is_named(composed, override, message):
-    assert refused(composed(*REPLAY, setting=override)).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("stream", "override", "message"),
-    [
-        (
-            "episodic",
-            "data.buffer.sampler.recent_data_ratio=2",
-            "data.buffer.sampler.recent_data_ratio=2.0: recent_data_ratio must be between 0 and 1, got 2.0.",
-        ),
-        (
-            "frames",
-            "",
-            "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the environment observes [4]",
-        ),
-        (
-            "hindsight",
-            "",
-            "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key names nothing that",
-        ),
-    ],
-)
-def test_a_setting_of_episodic_replay_that_does_not_fit_is_named(composed, stream, override, message):
-    base = ("~experiment", f"data={stream}", "model=dqn", "data.total_frames=100")
-    assert refused(composed(*base, setting=override)).startswith(message)
 
 
 class Images(gym.ObservationWrapper):
@@ -145,9 +161,8 @@ class Images(gym.ObservationWrapper):
 
 
 def test_a_storage_of_frames_wants_stacks_of_its_own_size(composed):
-    base = ("~experiment", "data=frames", "env=recipe", "model=dqn", "model/network=cnn", "data.total_frames=100")
-    images = "data.env.wrappers=[{_target_: conf.test_mistakes.Images}]"
-    cfg = composed(*base, setting=images)
+    groups = "data=frames env=recipe model=dqn model/network=cnn"
+    cfg = composed(groups, "data.env.wrappers=[{_target_: conf.test_mistakes.Images}]")
     cfg.data.env.frame_stack = 4
     build_all(cfg)
     cfg.data.env.frame_stack = 8
@@ -156,19 +171,9 @@ def test_a_storage_of_frames_wants_stacks_of_its_own_size(composed):
     )
 
 
-def test_an_unsupported_observation_is_named_with_what_is_supported(composed):
-    message = refused(composed(setting="data.env=Blackjack-v1"))
-    assert "'observation', Tuple(Discrete(32), Discrete(11), Discrete(2)), is not supported: expected Box" in message
-
-
-def test_an_unsupported_action_is_named_with_what_is_supported(composed):
-    message = refused(composed(*REPLAY, setting="data.env=Pendulum-v1"))
-    assert message.startswith("model: DQN needs one choice among several actions (Discrete), got Box of shape")
-
-
-@pytest.mark.parametrize("base", [(), REPLAY])
-def test_what_fits_is_built_for_a_trial_without_moving_the_runs_generator(composed, base):
-    cfg = composed(*base)
+@pytest.mark.parametrize("groups", ["", REPLAY])
+def test_what_fits_is_built_for_a_trial_without_moving_the_runs_generator(composed, groups):
+    cfg = composed(groups)
     drawn = []
     for trial in (False, True):
         torch.manual_seed(0)
@@ -190,42 +195,3 @@ def test_a_fault_of_the_program_keeps_its_traceback(composed, monkeypatch):
     with pytest.raises(Exception, match="nothing to do with a setting") as error:
         build_part(composed(), "callbacks.progress_bar")
     assert not isinstance(error.value, UsageError)
-
-
-@pytest.mark.parametrize(
-    ("base", "message"),
-    [
-        (
-            ("model=dqn",),
-            "DQNModule does not learn from the OnPolicyDataModule; choose a stream for it, such as data=uniform",
-        ),
-        (
-            ("~experiment", "data=uniform", "data.total_frames=100"),
-            "PPOModule does not learn from the ReplayDataModule",
-        ),
-        (
-            ("~experiment", "data=model_based", "data.total_frames=100"),
-            "PPOModule does not learn from the DynamicsDataModule",
-        ),
-        (
-            ("~experiment", "data=uniform", "model=pets", "env=pendulum", "data.total_frames=100"),
-            "DynamicsEnsemble does not learn from the ReplayDataModule; choose a stream for it, such as data=model",
-        ),
-        (
-            ("~experiment", "data=branched", "model=sac", "env=pendulum", "data.total_frames=100"),
-            "SACModule imagines no branches for BranchedReplay; choose a learner that does, such as model=mbpo",
-        ),
-        (
-            ("~experiment", "data=uniform", "model=mbpo", "env=pendulum", "data.total_frames=100"),
-            "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched",
-        ),
-        (
-            (*BRANCHED, "data.source.real_ratio=1.5"),
-            "data.source.real_ratio=1.5: real_ratio must be above 0 and below 1, got 1.5",
-        ),
-        ((*BRANCHED, "data.buffer.n_steps=3"), "data.source: branches are imagined step by step, but the buffer has"),
-    ],
-    ids=["replay", "on-policy", "policy over dynamics", "dynamics", "no branches", "branches", "ratio", "steps"],
-)
-def test_a_learner_over_the_other_stream_is_refused(composed, base, message):
-    assert refused(composed(*base)).startswith(message)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from torch import Tensor
+
+from kit.rollouts import make_critic, make_rollout
 
 
 @pytest.fixture(scope="session")
@@ -65,30 +65,10 @@ def built(composed: Callable[..., DictConfig]) -> Callable[..., Any]:
     return build
 
 
-def make_rollout(num_envs: int = 2, steps: int = 3, **entries: Tensor) -> TensorDict:
-    """Make a rollout as collectors yield it, ``[N, T]``; rewards count up by time, then by environment."""
-    shape = (num_envs, steps)
-    reward = torch.arange(num_envs * steps, dtype=torch.float32).reshape(steps, num_envs).t().unsqueeze(-1).contiguous()
-    flag = torch.zeros(*shape, 1, dtype=torch.bool)
-    value = torch.ones(*shape, 1)
-    data = {
-        "observation": torch.rand(*shape, 4),
-        "action": torch.zeros(shape, dtype=torch.int64),
-        "action_log_prob": torch.full(shape, -0.5),
-        "state_value": value,
-        "next": {
-            "observation": torch.rand(*shape, 4),
-            "reward": reward,
-            "done": flag,
-            "terminated": flag.clone(),
-            "truncated": flag.clone(),
-            "state_value": value.clone(),
-        },
-        **entries,
-    }
-    return TensorDict(data, shape, names=[None, "time"])
-
-
 @pytest.fixture
 def rollout() -> TensorDict:
-    return make_rollout()
+    """Of two environments, with values, as collectors yield it."""
+    data, critic = make_rollout(3, 2), make_critic()
+    for steps in (data, data["next"]):
+        critic(steps)
+    return data

@@ -1,43 +1,67 @@
-"""Each option is composed, instantiated and used."""
+"""Every option is composed and built: alone with keys and dtypes as YAML writes them, and in buffers of both houses."""
 
 from __future__ import annotations
+
+from operator import attrgetter
 
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
-from hydra.utils import instantiate
-from tensordict.nn import TensorDictModule
-from torch import nn
-from torchrl.data import TensorDictReplayBuffer
+from hydra.utils import get_object, instantiate
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from configs.conftest import make_rollout
-from torchrl_lightning import (
-    GAEBuffer,
-    MinibatchSampler,
-    RolloutStorage,
-    RolloutWriter,
-    VanillaOnPolicyBuffer,
-    VTraceBuffer,
-    gae,
-)
+from configs.settings import NAMES, PRIORITIZED, SETTINGS, node_of
+from kit.rollouts import linear_actor, make_critic, make_rollout
+from kit.rows import numbered
+from torchrl_lightning import ExperienceBuffer, RingStorage, RolloutStorage, RolloutWriter
+
+READ = {"[ours,key]": ("ours", "key"), "[[ours,key]]": (("ours", "key"),), "float32": torch.float32}
+# How a part tells a setting, where not by its name.
+TOLD = {
+    "experience num_envs": "writer.num_envs",
+    "model_based size": "max_size",
+    "prioritized max_capacity": "max_size",
+    "simple size": "max_size",
+}
+UNTOLD = {"observation_spec", "action_spec", "data_spec"}
+# What each sampler needs in a buffer.
+SAMPLERS = {"uniform": (), "prioritized": PRIORITIZED, "sequence": ("batch_length=3",), "recent": ()}
+HOUSES = {"torchrl": ("tensordict", "lazy_tensor"), "ours": ("torchrl_lightning_experience", "torchrl_lightning_ring")}
 
 
-def time_major(rollout, key):
-    return rollout[key].transpose(0, 1)
+@pytest.mark.parametrize(("group", "name"), NAMES)
+def test_an_option_is_built_with_its_settings(built, group, name):
+    part = built(group, name, *SETTINGS[group, name])
+    assert type(part) is get_object(node_of(group, name).node._target_)
+    for setting, value in (each.split("=", 1) for each in SETTINGS[group, name]):
+        if setting not in UNTOLD:
+            told = attrgetter(TOLD.get(f"{name} {setting}", setting))(part)
+            told = tuple(told) if isinstance(told, list) else told
+            assert told == READ[value] if value in READ else str(told).lower() == value, (setting, told)
 
 
-def test_storage_writer_and_sampler_make_a_buffer_of_torchrl(built, rollout):
-    buffer = TensorDictReplayBuffer(
-        storage=built("storage", "rollout", "size=3", "num_envs=2"),
-        writer=built("writer", "rollout", "recurrent_keys=[[agent,recurrent_state]]"),
-        sampler=built("sampler", "minibatch", "shuffle=false"),
-        batch_size=4,
-        dim_extend=0,
+@pytest.mark.parametrize("house", HOUSES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_works_in_buffers_of_both_houses(composed, house, name):
+    buffer, storage = HOUSES[house]
+    cfg = composed(
+        f"+replay_buffer={buffer}",
+        f"+storage@replay_buffer.storage={storage}",
+        f"+sampler@replay_buffer.sampler=torchrl_lightning_{name}",
+        "+writer@replay_buffer.writer=torchrl_lightning_ring",
+        "replay_buffer.storage.max_size=20",
+        "replay_buffer.batch_size=8",
+        *(f"replay_buffer.sampler.{field}" for field in SAMPLERS[name]),
     )
-    buffer.extend(rollout)
-    assert buffer[:].shape == (3, 2)
-    assert buffer[:]["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert [batch["next", "reward"].flatten().tolist() for batch in buffer] == [[0, 1, 2, 3], [4, 5]]
+    buffer = instantiate(cfg.replay_buffer)
+    kinds = (TensorDictReplayBuffer, LazyTensorStorage) if house == "torchrl" else (ExperienceBuffer, RingStorage)
+    assert (type(buffer), type(buffer.storage)) == kinds
+    assert type(buffer.sampler).__name__.lower() == f"{name}sampler"
+    buffer.extend(numbered(10, ends=5))
+    batch = buffer.sample()
+    assert batch.shape[0] == 8
+    assert batch["number"].flatten().tolist() == batch["index"].flatten().tolist()
 
 
 def test_torchrls_buffer_config_takes_our_parts(composed, rollout):
@@ -55,57 +79,12 @@ def test_torchrls_buffer_config_takes_our_parts(composed, rollout):
     )
     buffer = instantiate(cfg.replay_buffer)
     assert type(buffer) is TensorDictReplayBuffer
-    assert isinstance(buffer.storage, RolloutStorage)
-    assert isinstance(buffer.writer, RolloutWriter)
-    assert isinstance(buffer.sampler, MinibatchSampler)
+    assert (type(buffer.storage), type(buffer.writer)) == (RolloutStorage, RolloutWriter)
     buffer.extend(rollout)
+    assert torch.equal(buffer[:]["next", "reward"], rollout["next", "reward"].transpose(0, 1))
     batch = buffer.sample()
     assert batch.shape == (1, 3)
     assert batch["advantage"].isfinite().all()
-
-
-@pytest.mark.parametrize("group", ["transform", "value"])
-def test_generalized_advantages(built, rollout, group):
-    transform = built(group, "generalized_advantages", "gamma=0.9", "lmbda=0.8", "advantage_key=[ours,advantage]")
-    transform(rollout)
-    flag = torch.zeros(3, 2, 1, dtype=torch.bool)
-    one = torch.ones(3, 2, 1)
-    advantage, target = gae(time_major(rollout, ("next", "reward")), one, one, flag, flag, 0.9, 0.8)
-    torch.testing.assert_close(time_major(rollout, ("ours", "advantage")), advantage)
-    torch.testing.assert_close(time_major(rollout, "value_target"), target)
-
-
-@pytest.mark.parametrize("group", ["transform", "value"])
-def test_discounted_returns(built, group):
-    rollout = make_rollout(1, 3)
-    built(group, "discounted_returns", "gamma=0.5", "bootstrap=false")(rollout)
-    assert rollout["value_target"].flatten().tolist() == [1.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("group", ["transform", "value"])
-def test_vtrace_advantages(built, rollout, group):
-    rollout["ours", "log_prob"] = rollout["action_log_prob"].clone()
-    on_policy = built(group, "vtrace_advantages", "gamma=0.5", "current_log_prob_key=[ours,log_prob]")
-    on_policy(rollout)
-    # On policy V-trace is the bootstrapped return of GAE with lambda = 1.
-    other = make_rollout()
-    built(group, "generalized_advantages", "gamma=0.5", "lmbda=1")(other)
-    torch.testing.assert_close(rollout["value_target"], other["value_target"])
-
-
-@pytest.mark.parametrize("group", ["transform", "value"])
-def test_intrinsic_returns(built, group):
-    rollout = make_rollout(1, 2)
-    one = torch.ones(1, 2, 1)
-    rollout["next", "curiosity"] = one
-    rollout["intrinsic_state_value"] = one
-    rollout["next", "intrinsic_state_value"] = one
-    rollout["next", "done"] = rollout["next", "terminated"] = ~rollout["next", "done"]
-    transform = built(
-        group, "intrinsic_returns", "gamma=0.5", "lmbda=1", "normalize=false", "reward_key=[next,curiosity]"
-    )
-    # The stream goes on across the ends of episodes.
-    assert transform(rollout)["intrinsic_value_target"].flatten().tolist() == [1.75, 1.5]
 
 
 def test_a_transform_serves_torchrls_module_transform(composed, rollout):
@@ -115,9 +94,8 @@ def test_a_transform_serves_torchrls_module_transform(composed, rollout):
         "part.inverse=true",
         "part.no_grad=true",
     )
-    critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
     part = instantiate(cfg.part)
-    part.module.critic = critic
+    part.module.critic = make_critic()
     buffer = TensorDictReplayBuffer(
         storage=RolloutStorage(3), writer=RolloutWriter(), transform=part, batch_size=6, dim_extend=0
     )
@@ -125,49 +103,65 @@ def test_a_transform_serves_torchrls_module_transform(composed, rollout):
     assert buffer[:]["advantage"].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["vanilla", "gae", "vtrace", "ppod"])
+def test_a_buffer_gets_the_modules_of_a_program(built, name):
+    modules = {"actor": linear_actor(), "critic": make_critic()}
+    buffer = built("replay_buffer", name, "size=3", **modules)
+    assert {key: getattr(buffer, key) for key in modules} == modules
+
+
+def test_a_buffer_takes_another_sampler(composed):
+    cfg = composed(
+        "+replay_buffer=torchrl_lightning_simple",
+        "+sampler@replay_buffer.sampler=torchrl_lightning_prioritized",
+        *(f"replay_buffer.{field}" for field in ("obs_dim=null", "act_dim=null", "size=20", "batch_size=3")),
+        *(f"replay_buffer.sampler.{field}" for field in PRIORITIZED),
+    )
+    buffer = instantiate(cfg.replay_buffer)
+    buffer.extend(make_rollout(4, 1))
+    assert buffer.obs_dim == 1
+    assert buffer.sample()["priority_weight"].shape == (3,)
+
+
+def test_a_storage_in_files(built, tmp_path):
+    storage = built("storage", "ring", "max_size=4", f"scratch_dir={tmp_path}")
+    ExperienceBuffer(storage=storage).extend(numbered(3))
+    assert storage.scratch_dir == tmp_path
+    assert storage.get(torch.arange(3))["number"].tolist() == [0, 1, 2]
+
+
+def test_what_a_model_learns_from_is_made_of_what_its_buffer_holds(built):
+    buffer = built("replay_buffer", "model_based", "size=4", "num_envs=2")
+    following = {"observation": torch.ones(2, 3), "reward": torch.ones(2, 1)}
+    buffer.extend(TensorDict({"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1), "next": following}, [2]))
+    targets = built("transform", "dynamics_targets", *SETTINGS["transform", "dynamics_targets"])
+    assert targets(buffer.get_all_buffer_data())["targets"].shape == (1, 2, 4)
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"), [("vanilla", VanillaOnPolicyBuffer), ("gae", GAEBuffer), ("vtrace", VTraceBuffer)]
+    ("group", "name", "field"), [("storage", "rollout", "siz"), ("sampler", "minibatch", "shufle")]
 )
-def test_buffers(built, name, kind):
-    actor = TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"])
-    buffer = built("replay_buffer", name, "size=3", "gamma=0.5", "batch_size=4", actor=actor)
-    assert type(buffer) is kind
-    assert buffer.gamma == 0.5
-    assert buffer.actor is actor
-    rollout = make_rollout()
-    buffer.extend(rollout)
-    if kind is VTraceBuffer:
-        with pytest.raises(RuntimeError, match="critic is needed"):
-            buffer.sample(4)
-    else:
-        assert buffer.sample(4)["observation"].shape == (4, 4)
-        buffer.before_gradients()
-        batches = list(buffer.generate_batches(2))
-        rewards = torch.cat([batch["next", "reward"] for batch in batches]).flatten()
-        assert sorted(rewards.tolist()) == [0, 1, 2, 3, 4, 5]
-        assert all(batch["advantage"].isfinite().all() for batch in batches)
-
-
-def test_a_buffers_keys_may_be_nested(built):
-    buffer = built("replay_buffer", "gae", "size=3", "value_key=[ours,value]", "value_target_key=[ours,target]")
-    rollout = make_rollout()
-    rollout["ours", "value"] = rollout["state_value"]
-    rollout["next", "ours", "value"] = rollout["next", "state_value"]
-    buffer.insert_data_slice(rollout)
-    buffer.before_gradients()
-    assert next(buffer.generate_batches(1))["ours", "target"].shape == (6, 1)
-
-
-@pytest.mark.parametrize("override", ["part.siz=3", "part.shufle=false"])
-def test_a_typo_names_the_field(composed, override):
-    group, name = ("storage", "rollout") if "siz" in override else ("sampler", "minibatch")
+def test_a_typo_names_the_field(composed, group, name, field):
     with pytest.raises(ConfigCompositionException) as error:
-        composed(f"+{group}@part=torchrl_lightning_{name}", override)
-    assert override.split("=")[0].removeprefix("part.") in str(error.value.__cause__)
+        composed(f"+{group}@part=torchrl_lightning_{name}", f"part.{field}=3")
+    assert field in str(error.value.__cause__)
 
 
-def test_what_is_no_key_is_refused(built):
-    with pytest.raises(Exception, match=r"A key is a string or a list of strings.*got \[1, 2\]"):
-        built("transform", "generalized_advantages", "value_key=[1,2]")
-    with pytest.raises(Exception, match="Expected a list of keys"):
-        built("writer", "rollout", "recurrent_keys=3")
+@pytest.mark.parametrize(
+    ("group", "name", "fields", "message"),
+    [
+        ("transform", "generalized_advantages", ["value_key=[1,2]"], r"A key is a string or a list .*got \[1, 2\]"),
+        ("writer", "rollout", ["recurrent_keys=3"], "Expected a list of keys"),
+        ("sampler", "prioritized", [*PRIORITIZED, "dtype=flaot32"], "must be torch.float32 .* got flaot32"),
+        ("storage", "ring", [], "Missing mandatory value: part.max_size"),
+        ("storage", "rollout", [], "Missing mandatory value: part.size"),
+        ("sampler", "prioritized", [], "Missing mandatory value: part.max_capacity"),
+        ("sampler", "sequence", [], "Missing mandatory value: part.batch_length"),
+        ("replay_buffer", "recurrent", [], "Missing mandatory value: part.capacity"),
+        ("replay_buffer", "simple", [], "Missing mandatory value: part.obs_dim"),
+        ("replay_buffer", "ppo", [], "Missing mandatory value: part.obs_dim"),
+    ],
+)
+def test_what_is_wrong_or_missing_is_named(built, group, name, fields, message):
+    with pytest.raises(Exception, match=message):
+        built(group, name, *fields)
