@@ -16,12 +16,31 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from benchmarks.harness import say  # noqa: E402
-from cli.stopped_runs import WAYS, Runner, command, differences, experiments, resumed, task, uninterrupted  # noqa: E402
+from cli.stopped_runs import WAYS, Runner, Stop, differences, forked, resumed, task, uninterrupted  # noqa: E402
+from torchrl_lightning._conf import CONF_DIR  # noqa: E402
+
+EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
+
+
+def command(
+    folder: Path, arguments: Sequence[str], into: Path, changed: Mapping[str, object], stop: Stop | None
+) -> int:
+    """Do what ``task`` does by the whole command, which composes its config itself."""
+
+    def train() -> None:
+        from torchrl_lightning.cli.train import main
+
+        given = [f"{name}={value}" for name, value in changed.items()]
+        sys.argv = ["torchrl-lightning-train", *arguments, f"hydra.run.dir={into}", *given]
+        main()
+
+    return forked(folder, train, stop)
 
 
 def row(experiment: str, ways: list[str], more: list[str], folder: Path, run: Runner) -> list[str]:
@@ -55,7 +74,7 @@ def warm() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiments", nargs="*", default=experiments())
+    parser.add_argument("experiments", nargs="*", default=EXPERIMENTS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--set", nargs="+", default=[])
     parser.add_argument("--quick", action="store_true", help="without Hydra, in a third of the time")

@@ -8,9 +8,9 @@ import io
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,26 +23,11 @@ from kit.store import only_our_schemas
 
 # 4 environments x 32 steps, two passes of two mini-batches; an evaluation after each second rollout
 TINY = [
-    "data.num_envs=4",
-    "data.frames_per_batch=128",
-    "data.mini_batch_size=64",
-    "data.num_epochs=2",
-    "data.total_frames=512",
-    "data.eval_episodes=2",
-    "trainer.check_val_every_n_epoch=2",
-    "eval_episodes=3",
+    *("data.num_envs=4", "data.frames_per_batch=128", "data.mini_batch_size=64", "data.num_epochs=2"),
+    *("data.total_frames=512", "data.eval_episodes=2", "trainer.check_val_every_n_epoch=2", "eval_episodes=3"),
 ]
-
+Done = subprocess.CompletedProcess[str]
 LAST_LINE = r"mean evaluation return: (-?\d+\.\d+) \+- (\d+\.\d+) over (\d+) episodes, (\d+) frames, (\d+) s"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command said, and its exit status."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 def call(name: str, *arguments: str, cwd: Path) -> Done:
@@ -65,7 +50,7 @@ def call(name: str, *arguments: str, cwd: Path) -> Done:
     if isinstance(status, str):  # sys.exit prints it
         complained.write(status + "\n")
     returncode = 1 if isinstance(status, str) else int(status or 0)  # type: ignore[call-overload]
-    return Done(returncode, said.getvalue(), complained.getvalue())
+    return Done([name, *arguments], returncode, said.getvalue(), complained.getvalue())
 
 
 @contextlib.contextmanager
@@ -93,14 +78,6 @@ def unchanged_process() -> Iterator[None]:
             if str(Path(getattr(sys.modules[module], "__file__", None) or ".").parent) in own:
                 del sys.modules[module]
         sys.path[:] = path
-
-
-def command_line(name: str, *arguments: str) -> list[str]:
-    """Write the command of an entry point in a process of its own, installed or not.
-
-    As in a console script, the working directory is not on the import path.
-    """
-    return [sys.executable, "-P", "-c", f"from torchrl_lightning.cli.{name} import main; main()", *arguments]
 
 
 def start(name: str, *arguments: str, cwd: Path, **options: Any) -> Forked:

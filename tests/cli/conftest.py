@@ -1,4 +1,4 @@
-"""Runs the commands as a user does: from another folder, with few frames; in this process, to save its start."""
+"""Runs the commands as a user does, from another folder, with few frames, but in this process, to save its start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from cli.commands import TINY, Done, call
 
@@ -30,3 +31,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     done = call("train", *TINY, *settings, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    original = Figure.savefig
+
+    def savefig(self: Figure, *args: object, **kwargs: object) -> None:
+        saved.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved

@@ -6,46 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from lightning.pytorch.loggers import CSVLogger
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from cli.written_runs import keep, write_run
 from torchrl_lightning.cli.curves import default_label, latest_of_each_seed, read_source
 from torchrl_lightning.cli.plot import main, plot_runs
 
 
-def write_run(folder: Path, *, seed: int = 0, points: int = 20, scale: float = 500.0) -> Path:
-    """Write a run as Lightning does: rows are sparse, training and evaluation in rows of their own."""
-    logger = CSVLogger(folder, name="csv", version="")
-    generator = np.random.default_rng(seed)
-    for i in range(1, points + 1):
-        frames = i * 1024
-        logger.log_metrics({"train/loss": 1.0 / i}, step=frames - 512)
-        value = scale * (1 - np.exp(-i / 5)) + generator.normal(0, scale / 20)
-        logger.log_metrics({"eval/return": float(value)}, step=frames)
-    logger.save()
-    return folder
+def lines(figure):
+    return {line.get_label(): np.asarray(line.get_xydata()) for line in figure.axes[0].get_lines()}
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
-    saved: list[Figure] = []
-    original = Figure.savefig
-
-    def savefig(self: Figure, *args: object, **kwargs: object) -> None:
-        saved.append(self)
-        original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
-
-
-def lines(figure: Figure, axes: int = 0) -> dict[str, np.ndarray]:
-    return {str(line.get_label()): np.asarray(line.get_xydata()) for line in figure.axes[axes].get_lines()}
-
-
-def test_one_run_becomes_a_picture(tmp_path: Path, figures: list[Figure]) -> None:
+def test_one_run_becomes_a_picture(tmp_path, figures):
     run = write_run(tmp_path / "ppo_cartpole" / "seed_0" / "2026-11-20_10-30-00")
     output = plot_runs([run], tmp_path / "pictures" / "curve.png")
     picture = imread(output)
@@ -59,13 +31,13 @@ def test_one_run_becomes_a_picture(tmp_path: Path, figures: list[Figure]) -> Non
     assert curve[:, 0].tolist() == [1024.0 * i for i in range(1, 21)]
 
 
-def test_a_run_without_frames_is_drawn_over_updates(tmp_path: Path, figures: list[Figure]) -> None:
+def test_a_run_without_frames_is_drawn_over_updates(tmp_path, figures):
     (tmp_path / "metrics.csv").write_text("step,eval/return,updates_per_second\n10,1.0,\n20,2.0,5.0\n")
     plot_runs([tmp_path], tmp_path / "curve.png", smooth=2)
     assert figures[0].axes[0].get_xlabel() == "updates"
 
 
-def test_seeds_share_a_line_with_mean_and_range(tmp_path: Path, figures: list[Figure]) -> None:
+def test_seeds_share_a_line_with_mean_and_range(tmp_path, figures):
     for seed in range(3):
         write_run(tmp_path / "ppo" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed)
         write_run(tmp_path / "a2c" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed, scale=300)
@@ -79,7 +51,7 @@ def test_seeds_share_a_line_with_mean_and_range(tmp_path: Path, figures: list[Fi
     assert band[:, 1].min() == pytest.approx(values.min())
 
 
-def test_runs_on_other_grids_are_interpolated_and_may_end_early(tmp_path: Path, figures: list[Figure]) -> None:
+def test_runs_on_other_grids_are_interpolated_and_may_end_early(tmp_path, figures):
     for name, rows in (("one", "0,0\n10,10\n"), ("two", "0,2\n5,7\n10,12\n20,22\n")):
         (tmp_path / f"{name}.csv").write_text("step,eval/return\n" + rows)
     plot_runs([tmp_path / "one.csv", tmp_path / "two.csv"], tmp_path / "c.png", labels=["same", "same"], band="std")
@@ -87,7 +59,7 @@ def test_runs_on_other_grids_are_interpolated_and_may_end_early(tmp_path: Path, 
     assert curve.tolist() == [[0, 1], [5, 6], [10, 11], [20, 22]]
 
 
-def test_panels_smoothing_and_columns(tmp_path: Path, figures: list[Figure]) -> None:
+def test_panels_smoothing_and_columns(tmp_path, figures):
     table = "epoch,eval/return,loss\n0,0,1\n1,3,\n2,6,2\n2,9,nan\n"
     for name in ("a", "b", "c", "d"):
         (tmp_path / f"{name}.csv").write_text(table)
@@ -100,7 +72,7 @@ def test_panels_smoothing_and_columns(tmp_path: Path, figures: list[Figure]) -> 
     assert [curve.y.tolist() for curve in read_source(sources[0], "loss", "epoch")] == [[1, 2]]
 
 
-def test_labels_name_what_seeds_have_in_common() -> None:
+def test_labels_name_what_seeds_have_in_common():
     for path, label in {
         "logs/train/ppo/seed_3/2026-11-20_10-30-00/csv/metrics.csv": "ppo",
         "logs/train/ppo/seed_3/2026-11-20_10-30-00_2/csv/metrics.csv": "ppo",
@@ -114,7 +86,7 @@ def test_labels_name_what_seeds_have_in_common() -> None:
         assert default_label(Path(path)) == label
 
 
-def test_runs_without_the_metric_are_left_out_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_without_the_metric_are_left_out_beside_others(tmp_path, caplog):
     write_run(tmp_path / "a" / "seed_0")
     (tmp_path / "a" / "seed_1").mkdir()
     (tmp_path / "a" / "seed_1" / "metrics.csv").write_text("step,train/loss\n1,2\n")
@@ -122,7 +94,7 @@ def test_runs_without_the_metric_are_left_out_beside_others(tmp_path: Path, capl
     assert "1 of 2 runs" in caplog.text
 
 
-def test_errors_say_what_there_is(tmp_path: Path) -> None:
+def test_errors_say_what_there_is(tmp_path):
     run, output = write_run(tmp_path / "run"), tmp_path / "curve.png"
     (tmp_path / "empty").mkdir()
     (tmp_path / "words.csv").write_text("step,eval/return\n1,much\n")
@@ -143,7 +115,7 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path, capsys):
     run, output = write_run(tmp_path / "run"), tmp_path / "curve.png"
     assert main([str(run), "--output", str(output), "--label", "mine", "--smooth", "3", "--band", "std"]) == 0
     assert output.exists()
@@ -158,19 +130,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
-def keep(run: Path, *overrides: str, seed: int = 0, ckpt_path: str | None = None, **choices: str) -> Path:
-    """Keep beside a run what Hydra keeps."""
-    folder = run / ".hydra"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "ckpt_path": ckpt_path}))
-    chosen = {"experiment": "ppo_cartpole", **choices}
-    runtime = {"choices": chosen, "cwd": str(run.parent)}
-    hydra = {"hydra": {"runtime": runtime, "overrides": {"task": [f"seed={seed}", *overrides]}}}
-    (folder / "hydra.yaml").write_text(yaml.safe_dump(hydra))
-    return run
-
-
-def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path: Path, figures: list[Figure]) -> None:
+def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path, figures):
     for i, (seed, *overrides) in enumerate(
         [(0,), (1,), (0, "env=acrobot"), (0, "data.num_epochs=4", "model.clip_epsilon=0.1", "logger=many")]
     ):
@@ -186,7 +146,7 @@ def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path
     }
 
 
-def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path, caplog):
     runs = [keep(write_run(tmp_path / name, seed=i), seed=3) for i, name in enumerate(("b", "a"))]
     os.utime(runs[0] / "csv" / "metrics.csv", (1, 1))
     curves = [curve for source in (runs[0], tmp_path) for curve in read_source(source, "eval/return", "step")]
@@ -197,7 +157,7 @@ def test_a_seed_that_was_run_again_is_no_second_seed(tmp_path: Path, caplog: pyt
     assert [curve.label for curve in labelled] == ["mine", "mine"]
 
 
-def test_a_resumed_run_continues_its_curve(tmp_path: Path, figures: list[Figure]) -> None:
+def test_a_resumed_run_continues_its_curve(tmp_path, figures):
     first = keep(write_run(tmp_path / "first"), "data.total_frames=20480", "model.gamma=0.9", seed=3)
     for name, origin, frames in (("second", "first", range(11, 31)), ("third", "second", range(21, 41))):
         run = tmp_path / name

@@ -1,4 +1,4 @@
-"""Every command that the README shows runs as it is written there; long trainings get fewer frames at the end."""
+"""Every command that the README shows runs as it is written there, if it trains with less to do at its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from typing import Any
 
 import gymnasium
 import pytest
+import torch
 import yaml
 from hydra.utils import instantiate
 from joblib.externals.loky import get_reusable_executor
 from torchrl.envs import EnvBase
 
-from cli.commands import Done, call, last_line
+from cli.commands import LAST_LINE, Done, call, last_line
 from kit.extras import need_extra
 from kit.processes import PROJECT
+from kit.states import differences
 from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.sweeps import read_trials
 
 README = (PROJECT / "README.md").read_text()
 SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -41,12 +44,15 @@ NAMES = {
 
 
 def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> Done:
-    """Run a line as a shell would, with a trailing override of the frames if it trains."""
+    """Run a line as a shell would; if it trains, with fewer frames and episodes behind it."""
     script, *arguments = shlex.split(line if run is None else line.replace("RUN", str(run)), comments=True)
     module, _, function = SCRIPTS[script].partition(":")
     assert function == "main"
     trains = module.endswith(".train") and "--help" not in arguments
-    done = call(module.rpartition(".")[2], *arguments, *([f"data.total_frames={frames}"] if trains else []), cwd=folder)
+    few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains else []
+    if trains and line != FIRST:  # whose folder has no other name than the README says
+        few.append("data.eval_episodes=2")
+    done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -134,11 +140,16 @@ def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
             next((start for part, start in NAMES.items() if part in line), "ppo_cartpole"),
         )
     if jobs == 3:
-        assert {made.parts[-2] for made in new} == {"seed_0", "seed_1", "seed_2"}
+        assert {made.parts[-2:] for made in new} == {("seed_0", "0"), ("seed_1", "1"), ("seed_2", "2")}
+        learnt = [torch.load(made / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for made in new]
+        assert differences(learnt[0], learnt[1])
     if "joblib" not in line:  # its workers speak for themselves
         assert done.stdout.count("mean evaluation return") == jobs
     if "hparams_search" in line:
         (found,) = folder.glob("logs/train/sweep_*/optimization_results.yaml")
+        printed = [float(match[0]) for match in re.findall(LAST_LINE, done.stdout)]
+        scores = [trial.score for trial in read_trials([found.parent])]
+        assert scores == pytest.approx(sorted(printed, reverse=True), abs=0.05)
         assert set(yaml.safe_load(found.read_text())["best_params"]) == {
             "model.learning_rate",
             "model.clip_epsilon",

@@ -1,9 +1,11 @@
-"""TAB completion runs the command's module, and --help is asked for often: neither may load torch or take long."""
+"""What fresh processes import and say; TAB completion and --help may neither load torch nor take long."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 from kit.processes import environment
 from torchrl_lightning._conf import CONF_DIR
 
+HERE = Path(__file__).parent
 HEAVY = ("torch", "lightning", "gymnasium", "matplotlib", "numba")
 
 # All in one process: what one command imports, the next one would show.
@@ -35,12 +38,44 @@ for name in ("train", "evaluate", "record", "plot"):
 """
 
 
-def test_nothing_heavy_is_imported_before_a_run_begins_and_help_takes_no_second():
-    script = SCRIPT.replace("HEAVY", repr(HEAVY))
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=600
+def started(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # As in a console script, the working directory is not on the import path.
+    return subprocess.run(
+        [sys.executable, "-P", *command], cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
     )
+
+
+def test_nothing_heavy_is_imported_before_a_run_begins_and_help_takes_no_second(tmp_path):
+    done = started("-c", SCRIPT.replace("HEAVY", repr(HEAVY)), folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    app = HERE.parent / "conf" / "torchrl_app"
+    return started(str(HERE / "fresh_process.py"), str(app), folder=tmp_path_factory.mktemp("fresh"))
+
+
+def test_a_mistake_ends_a_process_with_status_one_and_one_line(fresh):
+    # All others run in the process of the tests.
+    assert (fresh.returncode, len(fresh.stdout.splitlines())) == (1, 1), fresh.stdout
+    assert [line[:5] for line in fresh.stderr.splitlines()] == ["error"]
+
+
+def test_what_our_runs_do_not_need_is_never_imported(fresh):
+    assert json.loads(fresh.stdout)["imported"] == []
+
+
+def test_data_composes_beside_torchrls_groups(fresh):
+    app = json.loads(fresh.stdout)["app"]
+    assert {name: app[name]["_target_"] for name in ("data", "buffer_storage", "buffer_sampler", "logger")} == {
+        "data": "torchrl_lightning.OnPolicyDataModule",
+        "buffer_storage": "torchrl.data.replay_buffers.LazyTensorStorage",
+        "buffer_sampler": "torchrl_lightning.MinibatchSampler",
+        "logger": "torchrl.record.loggers.csv.CSVLogger",
+    }
+    assert app["data"]["buffer"]["_target_"] == "torchrl_lightning.GAEBuffer"
+    assert app["logger"]["log_dir"] == "own_logs"
 
 
 def test_help_lists_groups_with_their_options_and_no_internals(run):
@@ -57,35 +92,26 @@ def test_help_lists_groups_with_their_options_and_no_internals(run):
     assert max(map(len, said.splitlines())) <= 130
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "record"])
+MAIN_SETTINGS = {
+    "train": {"seed", "ckpt_path", "data.total_frames", "data.num_envs", "data.buffer.gamma", "model.learning_rate"},
+    "evaluate": {"ckpt_path", "seed", "deterministic", "video"},
+    "record": {"ckpt_path", "policy", "episodes", "min_return", "directory", "table"},
+}
+
+
+@pytest.mark.parametrize("name", MAIN_SETTINGS)
 def test_help_shows_main_settings_with_the_values_that_a_run_would_have(run, name):
     said = run(name, "-h").stdout.partition("FIELD=VALUE")[2].splitlines()
-    config = OmegaConf.create(run(name, "--cfg", "job").stdout)
+    config = OmegaConf.to_container(OmegaConf.create(run(name, "--cfg", "job").stdout), resolve=False)
     shown = {}
-    for line in said:
-        if line.startswith("  "):
-            setting, _, meaning = line.strip().partition("  ")
-            key, _, value = setting.partition("=")
-            shown[key] = value
-            assert meaning.strip(), line
-            told = OmegaConf.to_container(config, resolve=False)
-            for part in key.split("."):
-                told = told[part]
-            assert told == yaml.safe_load(value), key
-    main = {
-        "train": {
-            "seed",
-            "ckpt_path",
-            "data.total_frames",
-            "data.num_envs",
-            "data.buffer.gamma",
-            "model.learning_rate",
-        },
-        "evaluate": {"ckpt_path", "seed", "deterministic", "video"},
-        "record": {"ckpt_path", "policy", "episodes", "min_return", "directory", "table"},
-    }
-    assert main[name] <= set(shown)
-
-
-def test_help_of_evaluate_asks_for_a_checkpoint(run):
-    assert "ckpt_path=???" in run("evaluate", "--help").stdout
+    for line in (line for line in said if line.startswith("  ")):
+        setting, _, meaning = line.strip().partition("  ")
+        key, _, shown[key] = setting.partition("=")
+        assert meaning.strip(), line
+    assert MAIN_SETTINGS[name] <= set(shown)
+    for key, value in shown.items():
+        told = config
+        for part in key.split("."):
+            told = told[part]
+        assert told == yaml.safe_load(value), key
+    assert name != "evaluate" or shown["ckpt_path"] == "???"

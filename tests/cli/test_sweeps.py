@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from cli.test_plot import figures, keep  # noqa: F401 (a fixture)
+from cli.written_runs import keep
 from torchrl_lightning.cli.plot import main
 from torchrl_lightning.cli.sweeps import Trial, draw_trials, read_trials, table
 
@@ -21,30 +20,20 @@ def made(folder: Path, score: float | None, *overrides: str, seed: int = 0, **ch
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Path:
+def sweep(tmp_path) -> Path:
     """Two settings in a grid of two seeds, and one which is the same in all runs."""
-    scores = {
-        ("0.0001", "4"): (100, 120),
-        ("0.03", "4"): (20, 30),
-        ("0.0001", "10"): (200, 180),
-        ("0.03", "10"): (5, 6),
-    }
     folder = tmp_path / "sweep_2026-01-01_00-00-00"
-    job = 0
-    for (rate, epochs), both in scores.items():
-        for seed, score in enumerate(both):
-            overrides = [f"model.learning_rate={rate}", f"data.num_epochs={epochs}", "data.num_envs=4"]
-            made(folder / f"ppo-{rate}-{epochs}" / f"seed_{seed}" / str(job), score, *overrides, seed=seed)
-            job += 1
+    settings = (("0.0001", "4", 100, 120), ("0.03", "4", 20, 30), ("0.0001", "10", 200, 180), ("0.03", "10", 5, 6))
+    for number, (rate, epochs, *scores) in enumerate(settings):
+        overrides = [f"model.learning_rate={rate}", f"data.num_epochs={epochs}", "data.num_envs=4"]
+        for seed, score in enumerate(scores):
+            made(
+                folder / f"ppo-{rate}-{epochs}" / f"seed_{seed}" / str(2 * number + seed), score, *overrides, seed=seed
+            )
     return folder
 
 
-def test_a_sweep_becomes_a_table_best_first_and_a_picture(
-    sweep: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    figures: list[Figure],  # noqa: F811
-) -> None:
+def test_a_sweep_becomes_a_table_best_first_and_a_picture(sweep, tmp_path, capsys, figures):
     output = tmp_path / "pictures" / "sweep.png"
     assert main([str(sweep), "--table", "--output", str(output)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -66,7 +55,7 @@ def test_a_sweep_becomes_a_table_best_first_and_a_picture(
     assert sorted(drawn) == [[0.0001, 110], [0.0001, 190], [0.03, 5.5], [0.03, 25]]
 
 
-def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path: Path) -> None:
+def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path):
     for i, rate in enumerate((0.0006466422717414558, 0.00044296496)):
         made(tmp_path / "sweep" / str(i), i + 0.5, f"model.learning_rate={rate}", "hparams_search=x", "eval_episodes=3")
     assert table(read_trials([tmp_path])).splitlines() == [
@@ -76,7 +65,7 @@ def test_runs_of_one_seed_have_neither_deviation_nor_count(tmp_path: Path) -> No
     ]
 
 
-def test_what_is_no_number_lies_in_categories(tmp_path: Path, figures: list[Figure]) -> None:  # noqa: F811
+def test_what_is_no_number_lies_in_categories(tmp_path, figures):
     made(tmp_path / "0", 1.0, "model.network.hidden_sizes=[32,32]", "env=acrobot")
     made(tmp_path / "1", 2.0, "model.network.hidden_sizes=[64]", "~callbacks.bar", "model.gamma=0.9")
     made(tmp_path / "2", -0.123456, "model.network.hidden_sizes=[64]", "model.gamma=0.99", experiment="a2c_cartpole")
@@ -96,13 +85,13 @@ def test_what_is_no_number_lies_in_categories(tmp_path: Path, figures: list[Figu
     assert len(panels["model.gamma"].containers) == 2  # one run does not set it
 
 
-def test_a_run_without_a_score_is_left_out(sweep: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_score_is_left_out(sweep, caplog):
     made(sweep / "broken" / "8", None, "model.learning_rate=1", "data.num_epochs=4", "data.num_envs=4")
     assert len(read_trials([sweep])) == 4
     assert "1 of 9 runs" in caplog.text
 
 
-def test_another_metric_is_the_last_value_of_its_column(tmp_path: Path) -> None:
+def test_another_metric_is_the_last_value_of_its_column(tmp_path):
     for i in range(2):
         folder = made(tmp_path / str(i), 1.0, f"model.gamma=0.{i + 1}")
         (folder / "csv" / "metrics.csv").write_text(f"step,eval/return\n1,90\n2,{i}\n")
@@ -112,31 +101,23 @@ def test_another_metric_is_the_last_value_of_its_column(tmp_path: Path) -> None:
         read_trials([tmp_path])
 
 
-def test_large_numbers_keep_their_digits() -> None:
+def test_large_numbers_keep_their_digits():
     few = [Trial({"data.total_frames": text}, [], np.array([1.0])) for text in ("100000", "12345678", "1e-05")]
     assert [line.split()[0] for line in table(few).splitlines()[1:]] == ["100000", "12345678", "1e-05"]
 
 
-def test_bad_input_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_gets_one_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for seed in range(2):
         made(tmp_path / "same" / str(seed), 1.0, "model.gamma=0.9", seed=seed)
-    output = tmp_path / "sweep.png"
+    output, takes = tmp_path / "sweep.png", "--table takes --metric, --output and --title"
+    empty, same = str(tmp_path / "empty"), str(tmp_path / "same")
     for arguments, message in (
         (["nowhere"], "no such file or folder: nowhere"),
-        ([str(tmp_path / "empty")], f"no metrics.csv below {tmp_path / 'empty'}; was the run started with logger=csv?"),
-        (
-            [str(tmp_path / "same")],
-            f"2 run(s) below {tmp_path / 'same'} differ in no setting but the seed; nothing to compare.",
-        ),
-        (
-            [str(tmp_path / "same"), "--metric", "loss"],
-            f"no column loss in {tmp_path / 'same'}; there are: eval/return, final/return, step",
-        ),
-        (
-            [str(tmp_path / "same"), "--label", "mine", "--smooth", "3"],
-            "--table takes --metric, --output and --title, not --label, --smooth.",
-        ),
+        ([empty], f"no metrics.csv below {empty}; was the run started with logger=csv?"),
+        ([same], f"2 run(s) below {same} differ in no setting but the seed; nothing to compare."),
+        ([same, "--metric", "loss"], f"no column loss in {same}; there are: eval/return, final/return, step"),
+        ([same, "--label", "m", "--smooth", "3"], f"{takes}, not --label, --smooth."),
     ):
         with pytest.raises(SystemExit) as stop:
             main([*arguments, "--table", "--output", str(output)])

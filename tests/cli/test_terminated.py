@@ -1,18 +1,22 @@
-"""A run that SIGTERM or SLURM ends keeps its state, and ``ckpt_path=auto`` goes on with it."""
+"""A run that Ctrl-C, SIGTERM or SLURM ends keeps its state, and ``ckpt_path=auto`` goes on with it."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, Done, last_line, start
+from datamodules.test_close import members
 from kit.forks import Forked
 from torchrl_lightning.cli.locks import locked
 
@@ -25,20 +29,60 @@ JOB = {
 }
 
 
+def has_learnt(folder: Path) -> bool:
+    return any(len(path.read_text().splitlines()) > 3 for path in folder.glob("logs/train/**/metrics.csv"))
+
+
 def ended_by(number: int, arguments: list[str], folder: Path, **variables: str) -> Done:
     """Start training, send a signal when it has learnt, and wait."""
     process = start("train", *arguments, cwd=folder, variables=variables)
     try:
-        rows = "logs/train/**/metrics.csv"
-        process.waits_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in folder.glob(rows)))
+        process.waits_for(lambda: has_learnt(folder))
         process.send(number)
-        return Done(process.ends(), process.said, "")
+        return Done(arguments, process.ends(), process.said)
     finally:
         process.kill()
 
 
 def frames_in(checkpoint: Path) -> int:
     return int(torch.load(checkpoint, weights_only=True)["OnPolicyDataModule"]["ranks"][0]["frames"])
+
+
+OWN_MODULE = """
+import gymnasium
+gymnasium.register("Own-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=500)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(run, tmp_path):
+    # The experiment with worker processes, which find the module in the working directory as well.
+    (tmp_path / "own_cartpole.py").write_text(OWN_MODULE)
+    settings = ["experiment=vtrace_cartpole", "data.env=own_cartpole:Own-v0", "data.collector.num_workers=1", *ENDLESS]
+    process = start("train", *settings, cwd=tmp_path, session=True)
+    try:
+        process.waits_for(lambda: has_learnt(tmp_path))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.ends() == 1, process.said
+        deadline = time.monotonic() + 300  # multiprocessing's own helper outlives its parent by an instant
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert members(process.pid) == []
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    said = process.said
+    assert "Traceback" not in said
+    match = re.search(r"stopped by KeyboardInterrupt; to resume, run the same command with ckpt_path=(\S+)", said)
+    assert match is not None, said
+    frames = frames_in(tmp_path / match[1])
+    assert frames > 0
+    # Resumed at its end, it is taken up whole, and starts no worker for another batch.
+    try:
+        done = run("train", f"data.total_frames={frames}", f"ckpt_path={match[1]}")
+    finally:
+        gymnasium.registry.pop("Own-v0", None)
+    assert last_line(done.stdout)[4] == str(frames)
 
 
 def test_sigterm_saves_and_ends_a_sweep_with_its_status(tmp_path):
@@ -73,21 +117,29 @@ def test_a_requeued_job_goes_on_where_the_signal_of_slurm_ended_it(run, tmp_path
 
 
 def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, tmp_path):
-    given = [*TINY, "seed=3", "ckpt_path=auto"]
-    first = run("train", *given)
-    assert last_line(first.stdout)[4] == "512"
+    few = [*TINY, "ckpt_path=auto"]
+    given = [*few, "seed=3"]
+    assert last_line(run("train", *given).stdout)[4] == "512"
     (folder,) = (path.parents[1] for path in tmp_path.glob("logs/train/*/seed_3/*/.hydra/config.yaml"))
 
     def chosen(*arguments: str) -> str | None:
         return OmegaConf.create(run("train", *arguments, "--cfg", "job").stdout).ckpt_path
 
     best, last = (folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
-    assert chosen(*given) == str(last.relative_to(tmp_path))
     assert chosen(*given[::-1]) == str(last.relative_to(tmp_path))
-    assert chosen(*TINY, "seed=3") is None
-    assert chosen(*TINY, "seed=4", "ckpt_path=auto") is None
+    assert chosen(*given, "ckpt_path=null") is None
     assert chosen(*given, "model.clip_epsilon=0.3") is None
     assert chosen(*given, "experiment=ppo_pendulum") is None
+    # Each run of a sweep looks for its own.
+    run("train", "--multirun", "seed=3,4", *few)
+    kept = {
+        path.parts[-4]: OmegaConf.load(path) for path in tmp_path.glob("logs/train/sweep_*/*/*/*/.hydra/config.yaml")
+    }
+    assert {seed: config.ckpt_path for seed, config in kept.items()} == {
+        "seed_3": str(last.relative_to(tmp_path)),
+        "seed_4": None,
+    }
+    shutil.rmtree(tmp_path / next(tmp_path.glob("logs/train/sweep_*")))
     whole = last.read_bytes()
     last.write_bytes(whole[: len(whole) // 2])
     assert chosen(*given) == str(best.relative_to(tmp_path))
@@ -100,23 +152,12 @@ def test_auto_takes_the_newest_whole_checkpoint_of_the_same_run_or_starts(run, t
     holder = Forked(hold, tmp_path / "holder")
     try:
         holder.waits_for(lambda: holder.said == "held\n")
-        for arguments in (given, [*TINY, "seed=3", f"hydra.run.dir={folder}"]):
+        for arguments in (given, [*given, "ckpt_path=null", f"hydra.run.dir={folder}"]):
             done = run("train", *arguments, expect=1)
             assert f"is being written by process {holder.pid} on " in done.stderr
     finally:
         holder.kill()
     assert chosen(*given) == str(best.relative_to(tmp_path))
-
-
-def test_auto_of_a_sweep_looks_for_each_run_alone(run, tmp_path):
-    few = [*TINY, "data.total_frames=128", "eval_episodes=1"]
-    run("train", *few, "seed=1")
-    run("train", "--multirun", "seed=0,1", *few, "ckpt_path=auto")
-    resumed = {
-        path.parts[-4]: OmegaConf.load(path).ckpt_path is not None
-        for path in tmp_path.glob("logs/train/sweep_*/*/seed_*/*/.hydra/config.yaml")
-    }
-    assert resumed == {"seed_0": False, "seed_1": True}
 
 
 @pytest.mark.parametrize(("name", "job"), [("mine", "4242"), ("bash", None)])

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
+from kit.processes import PROJECT
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,16 @@ def make_environment(root: Path) -> Installation:
 
 
 def pip_install(installation: Installation, *arguments: str | Path) -> None:
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", installation.bin / "python")
     # --ignore-installed: the package of the outer environment is visible, and is to be left alone.
     options = ("--quiet", "--no-deps", "--no-index", "--ignore-installed", "--no-build-isolation")
-    run(*pip, "install", *options, *arguments, cwd=installation.elsewhere)
+    python = ("--python", installation.bin / "python")
+    run(*PIP, *python, "install", *options, *arguments, cwd=installation.elsewhere)
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, PROJECT, cwd=folder)
+    run(*PIP, "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, PROJECT, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-PROJECT = Path(__file__).resolve().parents[2]
+from kit.processes import PROJECT
 
 FOREIGN_APP = """
 import sys
@@ -23,13 +23,13 @@ main()
 """
 
 
-def test_the_wheel_carries_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
+def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_marker(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     tree = {f"torchrl_lightning/conf/{path.relative_to(PROJECT / 'conf')}" for path in PROJECT.glob("conf/**/*.*")}
     assert {Path(name).suffix for name in tree} == {".yaml", ".safetensors"}
-    assert tree <= names
-    assert "torchrl_lightning/py.typed" in names
-    assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in names
+    modules = {str(path.relative_to(PROJECT / "plugin")) for path in PROJECT.glob("plugin/**/*.py")}
+    assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in modules
+    assert tree | modules | {"torchrl_lightning/py.typed"} <= names
     # An __init__.py there would hide the Hydra plugins of all other distributions.
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}
@@ -51,10 +51,13 @@ def test_the_description_on_a_package_index_shows_nothing_broken(wheel: Path):
     assert versions == {"3.11", "3.12", "3.13"}
 
 
-def test_the_package_comes_from_where_it_was_installed(from_wheel, from_checkout):
-    where = "import torchrl_lightning; print(torchrl_lightning.__file__)"
-    assert Path(from_wheel.python(where)).is_relative_to(from_wheel.root)
-    assert Path(from_checkout.python(where)).is_relative_to(PROJECT / "plugin")
+def test_the_package_comes_from_where_it_was_installed_and_costs_no_torch(from_wheel, from_checkout):
+    heavy = "[name for name in ('torch', 'tensordict', 'torchrl', 'lightning', 'numba') if name in sys.modules]"
+    code = f"import sys, torchrl_lightning, torchrl_lightning.cli.train; print(torchrl_lightning.__file__, {heavy})"
+    for installation, root in ((from_wheel, from_wheel.root), (from_checkout, PROJECT / "plugin")):
+        where, loaded = installation.python(code).split(maxsplit=1)
+        assert Path(where).is_relative_to(root)
+        assert loaded == "[]"
 
 
 def test_the_train_command_composes_its_config(installation):
@@ -67,14 +70,8 @@ def test_the_train_command_composes_its_config(installation):
 
 
 def test_the_other_commands_answer(installation):
-    assert "ckpt_path" in installation.run("torchrl-lightning-evaluate", "--cfg", "job").stdout
-    assert "ckpt_path" in installation.run("torchrl-lightning-record", "--cfg", "job").stdout
-    assert "usage" in installation.run("torchrl-lightning-plot", "--help").stdout.lower()
-
-
-def test_importing_the_package_costs_no_torch(installation):
-    heavy = "[name for name in ('torch', 'tensordict', 'torchrl', 'lightning', 'numba') if name in sys.modules]"
-    assert installation.python(f"import sys, torchrl_lightning, torchrl_lightning.cli.train; print({heavy})") == "[]"
+    for name, said in (("evaluate", "ckpt_path"), ("record", "ckpt_path"), ("plot", "usage")):
+        assert said in installation.run(f"torchrl-lightning-{name}", "--help").stdout.lower()
 
 
 def test_a_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
@@ -85,8 +82,3 @@ def test_a_foreign_hydra_app_finds_our_data_group(installation, tmp_path):
     assert cfg.epochs == 3
     assert cfg.data.buffer._target_ == "torchrl_lightning.GAEBuffer"
     assert cfg.data.buffer.gae_lambda == 0.9
-
-
-def test_exported_names_load_in_an_installation(from_wheel):
-    code = "from torchrl_lightning import discounted_scan; print(discounted_scan.__module__)"
-    assert from_wheel.python(code).startswith("torchrl_lightning")

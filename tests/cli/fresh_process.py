@@ -1,0 +1,57 @@
+"""What a fresh process imports and says, for ``test_startup``: one for all, as importing takes seconds.
+
+Writes a JSON object at its end, and ends as the command does that is given a mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+# TorchRL's configs clash with files of the same groups; the others take time and memory before they are needed.
+SPARED = ("torchrl.trainers", "torchrl_lightning.configs", "torchrl.collectors", "numba", "tensorboard", "hydra.main")
+
+
+def imported_by_all_names() -> list[str]:
+    import torchrl_lightning
+    import torchrl_lightning.cli.evaluate
+    import torchrl_lightning.cli.train
+    from torchrl_lightning.cli.command import quiet  # noqa: F401
+
+    for name in torchrl_lightning.__all__:
+        getattr(torchrl_lightning, name)
+    return [name for name in SPARED if name in sys.modules]
+
+
+def status_of_a_mistake() -> Any:
+    from torchrl_lightning.cli.train import main
+
+    sys.argv[1:] = ["data.env=Nope-v0", "hydra.run.dir=run"]
+    try:
+        return main()
+    except SystemExit as end:
+        return end.code
+
+
+def app_beside_torchrls_groups(folder: str) -> Any:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    GlobalHydra.instance().clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchRL's own, about what is deprecated in it
+        import torchrl_lightning.configs  # noqa: F401
+
+        with initialize_config_dir(folder, version_base="1.3"):
+            return OmegaConf.to_container(compose("config"), resolve=False)
+
+
+if __name__ == "__main__":
+    app = sys.argv[1]
+    imported = imported_by_all_names()
+    status = status_of_a_mistake()
+    json.dump({"imported": imported, "app": app_beside_torchrls_groups(app)}, sys.stdout)
+    sys.exit(status)
