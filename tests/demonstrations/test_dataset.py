@@ -3,13 +3,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from kit.demonstrations import CARTPOLE, episode, saved
 from kit.images import CountedImages, first_action
-from kit.minari_sets import write
+from kit.minari_sets import write_cart_poles
 from torchrl_lightning import (
     DemonstrationMiner,
     DemonstrationStorage,
@@ -93,15 +92,12 @@ def test_what_cannot_be_learned_from_is_named(tmp_path):
 def test_a_minari_data_set(tmp_path, monkeypatch):
     minari = pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    seen = [np.zeros((length + 1, 4), np.float32) for length in (3, 2)]
-    write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], ends=False, env="CartPole-v1")
+    write_cart_poles(ends=False)
     for dataset in ("minari:cartpole/small-v0", minari.load_dataset("cartpole/small-v0")):
         found = read_dataset(dataset, CARTPOLE)
         assert [each.length for each in found] == [3, 2]
         assert transitions(found[0], CARTPOLE)["next", "truncated"].sum() == 1
-    for dataset, message in (
-        ("minari:cartpole/none-v0", ".*cartpole/none-v0"),
-        (3, r"dataset must be a minari\.MinariDataset"),
-    ):
-        with pytest.raises(SystemExit, match=rf"^error: dataset={dataset}: {message}"), one_line():
+    wrong = {"minari:cartpole/none-v0": ".*cartpole/none-v0", 3: r"dataset must be a minari\.MinariDataset"}
+    for dataset, message in wrong.items():
+        with pytest.raises(SystemExit, match=f"^error: dataset={dataset}: {message}"), one_line():
             read_dataset(dataset, CARTPOLE)

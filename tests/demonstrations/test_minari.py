@@ -6,12 +6,12 @@ import torch
 from gymnasium import spaces
 
 from kit.demonstrations import CARTPOLE
-from kit.minari_sets import write
+from kit.minari_sets import write, write_cart_poles
 from torchrl_lightning import EnvironmentSpecs
 from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.demonstrations import minari_demonstrations
 
-pytest.importorskip("minari")
+minari = pytest.importorskip("minari")
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +20,9 @@ def own_data_sets(tmp_path, monkeypatch):
 
 
 def test_episodes_keep_their_last_observation_and_how_they_ended():
-    seen = [np.random.default_rng(seed).random((length + 1, 4), np.float32) for seed, length in enumerate((3, 2))]
-    write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], env="CartPole-v1")
+    seen = write_cart_poles()
     first, second = minari_demonstrations("cartpole/small-v0", CARTPOLE)
-    for found, observations in ((first, seen[0]), (second, seen[1])):
+    for found, observations in zip((first, second), seen, strict=True):
         found.fits(CARTPOLE)
         assert torch.equal(found.steps["observation"], torch.from_numpy(observations[:-1]))
         assert torch.equal(found.last_observation["observation"], torch.from_numpy(observations[-1]))
@@ -63,10 +62,9 @@ def test_nested_observations_get_their_keys_and_unshown_ones_are_left_out():
 
 
 def test_a_part_of_a_data_set_is_a_filtered_one():
-    seen, taken = [np.zeros((2, 4), np.float32)] * 3, [np.array([0]), np.array([1]), np.array([1])]
-    dataset = write("cartpole/part-v0", seen, taken, env="CartPole-v1")
-    ones = dataset.filter_episodes(lambda episode: episode.actions[0] == 1)
-    assert [each.name for each in minari_demonstrations(ones)] == [f"cartpole/part-v0, episode {i}" for i in (1, 2)]
+    write_cart_poles()
+    ones = minari.load_dataset("cartpole/small-v0").filter_episodes(lambda episode: episode.actions[0] == 1)
+    assert [each.name for each in minari_demonstrations(ones)] == ["cartpole/small-v0, episode 1"]
 
 
 def test_what_is_no_data_set_is_refused():
@@ -79,7 +77,7 @@ def test_what_is_no_data_set_is_refused():
 @pytest.mark.parametrize("kind", ["external", "soft", "kept elsewhere", "virtual", "file"])
 def test_nothing_is_read_from_another_file(kind, tmp_path):
     h5py = pytest.importorskip("h5py")
-    write("cartpole/small-v0", [np.zeros((3, 4), np.float32)], [np.array([0, 1])], env="CartPole-v1")
+    write_cart_poles()
     with h5py.File(tmp_path / "secret.hdf5", "w") as secret:
         secret["x"] = np.ones((3, 4), np.float32)
     path = tmp_path / "cartpole" / "small-v0" / "data" / "main_data.hdf5"

@@ -141,19 +141,16 @@ def test_specs_are_those_of_the_environment_beneath() -> None:
     assert env.rollout(3)["demo"].keys() == {"mask", "action", "serial"}
 
 
-@pytest.mark.parametrize(
-    ("num_envs", "rho", "reset_at_each_batch"), [(3, 0.6, True), (3, 1.0, False), (None, 1.0, False)]
-)
-def test_a_resumed_run_goes_on_within_a_demonstration(
-    num_envs: int | None, rho: float, reset_at_each_batch: bool
-) -> None:
+@pytest.mark.parametrize(("num_envs", "rho"), [(2, 0.6), (2, 1.0), (None, 1.0)])
+def test_a_resumed_run_goes_on_within_a_demonstration(num_envs: int | None, rho: float) -> None:
     policy, storage = DemonstrationActor(recurrent_policy()), stored(line_demo(9), line_demo(7, first=200.0))
 
     def fresh() -> tuple[Any, DemonstrationReplay]:
         env = line() if num_envs is None else SerialEnv(num_envs, line)
         sampler = DemonstrationSampler(rho, 0.0, generator=generator(3))
         replay = DemonstrationReplay(storage, sampler, num_envs or 1)
-        options = {"frames_per_batch": 4 * (num_envs or 1), "seed": 1, "reset_at_each_batch": reset_at_each_batch}
+        # What an environment of its own does is repeated where it is reset by seeds.
+        options = {"frames_per_batch": 4 * (num_envs or 1), "seed": 1, "reset_at_each_batch": rho < 1}
         return TorchRLCollector(DemonstrationReplayTransform(replay).wrap(env), policy, **options), replay
 
     (whole, replay), (resumed, restored) = fresh(), fresh()
@@ -161,7 +158,7 @@ def test_a_resumed_run_goes_on_within_a_demonstration(
     assert replay.playing.any()
     restored.load_state_dict(replay.state_dict())
     resumed.load_state_dict(whole.state_dict())
-    for _ in range(4):
+    for _ in range(3):
         one, other = whole.rollout().exclude("collector"), resumed.rollout().exclude("collector")
         assert (one == other).all()
 

@@ -22,3 +22,10 @@ def write(name: str, observations: Sequence[Any], actions: Sequence[Any], ends: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no author was given, and such
         return minari.create_dataset_from_buffers(name, episodes, data_format="hdf5", **made_in)
+
+
+def write_cart_poles(ends: bool = True) -> list[Any]:
+    """Write ``cartpole/small-v0``, of an episode of three steps and one of two; return what they observe."""
+    seen = [np.random.default_rng(length).random((length + 1, 4), np.float32) for length in (3, 2)]
+    write("cartpole/small-v0", seen, [np.array([0, 1, 1]), np.array([1, 0])], ends, env="CartPole-v1")
+    return seen
