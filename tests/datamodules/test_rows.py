@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.modules import GRUModule
 
-from kit.counting import RandomEnv, still_policy, vector_env
+from kit.counting import CountingEnv, RandomEnv, still_policy, vector_env
+from kit.replay import replay_data
+from kit.runs import trainer
+from kit.states import differences
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 
 ENVS, LENGTH = 4, 9
 
 
-class Rollouts:
-    """A collector of somebody else's: it yields the same rollouts, in memory of their own, and nothing more."""
-
-    def __init__(self, collector: GymnasiumCollector) -> None:
-        self.collector = collector
-
-    def __iter__(self) -> Any:
-        return iter(self.collector)
-
-    def shutdown(self) -> None:
-        self.collector.shutdown()
+class Rollouts(GymnasiumCollector):
+    """A collector of somebody else's: it yields the same rollouts, in memory of their own."""
 
 
 class Marks:
@@ -66,56 +61,58 @@ def recurrent_policy() -> TensorDictSequential:
 POLICIES = {"box": random_policy, "dict": partial(random_policy, "image", 4), "recurrent": recurrent_policy}
 
 
-def built(ours: bool, kind: str = "box", sampler: Any = UniformSampler, steps: int = 1, **kwargs: Any) -> Any:
-    """A DataModule over environments whose episodes end, and its buffer of ``LENGTH`` steps."""
-    env = vector_env("dict" if kind == "dict" else "box")
+class Acting(L.LightningModule):
+    """Learns nothing: its errors are made up; does something behind some of its updates."""
 
-    def collector(policy: Any, *, seed: int | None = None, reset_at_each_batch: bool = False) -> Any:
-        made = GymnasiumCollector(
-            env, policy, frames_per_batch=ENVS * steps, seed=seed, reset_at_each_batch=reset_at_each_batch
-        )
-        return made if ours else Rollouts(made)
+    def __init__(self, policy: Any, behind: dict[int, Callable[[ReplayDataModule], object]]) -> None:
+        super().__init__()
+        self.policy, self.behind, self.automatic_optimization = policy, behind, False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        batch["td_error"] = torch.arange(float(len(batch)))
+        self.behind.get(batch_idx + 1, lambda data: None)(self.trainer.datamodule)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+def collect(data: ReplayDataModule, policy: Any, times: int, behind: Any = None) -> None:
+    """Collect so many times, with an update behind each; ``behind`` says what is done behind which."""
+    data.updates_per_epoch, data.warmup_frames = times, data.frames_per_batch
+    trainer(max_epochs=1, limit_val_batches=0).fit(Acting(policy, behind or {}), datamodule=data)
+
+
+def built(collector: Any, kind: str = "box", sampler: Any = UniformSampler, steps: int = 1, **settings: Any) -> Any:
+    """A DataModule over environments whose episodes end, and its buffer of ``LENGTH`` steps."""
 
     def buffer(num_envs: int) -> ExperienceBuffer:
         return ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), sampler=sampler(), num_envs=num_envs)
 
-    data = ReplayDataModule(
-        env,
-        buffer=buffer,
-        collector=collector,
-        num_envs=ENVS,
-        frames_per_batch=ENVS * steps,
-        eval_env="CartPole-v1",
-        seed=3,
-        **kwargs,
-    )
+    shown = "dict" if kind == "dict" else "box"
+    frames = dict.fromkeys(("frames_per_batch", "frames_per_update", "warmup_frames"), ENVS * steps)
+    env, eval_env = vector_env(shown), partial(CountingEnv, kind=shown)
+    make = partial(collector, env, frames_per_batch=ENVS * steps)
+    given = {"buffer": buffer, "collector": make, "eval_env": eval_env, "num_envs": ENVS, **frames, **settings}
+    data = replay_data(env=env, **given)
     data.setup("fit")
     data.marks = Marks()
     data.buffer.storage.attach(data.marks)
     return data
 
 
-def collect(data: ReplayDataModule, module: Any, times: int) -> None:
-    for _ in range(times):
-        assert data._collect_frames(module, data.buffer)
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[GymnasiumCollector]:
+    """The collectors that were asked for the same memory again and again."""
+    asked, reused_rows = [], GymnasiumCollector.reused_rows
 
+    def ask(self: GymnasiumCollector, *arguments: Any) -> Any:
+        asked.append(self)
+        return reused_rows(self, *arguments)
 
-def leaves(state: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(state, dict):
-        return {path: state}
-    return {name: leaf for key, value in state.items() for name, leaf in leaves(value, f"{path}/{key}").items()}
-
-
-def assert_equal(first: Any, second: Any) -> None:
-    first, second = leaves(first), leaves(second)
-    assert first.keys() == second.keys()
-    for name, mine in first.items():
-        other = second[name]
-        if isinstance(mine, Tensor):
-            assert mine.dtype == other.dtype, name
-            assert torch.equal(mine, other), name
-        else:
-            assert mine == other, name
+    monkeypatch.setattr(GymnasiumCollector, "reused_rows", ask)
+    return asked
 
 
 def prioritized() -> PrioritizedSampler:
@@ -135,35 +132,33 @@ def prioritized() -> PrioritizedSampler:
     ],
 )
 @pytest.mark.parametrize("uneven", [False, True])
-def test_both_ways_leave_the_same_buffer(kind: str, kwargs: dict[str, Any], uneven: bool) -> None:
+def test_both_ways_leave_the_same_buffer(kind: str, kwargs: dict[str, Any], uneven: bool, streams: Any) -> None:
+    def write_one_step_more(data: ReplayDataModule) -> None:
+        data.buffer.extend(data.buffer.storage.get(torch.tensor([1])), env_ids=torch.tensor([1]))
+
     results = []
-    for ours in (True, False):
-        data, module = built(ours, kind, **kwargs), SimpleNamespace(policy=POLICIES[kind]())
-        collect(data, module, 3)
-        assert data._writes_rows is ours
-        if uneven:
-            data.buffer.extend(data.buffer.storage.get(torch.tensor([1])), env_ids=torch.tensor([1]))
-        collect(data, module, 25)  # the rings are full after nine steps
-        if "sampler" in kwargs:
-            data.buffer.update_priority(torch.arange(8), torch.rand(8, generator=torch.Generator().manual_seed(0)))
-            collect(data, module, 1)
-        counters = {"frames": data.frames, "cells": data.marks.cells}
-        results.append([data.buffer.state_dict(), data._episodes.state_dict(), data._episodes.summary(), counters])
+    for collector in (GymnasiumCollector, Rollouts):
+        data = built(collector, kind, **kwargs)
+        # The rings are full after nine steps.
+        collect(data, POLICIES[kind](), 28, {3: write_one_step_more} if uneven else None)
+        returns = {name: value for name, value in data.metrics().items() if not name.startswith("time/")}
+        results.append([data.buffer.state_dict(), data.state_dict()["ranks"], returns, data.marks.cells])
         assert data.buffer.sample(16)["next", "done"].dtype == torch.bool
         data.close()
-    assert_equal(*({str(i): part for i, part in enumerate(result)} for result in results))
+    assert not differences(*results)
+    assert [type(each) for each in streams] == [GymnasiumCollector]
 
 
-def test_what_keeps_its_rows_gets_rollouts_of_their_own() -> None:
+def test_what_keeps_its_rows_gets_rollouts_of_their_own(streams: Any) -> None:
     class Documented(ExperienceBuffer):
         def extend(self, data: Any, *args: Any, **kwargs: Any) -> Tensor:
             return super().extend(data, *args, **kwargs)
 
-    module = SimpleNamespace(policy=still_policy())
-    data = built(True)
-    data.buffer = Documented(storage=RingStorage(ENVS * LENGTH), num_envs=ENVS)
-    collect(data, module, 2)
-    assert not data._writes_rows
+    data = built(
+        GymnasiumCollector, buffer=lambda num_envs: Documented(storage=RingStorage(ENVS * LENGTH), num_envs=num_envs)
+    )
+    collect(data, still_policy(), 2)
+    assert not streams
     data.close()
 
 
@@ -179,18 +174,14 @@ class Breaking(RandomEnv):
         return super().step(action)
 
 
-def breaking(how: Any, buffer: ExperienceBuffer) -> tuple[ReplayDataModule, Any]:
+def breaking(how: Any, buffer: ExperienceBuffer) -> ReplayDataModule:
     """A DataModule whose environment 1 breaks after environment 0 has made its step."""
 
     class Second(Breaking):
         broken = how
 
     made = iter([RandomEnv, Second])
-    data = ReplayDataModule(
-        lambda: next(made)(), buffer=lambda num_envs: buffer, num_envs=2, eval_env=RandomEnv, seed=0
-    )
-    data.setup("fit")
-    return data, SimpleNamespace(policy=still_policy())
+    return replay_data(lambda num_envs: buffer, env=lambda: next(made)(), eval_env=RandomEnv, frames_per_update=2.0)
 
 
 def check_whole(buffer: ExperienceBuffer) -> None:
@@ -204,42 +195,40 @@ def check_whole(buffer: ExperienceBuffer) -> None:
     assert torch.equal(begins, second["next", "done"].squeeze(-1))
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
+def leave() -> None:
+    raise SystemExit
 
 
 def fail() -> None:
     raise ArithmeticError("broken")
 
 
-@pytest.mark.parametrize("how", [interrupt, fail])
+@pytest.mark.parametrize("how", [leave, fail])
 def test_a_step_that_fails_leaves_the_buffer_as_it_was(how: Any) -> None:
-    data, module = breaking(how, ExperienceBuffer(storage=RingStorage(8), num_envs=2))
-    collect(data, module, 6)
-    before, marks = data.buffer.state_dict(), Marks()
-    data.buffer.storage.attach(marks)
-    with pytest.raises((KeyboardInterrupt, ArithmeticError)):
-        collect(data, module, 1)
-    assert_equal(data.buffer.state_dict(), before)
+    data, kept, marks = breaking(how, ExperienceBuffer(storage=RingStorage(8), num_envs=2)), [], Marks()
+
+    def keep(data: ReplayDataModule) -> None:
+        data.buffer.storage.attach(marks)
+        kept.append(data.buffer.state_dict())
+
+    with pytest.raises((SystemExit, ArithmeticError)):
+        collect(data, still_policy(), 7, {6: keep})
+    assert not differences(data.buffer.state_dict(), *kept)
     assert marks.cells == []
     assert data.frames == 12
     check_whole(data.buffer)
-    data.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_is_killed_in_a_step_leaves_whole_rows() -> None:
     buffer = ExperienceBuffer(storage=RingStorage(8), num_envs=2)
-    other, module = breaking(fail, buffer)
-    collect(other, module, 1)
-    other.close()
+    collect(breaking(fail, buffer), still_policy(), 1)
     buffer.share()
     child = os.fork()
     if not child:
         try:
-            data, module = breaking(lambda: os.kill(os.getpid(), signal.SIGKILL), buffer)
-            collect(data, module, 7)
+            collect(breaking(lambda: os.kill(os.getpid(), signal.SIGKILL), buffer), still_policy(), 7)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
