@@ -81,14 +81,6 @@ def test_views_that_are_not_contiguous(backend: str) -> None:
     torch.testing.assert_close(discounted_scan(x, discount, backend=backend), copy, rtol=0, atol=0)
 
 
-def test_scalar_discount_keeps_float64() -> None:
-    x = torch.ones(3, dtype=torch.float64)
-    for backend in ("numba", "torch"):
-        y = discounted_scan(x, 0.99, backend=backend)
-        assert y.dtype == torch.float64
-        assert abs(y[0].item() - (1 + 0.99 + 0.99**2)) < 1e-15
-
-
 def test_half_precision_goes_over_torch() -> None:
     y = discounted_scan(torch.ones(30, 2, dtype=torch.bfloat16), 0.5)
     assert y.dtype == torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from tensordict import TensorDict
 
-from kit.counting import CountingEnv, still_policy
+from kit.counting import CountingEnv, WholeResets, still_policy
 from torchrl_lightning.collectors import GymnasiumCollector, ReplayedRows, make_vector_env
 
 
@@ -45,10 +45,9 @@ class Demonstration:
         )
 
 
-def collector(source: Any, steps: int = 12, **kwargs: Any) -> GymnasiumCollector:
-    return GymnasiumCollector(
-        lambda: CountingEnv(length=4), still_policy(), num_envs=3, frames_per_batch=3 * steps, replay=source, **kwargs
-    )
+def collector(source: Any, steps: int = 12, env: Any = None, policy: Any = None, **kwargs: Any) -> GymnasiumCollector:
+    env, policy = env or partial(CountingEnv, length=4), policy or still_policy()
+    return GymnasiumCollector(env, policy, num_envs=3, frames_per_batch=3 * steps, replay=source, **kwargs)
 
 
 def run(source: Any, **kwargs: Any) -> TensorDict:
@@ -113,25 +112,18 @@ def test_the_policy_acts_on_what_is_replayed() -> None:
         seen.append(step["observation"][1].tolist())
         return step.set("action", torch.zeros(3, dtype=torch.long))
 
-    made = GymnasiumCollector(
-        lambda: CountingEnv(length=4),
-        policy,
-        num_envs=3,
-        frames_per_batch=9,
-        replay=Demonstration(3, env=1, start=1, length=2),
-    )
-    made.rollout()
+    collector(Demonstration(3, env=1, start=1, length=2), steps=3, policy=policy).rollout()
     assert seen == [[50, 60, 0], [50, 60, 1], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("source", [Demonstration(3, 1, 2, 5, stop=3), lambda starts: late(starts)])
-def test_a_replay_within_an_episode_is_refused(source: Any) -> None:
-    with pytest.raises(ValueError, match=r"environments \[1\] begins or stops within"):
-        run(source)
 
 
 def late(starts: Any) -> ReplayedRows | None:
     return None if starts.all() else Demonstration(3, 1, 1, 5)(np.array([True, True, True]))
+
+
+@pytest.mark.parametrize("source", [Demonstration(3, 1, 2, 5, stop=3), late])
+def test_a_replay_within_an_episode_is_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match=r"environments \[1\] begins or stops within"):
+        run(source)
 
 
 class BlindEnv(CountingEnv):
@@ -145,22 +137,16 @@ class BlindEnv(CountingEnv):
         return observation, reward, *rest
 
 
-def blind_env(index: int) -> CountingEnv:
-    return BlindEnv(index, length=4 if index != 1 else 3)
-
-
-def shadowed(kind: str) -> Any:
+def vectors(kind: str, env: Any = CountingEnv, second: int = 4) -> Any:
+    factories = [partial(env, i, length) for i, length in enumerate((4, second, 4))]
     if kind == "async":
-        return AsyncVectorEnv([partial(blind_env, i) for i in range(3)], context="fork", autoreset_mode="SameStep")
-    return SyncVectorEnv([partial(blind_env, i) for i in range(3)], autoreset_mode=kind)
+        return AsyncVectorEnv(factories, context="fork", autoreset_mode="SameStep")
+    return SyncVectorEnv(factories, autoreset_mode=kind)
 
 
 @pytest.mark.parametrize("kind", ["SameStep", "Disabled", "async"])
 def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
-    env = shadowed(kind)
-    made = GymnasiumCollector(
-        env, still_policy(), frames_per_batch=18, replay=Demonstration(3, env=1, start=1, length=5)
-    )
+    made = collector(Demonstration(3, env=1, start=1, length=5), 6, vectors(kind, BlindEnv, 3))
     try:
         batches = torch.cat([made.rollout(), made.rollout()], 1)
     finally:
@@ -174,29 +160,20 @@ def test_environments_that_cannot_rest_are_stepped_unseen(kind: str) -> None:
     # Unseen, an episode of three steps has ended and another has begun; the reset begins the third one.
     assert row["observation"][5:8].tolist() == [[1, 2, t] for t in range(3)]
     others = torch.tensor([0, 2])
-    plain = GymnasiumCollector(vector_of(4), still_policy(), frames_per_batch=36)
-    expected = plain.rollout()[others]
+    expected = collector(None, env=vectors("SameStep")).rollout()[others]
     for key in ("observation", ("next", "observation"), ("next", "reward"), ("next", "done"), "is_init"):
         assert torch.equal(batches[key][others], expected[key]), key
 
 
-def vector_of(length: int) -> SyncVectorEnv:
-    return SyncVectorEnv([partial(CountingEnv, i, length) for i in range(3)], autoreset_mode="SameStep")
-
-
 def test_what_cannot_be_reset_in_part_is_refused_when_that_is_needed() -> None:
-    class AllOrNone(SyncVectorEnv):
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            return super().reset(seed=seed)
-
-    env = AllOrNone([partial(CountingEnv, i) for i in range(3)], autoreset_mode="SameStep")
+    env = WholeResets([partial(CountingEnv, i) for i in range(3)], autoreset_mode="SameStep")
     with pytest.raises(RuntimeError, match=r"cannot reset only some environments .* as a replay .* make_vector_env"):
-        GymnasiumCollector(env, frames_per_batch=18, replay=Demonstration(3, 1, 1, 5)).rollout()
+        collector(Demonstration(3, 1, 1, 5), 6, env).rollout()
 
 
 def test_what_make_vector_env_built_rests() -> None:
-    built = make_vector_env(lambda: CountingEnv(length=4), 3)
-    batch = GymnasiumCollector(built, frames_per_batch=3, replay=Demonstration(3, 1, 1, 2)).rollout()
+    built = make_vector_env(partial(CountingEnv, length=4), 3)
+    batch = collector(Demonstration(3, 1, 1, 2), 1, built).rollout()
     assert batch["observation"][:, 0, 0].tolist() == [0, 50, 0]
     assert [env.t for env in built.envs] == [1, 0, 1]
 

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.data import Binary, MultiCategorical
 
-from kit.counting import CountingEnv, vector_env
+from kit.counting import CountingEnv, WholeResets, vector_env
 from torchrl_lightning.collectors import EnvironmentRecipe, GymnasiumCollector, environment_specs, make_vector_env
 from torchrl_lightning.collectors.specs import space_to_spec
 
@@ -64,11 +64,6 @@ def test_refuses_what_does_not_fit() -> None:
         EnvironmentRecipe("CartPole-v1", vectorization="threads")
 
 
-class MaskIgnoringEnv(SyncVectorEnv):
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=seed)
-
-
 @pytest.mark.parametrize(
     ("error", "extra"),
     [
@@ -96,7 +91,7 @@ def test_a_module_that_is_missing_before_the_colon_is_named_with_its_extra(monke
 
 
 def test_disabled_autoreset_without_partial_resets_is_refused() -> None:
-    env = MaskIgnoringEnv([lambda: CountingEnv(0, 3), lambda: CountingEnv(1, 9)], autoreset_mode="Disabled")
+    env = WholeResets([lambda: CountingEnv(0, 3), lambda: CountingEnv(1, 9)], autoreset_mode="Disabled")
     collector = GymnasiumCollector(env, frames_per_batch=20)
     with pytest.raises(RuntimeError, match=r"reset_mask[\s\S]*SAME_STEP"):
         next(iter(collector))

@@ -125,6 +125,13 @@ def vector_env(kind: str = "box", mode: AutoresetMode = AutoresetMode.SAME_STEP)
     return SyncVectorEnv(factories(kind), autoreset_mode=mode)
 
 
+class WholeResets(SyncVectorEnv):
+    """Resets all of its environments, whichever it is asked for."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(seed=seed)
+
+
 class InterleavedWorkers:
     """Stands for a collector with two workers, which deliver in turns that nobody knows beforehand.
 
