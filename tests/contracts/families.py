@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from contracts import documented
 from contracts.part import Part
+from contracts.refusals import no_tensordict
 from kit.documented import columns, simple_step
 from kit.dynamics import numbered
 from kit.seeds import generator
@@ -143,7 +144,7 @@ FAMILIES = {
         fill=lambda buffer, start: buffer.add_multi(**columns(start, 9)),
         ask=lambda buffer: buffer.sample(4),
         within=("storage",),
-        refuses=documented.RECURRENT,
+        refuses=(*documented.RECURRENT, *no_tensordict(RecurrentReplayBuffer.extend)),
         empty=(ValueError, "Available: 0, Requested: 4"),
         foreign={
             "max_size=7.*max_size=8": partial(recurrent, capacity=8),
@@ -155,7 +156,7 @@ FAMILIES = {
         fill=store,
         ask=lambda buffer: buffer.sample_batch(),
         within=("sampler",),
-        refuses=documented.SIMPLE,
+        refuses=(*documented.SIMPLE, *no_tensordict(SimpleReplayBuffer.extend)),
         empty=(ValueError, "2 different steps from 0"),
         foreign={"max_size=5": partial(simple, 0, size=6)},
     ),

@@ -46,7 +46,7 @@ class Part:
         refuses: calls that a filled one refuses; it goes on as if they had not been made.
         empty: words of the error when an empty one is asked; no words for none.
         canonical: ways behind which the states of both stay the same, too.
-        ours: whether its state is ours; that of another library's buffer is restored, and that is all.
+        ours: whether its state is ours and is taken; that of another library's buffer is restored, and that is all.
     """
 
     make: Callable[[int], Any]

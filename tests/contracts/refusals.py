@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torchrl.data.replay_buffers.utils import TED2Flat
 
 from contracts.part import Refusal
 
@@ -27,3 +28,12 @@ def giving(argument: Any, *takers: Callable[[Any, Any], Any]) -> list[Callable[[
 
 def _give(take: Callable[[Any, Any], Any], argument: Any, part: Any) -> Any:
     return take(part, argument)
+
+
+def no_hooks(*parts: Callable[[Any], Any]) -> Refusal:
+    """Buffers and storages write their own files."""
+    calls: list[Callable[[Any], Any]] = [
+        lambda ours, part=part: part(ours).register_save_hook(TED2Flat()) for part in parts
+    ]
+    calls += [lambda ours, part=part: part(ours).register_load_hook(TED2Flat()) for part in parts]
+    return Refusal("writes its own files", *calls, error=TypeError, empty=True)

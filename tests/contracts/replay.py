@@ -15,6 +15,7 @@ from torchrl.data import LazyTensorStorage, RandomSampler, SamplerWithoutReplace
 from torchrl.envs.transforms import ObservationNorm
 
 from contracts.part import SAVED, Part, Refusal
+from contracts.rings import PRIORITIES, SAMPLER, SHARED, SIZES, WRITE_BACKS, WRITES, write_back
 from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
@@ -27,6 +28,7 @@ from torchrl_lightning import (
     SequenceSampler,
     UniformSampler,
 )
+from torchrl_lightning.replay.priorities import Priorities
 
 ENVS, SIZE = 2, 12
 
@@ -81,12 +83,6 @@ def build(
     )
 
 
-SIZES = Refusal(
-    "batch_size must be an integer of at least 0, got",
-    *(partial(ExperienceBuffer.sample, batch_size=size) for size in (-1, 2.5, True, "3")),
-)
-
-
 def buffer(sampler: Callable[[], Any] = UniformSampler, /, **settings: Any) -> Part:
     """A row of a buffer over rings."""
     make = partial(build, sampler=sampler, **settings)
@@ -99,8 +95,8 @@ def uneven_width(ours: ExperienceBuffer) -> ExperienceBuffer:
 
 
 EMPTY = (RuntimeError, "Cannot sample [34] .* 0 (steps )?are stored")
-PRIORITIES = {"max_capacity": SIZE, "alpha": 0.6, "beta": 0.4}
-prioritized = partial(PrioritizedSampler, **PRIORITIES)
+SETTINGS = {"max_capacity": SIZE, "alpha": 0.6, "beta": 0.4}
+prioritized = partial(PrioritizedSampler, **SETTINGS)
 windows = partial(prioritized, batch_length=2, num_earliest_frames_ignored=1)
 
 
@@ -141,6 +137,7 @@ uniform = replace(
     buffer(),
     foreign=FOREIGN,
     edited={"cuda:93": (("generator", "device"), "cuda:93")},
+    refuses=(SIZES, *WRITES, *WRITE_BACKS),
     within=(),
     usable=lambda ours: (ours.sample(3), ours.extend(rows(ENVS)), ours.sample(3)),
 )
@@ -180,11 +177,15 @@ def theirs(seed: int, storage: Any, sampler: Any) -> TensorDictReplayBuffer:
 
 BUFFERS = {
     "uniform": uniform,
-    "uniform, each once": buffer(partial(UniformSampler, False)),
+    "uniform, each once": replace(
+        buffer(partial(UniformSampler, False)),
+        refuses=(SIZES, Refusal("Cannot sample 40 different cells: 12 are stored", lambda ours: ours.sample(40))),
+    ),
     "stratified": buffer(partial(UniformSampler, stratified=True)),
     "prioritized": replace(
         buffer(prioritized),
         ask=prefer,
+        refuses=(SIZES, *PRIORITIES),
         foreign={
             "max_capacity=24": other_sampler(partial(prioritized, max_capacity=24)),
             "this buffer has sampler='UniformSampler": other_sampler(UniformSampler),
@@ -238,9 +239,19 @@ BUFFERS = {
         usable=lambda ours: ours.sample(),
         foreign={"prefetch": partial(build, 0, sampler=prioritized, transform=HindsightRelabel, batch_size=3)},
     ),
-    "three steps": buffer(n_steps=3, gamma=0.5),
+    "three steps": replace(
+        buffer(n_steps=3, gamma=0.5),
+        refuses=(SIZES, Refusal("With n_steps=3 the entry .* of a later step", write_back())),
+    ),
     "three steps, prioritized": replace(buffer(prioritized, n_steps=3, gamma=0.5), ask=prefer),
     "in files": replace(buffer(), make=in_files, ask=prefer),
+    "shared by processes": replace(  # it takes no state, and its copies are private
+        buffer(),
+        make=lambda seed: build(seed).share(),
+        ways=("pickle", "deepcopy"),
+        refuses=SHARED,
+        ours=False,
+    ),
     "frames": Part(
         make=frames,
         canonical=(),  # places for frames that are free hold anything
@@ -262,6 +273,7 @@ BUFFERS = {
         fill=lambda ours, start: ours.extend(rows(5, start)),
         ask=lambda ours: ours.sample(),
         ways=SAVED,
+        refuses=(Refusal("has 7 cells", lambda ours: ours.storage.set(torch.tensor([7]), rows(1)), error=IndexError),),
         ours=False,
     ),
     "priorities in TorchRL's buffer": Part(
@@ -285,6 +297,12 @@ def seen(sampler: Any) -> Any:
 def use_priorities(sampler: PrioritizedSampler, start: int) -> None:
     sampler.mark_update(torch.arange(start % 5, SIZE))
     sampler.update_priority(torch.arange(SIZE), torch.arange(float(SIZE)) % 5 + start)
+
+
+def by_torch(seed: int) -> PrioritizedSampler:
+    made = prioritized(eps=0.0, generator=generator(seed))
+    made.table = Priorities(SIZE, made.alpha, 0.0, backend="torch")
+    return made
 
 
 SAMPLERS = {
@@ -316,7 +334,9 @@ SAMPLERS = {
             "finite number": (("largest",), math.inf),
             "lacks leaves": (("leaves",), GONE),
         },
+        refuses=SAMPLER,
     ),
+    "PrioritizedSampler, by torch": Part(make=by_torch, fill=use_priorities, ask=seen, refuses=SAMPLER),
     "SequenceSampler": Part(
         make=lambda seed: SequenceSampler(2, generator=generator(seed)),
         fill=lambda sampler, start: None,

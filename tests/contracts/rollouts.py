@@ -11,6 +11,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from contracts import documented
 from contracts.part import SAVED, Part
+from contracts.refusals import no_hooks, no_tensordict
 from kit.documented import path_step
 from kit.rollouts import both_values, linear_actor, make_rollout
 from kit.seeds import generator
@@ -135,7 +136,11 @@ ROLLOUTS = {
         fill=walk_paths,
         ask=close_path,
         within=("paths", "writer"),
-        refuses=documented.PATHS,
+        refuses=(
+            *documented.PATHS,
+            *no_tensordict(lambda ours, data: ours.writer.add(data)),
+            no_hooks(lambda ours: ours),
+        ),
         empty=(ValueError, "2 different steps from 0"),
         foreign={"size=9.*size=8": partial(PPOBuffer, 1, 1, 8, 2)},
     ),

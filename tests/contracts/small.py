@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from contracts.part import OBJECTS, Part
+from contracts.part import OBJECTS, Part, Refusal
 from kit.seeds import generator
 from kit.states import GONE
 from torchrl_lightning import (
@@ -37,14 +38,55 @@ def look(tree: Any) -> Any:
     return tree.summary(), tree.leaves, getattr(tree, "nnz", None)
 
 
-def tree(kind: type) -> Part:
+def put(index: Any, *values: float) -> Callable[[Any], None]:
+    """Write leaves of a tree; one value for all of them."""
+    return lambda tree: tree.__setitem__(index, values if len(values) > 1 else values[0])
+
+
+NO_INDEX = ("a", None, ..., [0.5], [True])
+
+LEAVES = (
+    Refusal("a leaf must be .*got nan", put([0, 2], 3.0, math.nan)),
+    *(
+        Refusal(
+            f"index {index} is out of range; the tree has 9 leaves",
+            put([0, index], 9.0),
+            lambda tree, index=index: tree[[0, index]],
+            error=IndexError,
+        )
+        for index in (-1, 9)
+    ),
+    Refusal("2 indices and 3 values", put([0, 1], 1.0, 2.0, 3.0)),
+    Refusal(
+        "indices must be integers",
+        *(put(index, 1.0) for index in NO_INDEX),
+        *(lambda tree, index=index: tree[index] for index in NO_INDEX),
+        error=TypeError,
+    ),
+    Refusal("got 10 leaves, but holds 9", lambda tree: tree.set_all(torch.ones(10))),
+)
+
+
+def tree(kind: type, **settings: Any) -> Part:
     return Part(
-        make=lambda seed: kind(9),
+        make=lambda seed: kind(9, **settings),
         fill=write_leaves,
         ask=look,
         ways=OBJECTS,
         foreign={"capacity=9, this tree has capacity=5": partial(kind, 5)},
+        refuses=LEAVES,
         edited={"a leaf must be .* got nan": (("leaves",), torch.tensor([1.0, math.nan], dtype=torch.float64))},
+    )
+
+
+def sum_tree(**settings: Any) -> Part:
+    made = tree(SumSegmentTree, **settings)
+    wrong = "(SumSegmentTree|priorities): a leaf must be finite and not negative"
+    return replace(
+        made,
+        foreign={**made.foreign, "op='sum', this tree has op='min'": partial(MinSegmentTree, 9)},
+        edited={**made.edited, "got -1": (("leaves",), torch.tensor([1.0, -1.0], dtype=torch.float64))},
+        refuses=(*LEAVES, Refusal(wrong, put([0, 2], 3.0, -1.0), put([0, 2], 3.0, math.inf))),
     )
 
 
@@ -120,7 +162,10 @@ def reduce_rewards(scale: RewardScale) -> Any:
 
 
 SMALL = {
-    **{kind.__name__: tree(kind) for kind in (SumSegmentTree, MaxSegmentTree, MinSegmentTree)},
+    "SumSegmentTree": sum_tree(),
+    "SumSegmentTree, by torch": sum_tree(backend="torch", name="priorities"),
+    "MaxSegmentTree": tree(MaxSegmentTree),
+    "MinSegmentTree": tree(MinSegmentTree),
     "IntrinsicRewardNormalizer": intrinsic("forward"),
     "IntrinsicRewardNormalizer, backward": intrinsic("backward"),
     "StandardScaler": Part(
@@ -161,10 +206,3 @@ SMALL = {
         ways=OBJECTS,
     ),
 }
-
-SUM = SMALL["SumSegmentTree"]
-SMALL["SumSegmentTree"] = replace(
-    SUM,
-    foreign={**SUM.foreign, "op='sum', this tree has op='min'": partial(MinSegmentTree, 9)},
-    edited={**SUM.edited, "got -1": (("leaves",), torch.tensor([1.0, -1.0], dtype=torch.float64))},
-)

@@ -22,3 +22,9 @@ def numbered(count: int, start: int = 0, *, ends: bool | int = 5, **entries: Any
     column = number.float().unsqueeze(-1)
     following = {"reward": column, "done": done.unsqueeze(-1), "deep": {"x": number.half()}}
     return TensorDict({"number": number, "a": number.float(), "next": following, **entries}, [count])
+
+
+def episodes(lengths: list[int], **entries: Any) -> TensorDict:
+    """One stream of whole episodes."""
+    done = torch.cat([torch.arange(n) == n - 1 for n in lengths]).unsqueeze(-1)
+    return TensorDict({"step": torch.arange(len(done)), "next": {"done": done}, **entries}, [len(done)])

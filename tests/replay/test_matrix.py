@@ -13,6 +13,7 @@ from torchrl.data import (
     ListStorage,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -67,6 +68,18 @@ def test_every_combination(storage: str, writer: str, sampler: str, buffer: str,
     assert batch.shape == (4,)
     assert torch.equal(batch["next", "b"].float(), batch["a"])
     assert batch["a"].min() >= 5
+    assert index.dtype == torch.int64
     assert torch.equal(batch["a"].long() % 10, index.reshape(-1))
     if sampler == "slices":
         assert torch.equal(batch["a"][1::2], batch["a"][::2] + 1)
+
+
+def test_a_mixture_of_ours_and_torchrls_buffers() -> None:
+    parts = [
+        TensorDictReplayBuffer(storage=RingStorage(8), writer=RingWriter(), batch_size=2),
+        TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=2),
+    ]
+    for part in parts:
+        part.extend(TensorDict({"a": torch.ones(3)}, [3]))
+    mixture = ReplayBufferEnsemble(*parts, p=[0.5, 0.5], batch_size=4)
+    assert mixture.sample()["a"].tolist() == [[1.0, 1.0], [1.0, 1.0]]

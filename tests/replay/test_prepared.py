@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,6 +9,7 @@ from torchrl.envs import RewardScaling
 
 from kit.rings import ring
 from kit.seeds import generator
+from kit.states import differences
 from torchrl_lightning.replay import PrioritizedSampler
 from torchrl_lightning.replay.prepared import PreparedRows
 
@@ -31,20 +30,12 @@ def fill(rows: TensorDict, step: int) -> None:
     rows["is_init"].copy_(torch.rand(rows["is_init"].shape, generator=seeded) < 0.1)
 
 
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    return bool(torch.equal(first, second)) if isinstance(first, torch.Tensor) else first == second
-
-
 @pytest.mark.parametrize("shape", [(2,), (3, 2), (7, 2)])
 @pytest.mark.parametrize("change", ["nothing", "priorities", "uneven", "shared", "restored", "emptied"])
 def test_prepared_rows_are_written_as_by_extend(shape: tuple[int, ...], change: str) -> None:
-    sampler = {"sampler": lambda: PrioritizedSampler(10, alpha=0.7, beta=0.5)} if change == "priorities" else {}
-    one, other = (ring(5, 2, **{key: make() for key, make in sampler.items()}) for _ in range(2))
     rows = make_rows(*shape)
-    for buffer in (one, other):
-        buffer.extend(rows)
+    prefers = change == "priorities"
+    one, other = (ring(5, 2, PrioritizedSampler(10, 0.7, 0.5) if prefers else None, data=rows) for _ in range(2))
     prepared = PreparedRows(one, rows)
     for step in range(8):
         fill(rows, step)
@@ -60,24 +51,29 @@ def test_prepared_rows_are_written_as_by_extend(shape: tuple[int, ...], change: 
                 buffer.load_state_dict(buffer.state_dict())
             elif change == "emptied":
                 buffer.empty()
-    assert same(one.state_dict(), other.state_dict())
+    assert not differences(one.state_dict(), other.state_dict())
 
 
-def test_rows_that_extend_has_more_to_do_with_are_refused() -> None:
+TRANSPOSED = torch.zeros(3, 2, 3).transpose(0, 1).contiguous().transpose(0, 1)
+REFUSED = {
+    "priorities": make_rows(2).set("td_error", torch.ones(2)),
+    "a row in pieces": make_rows(2).set("a", torch.zeros(3, 2).T),
+    "a rollout in pieces": make_rows(3, 2).set("a", TRANSPOSED),
+    "flags that are numbers": make_rows(2).set("is_init", torch.zeros(2, 1)),
+}
+
+
+@pytest.mark.parametrize("rows", REFUSED.values(), ids=REFUSED)
+def test_rows_that_extend_has_more_to_do_with_are_refused(rows: TensorDict) -> None:
+    with pytest.raises(ValueError, match="write them by extend"):
+        PreparedRows(ring(5, 2, data=rows), rows)
+
+
+def test_buffers_that_extend_has_more_to_do_with_are_refused() -> None:
     rows = make_rows(2)
     with pytest.raises(ValueError, match="ring that has stored some"):
         PreparedRows(ring(5, 2), rows)
-
-    def refused(rows: TensorDict, match: str, **kwargs: Any) -> None:
-        buffer = ring(5, 2, **kwargs, data=rows)
-        with pytest.raises(ValueError, match=match):
-            PreparedRows(buffer, rows)
-
-    refused(make_rows(2).set("td_error", torch.ones(2)), "write them by extend")
-    refused(make_rows(2).set("a", torch.zeros(3, 2).T), "write them by extend")
-    refused(make_rows(3, 2).set("a", torch.zeros(3, 2, 3).transpose(0, 1).contiguous().transpose(0, 1)), "by extend")
-    refused(make_rows(2).set("is_init", torch.zeros(2, 1)), "write them by extend")
-    refused(rows, "write them by extend", transform=RewardScaling(0.0, 1.0, in_keys=["a"]))
-    buffer = ring(5, 2, data=rows)
+    with pytest.raises(ValueError, match="write them by extend"):
+        PreparedRows(ring(5, 2, data=rows, transform=RewardScaling(0.0, 1.0, in_keys=["a"])), rows)
     with pytest.raises(ValueError, match="does not fit what is stored"):
-        PreparedRows(buffer, make_rows(2).set("b", torch.zeros(2)))
+        PreparedRows(ring(5, 2, data=rows), make_rows(2).set("b", torch.zeros(2)))

@@ -13,8 +13,9 @@ from tensordict import TensorDict
 from torchrl.modules import GRUModule, set_recurrent_mode
 
 from kit.rings import ring, starts_of
+from kit.rows import episodes
 from kit.seeds import generator
-from replay.sequence_twin import Twin, episodes
+from kit.twin import Twin
 from torchrl_lightning import ExperienceBuffer, SequenceSampler
 
 pytestmark = [
@@ -29,8 +30,6 @@ def make_buffer(
 ) -> ExperienceBuffer:
     return ring(length, num_envs, SequenceSampler(**options), data=data, batch_size=batch_size)
 
-
-# ------------------------------------------------------------------ twin
 
 writes = st.lists(
     st.tuples(st.sets(st.integers(0, 2), min_size=1), st.integers(1, 9), st.integers(0, 2**30), st.booleans()),
@@ -57,7 +56,7 @@ def test_windows_are_those_of_the_twin(
         ids = sorted(envs)
         dones = torch.rand(steps, len(ids), generator=generator(seed)) < rate
         buffer.extend(twin.rows(ids, dones.tolist()), env_ids=torch.tensor(ids), time_dim=0)
-        if not twin.starts(**rule):
+        if not twin.windows(**rule):
             with pytest.raises(ValueError, match="no room for a window"):
                 buffer.sample()
             continue
@@ -66,13 +65,10 @@ def test_windows_are_those_of_the_twin(
             old, buffer = buffer, make_buffer(3, 7, **rule)
             buffer.load_state_dict(old.state_dict())
             assert (buffer.sample() == old.sample()).all()
-    if starts := twin.starts(**rule):
+    if starts := twin.windows(**rule):
         batch = buffer.sample(60 * len(starts))
         drawn = set(starts_of(batch))
         assert drawn == set(starts)
-
-
-# ------------------------------------------------------------------ chances
 
 
 def uneven(**options: Any) -> tuple[Twin, ExperienceBuffer]:
@@ -96,7 +92,7 @@ def test_every_beginning_is_equally_likely(episode_ends: str, aligned: bool) -> 
         buffer.extend(twin.rows([0, 1, 2], dones.tolist()), time_dim=0)
     batch = buffer.sample(20_000)
     counts = Counter(starts_of(batch))
-    assert set(counts) == set(twin.starts(**options))
+    assert set(counts) == set(twin.windows(**options))
     assert chisquare(list(counts.values())).pvalue > 1e-3
 
 
@@ -128,9 +124,6 @@ def test_windows_may_change_their_length_between_samples(episode_ends: str) -> N
             assert (buffer.sample(50) == other.sample(50)).all()
 
 
-# ------------------------------------------------------------------ layout
-
-
 def test_batches_are_named_windows_of_cells() -> None:
     buffer = make_buffer(2, 10, batch_length=4, batch_size=5)
     buffer.extend(Twin(2, 10).rows([0, 1], [[False, False]] * 8), time_dim=0)
@@ -141,14 +134,6 @@ def test_batches_are_named_windows_of_cells() -> None:
     assert batch["index"].tolist() == (batch["position"] * 2 + batch["env"]).tolist()
     assert (buffer.storage.get(batch["index"])["position"] == batch["position"]).all()
     assert buffer.sample(3).shape == (3, 4)
-
-
-def test_short_and_long_path_agree() -> None:
-    short, long = (make_buffer(2, 10, batch_length=4, episode_ends="across") for _ in range(2))
-    for buffer in (short, long):
-        dones = (torch.arange(24).reshape(12, 2) % 5 == 4).tolist()
-        buffer.extend(Twin(2, 10).rows([0, 1], dones), time_dim=0)
-    assert (short.sample() == long.sample(return_info=True)[0]).all()
 
 
 def test_a_gru_unrolled_over_a_batch_repeats_what_it_did_step_by_step() -> None:
@@ -191,14 +176,8 @@ def test_nested_states_under_other_keys() -> None:
     assert batch["agent"].names == [None, "time"]
 
 
-# ------------------------------------------------------------------ bad input
-
-
-def test_nothing_stored() -> None:
-    buffer = make_buffer(1, 10, batch_length=4)
-    with pytest.raises(RuntimeError, match="0 steps are stored"):
-        buffer.sample()
-    buffer.extend(episodes([9]))
+def test_an_emptied_buffer_starts_again() -> None:
+    buffer = make_buffer(1, 10, batch_length=4, data=episodes([9]))
     buffer.sample()
     buffer.empty()
     with pytest.raises(RuntimeError, match="0 steps are stored"):
@@ -224,11 +203,3 @@ def test_unknown_ends() -> None:
         buffer.sample()
     buffer = make_buffer(1, 10, batch_length=2, episode_ends="across", data=episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
-
-
-def test_same_seed_same_windows() -> None:
-    batches = []
-    for _ in range(2):
-        buffer = make_buffer(1, 50, batch_length=5, data=episodes([20, 20]))
-        batches.append(torch.stack([buffer.sample()["index"] for _ in range(3)]))
-    assert torch.equal(*batches)

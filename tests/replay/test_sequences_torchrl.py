@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 from kit.files import through_file
-from replay.sequence_twin import Twin, episodes
-from torchrl_lightning import ExperienceBuffer, RingStorage, RingWriter, SequenceSampler
+from kit.rows import episodes
+from kit.seeds import generator
+from kit.twin import Twin
+from torchrl_lightning import ExperienceBuffer, PrioritizedSampler, RingStorage, RingWriter, SequenceSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
 ENDS = ("inside", "across", "pad")
@@ -30,13 +34,13 @@ def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_
             writer=RingWriter(num_envs),
             sampler=SequenceSampler(**options),
             batch_size=32,
-            generator=torch.Generator().manual_seed(0),
+            generator=generator(),
         )
 
     twin, replay = Twin(num_envs, 20), build()
     write = replay.extend if buffer == "torchrl" else lambda rows: replay.extend(rows.reshape(-1, num_envs), time_dim=0)
     for seed, steps in enumerate((8, 1, 15, 1, 45, 3)):
-        dones = torch.rand(steps, num_envs, generator=torch.Generator().manual_seed(seed)) < 0.2
+        dones = torch.rand(steps, num_envs, generator=generator(seed)) < 0.2
         write(twin.rows(list(range(num_envs)), dones.tolist()).reshape(-1))
         twin.check(replay.sample(), **options)
     restored = build()
@@ -47,14 +51,23 @@ def test_in_every_combination(storage: str, buffer: str, episode_ends: str, num_
         assert (batch == replay.sample()).all()
 
 
-def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on() -> None:
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=SequenceSampler(2), batch_size=2)
+@pytest.mark.parametrize(
+    ("sampler", "other"),
+    [
+        (SequenceSampler(2), "SliceSampler"),
+        (PrioritizedSampler(9, 1.0, 1.0, batch_length=2), "or the sampler without them"),
+    ],
+)
+def test_a_storage_that_no_ring_writer_fills_is_refused_with_both_ways_on(sampler: Any, other: str) -> None:
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=2)
     replay.extend(episodes([6]))
-    with pytest.raises(ValueError, match=r"no RingWriter fills this LazyTensorStorage; .*RingWriter.*SliceSampler"):
+    with pytest.raises(ValueError, match=rf"no RingWriter fills this LazyTensorStorage; .*RingWriter.*{other}"):
         replay.sample()
-    replay = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(12, ndim=2), sampler=SequenceSampler(2), dim_extend=0, batch_size=2
-    )
+
+
+def test_a_storage_of_two_dimensions_is_refused() -> None:
+    storage = LazyTensorStorage(12, ndim=2)
+    replay = TensorDictReplayBuffer(storage=storage, sampler=SequenceSampler(2), dim_extend=0, batch_size=2)
     replay.extend(TensorDict({"next": {"done": torch.zeros(4, 3, 1, dtype=torch.bool)}}, [4, 3]))
     with pytest.raises(ValueError, match="no RingWriter fills this"):
         replay.sample()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,16 @@ def nothing() -> None:
     """Do nothing on entering and leaving."""
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+def started(act: Callable[..., None], *arguments: Any, name: str | None = None) -> Any:
+    """Start a forked process."""
+    process = FORK.Process(target=act, args=arguments, name=name, daemon=True)
+    process.start()
+    return process
+
+
 def hold(lock: Any, held: Any) -> None:
     with lock:
         held.set()
@@ -43,13 +54,10 @@ def enter(lock: Any, held: Any) -> None:
 
 
 def test_one_process_at_a_time_until_it_dies() -> None:
-    context = multiprocessing.get_context("fork")
-    lock, held, other = SharedLock(nothing, nothing), context.Event(), context.Event()
-    holder = context.Process(target=hold, args=(lock, held), daemon=True)
-    waiter = context.Process(target=enter, args=(lock, other), daemon=True)
-    holder.start()
+    lock, held, other = SharedLock(nothing, nothing), FORK.Event(), FORK.Event()
+    holder = started(hold, lock, held)
     assert held.wait(SECONDS)
-    waiter.start()
+    waiter = started(enter, lock, other)
     assert not other.wait(0.2)
     os.kill(holder.pid, signal.SIGKILL)
     assert other.wait(SECONDS)
@@ -76,8 +84,7 @@ def test_one_thread_at_a_time_and_what_it_holds_it_may_enter_again() -> None:
 
 
 def test_a_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> None:
-    context = multiprocessing.get_context("fork")
-    lock, held, inside, done = SharedLock(nothing, nothing), context.Event(), threading.Event(), threading.Event()
+    lock, held, inside, done = SharedLock(nothing, nothing), FORK.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         with lock:
@@ -87,8 +94,7 @@ def test_a_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> N
     thread = threading.Thread(target=work)
     thread.start()
     assert inside.wait(SECONDS)
-    child = context.Process(target=enter, args=(lock, held), daemon=True)
-    child.start()
+    child = started(enter, lock, held)
     assert not held.wait(0.2)
     done.set()
     thread.join(SECONDS)
@@ -145,10 +151,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_counting(storage: RingStorage) -> None:
+    """Let this process die where it says how much the storage holds."""
+    storage.touch = storage.set_length = lambda *_: die()  # type: ignore[method-assign]
+
+
 def died(act: Any) -> None:
     """Let a forked process do something that kills it."""
-    child = multiprocessing.get_context("fork").Process(target=act, daemon=True)
-    child.start()
+    child = started(act)
     child.join(SECONDS)
     assert child.exitcode == -signal.SIGKILL
 
@@ -168,7 +178,7 @@ def test_rings_that_a_process_died_writing_to_are_dropped(where: str, caplog: An
     def act() -> None:
         writer, storage = buffer.writer, buffer.storage
         if where == "length":  # all is written, but not said to be
-            writer._settle = die  # type: ignore[method-assign]
+            die_counting(storage)
         if where == "priorities":
             writer.notify = lambda _: die()  # type: ignore[method-assign]
         if where == "copies":  # row by row, because bytes of another device or layout are not copied
@@ -209,7 +219,7 @@ def test_who_dies_reading_or_taking_out_tears_nothing(caplog: Any) -> None:
             die()
 
     def take() -> None:
-        buffer.writer._settle = die  # type: ignore[method-assign]
+        die_counting(buffer.storage)
         with buffer.locked():
             buffer.writer.drop(2, torch.tensor([1]))
 
@@ -286,13 +296,10 @@ def draw(buffer: ExperienceBuffer, answers: Any) -> None:
 
 
 def test_processes_draw_differently_and_again_the_same() -> None:
-    context = multiprocessing.get_context("fork")
-
     def drawn(name: str) -> Any:
         torch.manual_seed(3)
-        buffer, answers = shared(), context.SimpleQueue()
-        child = context.Process(target=draw, args=(buffer, answers), name=name, daemon=True)
-        child.start()
+        buffer, answers = shared(), FORK.SimpleQueue()
+        child = started(draw, buffer, answers, name=name)
         found = answers.get()
         child.join(SECONDS)
         return found, buffer.sample()["a"].tolist()
@@ -304,15 +311,15 @@ def test_processes_draw_differently_and_again_the_same() -> None:
 
 
 def test_a_writer_may_refuse_to_overwrite() -> None:
-    writer = RingWriter(ENVS, overwrite=False)
-    buffer = ExperienceBuffer(storage=RingStorage(ENVS * LENGTH), writer=writer)
+    buffer = ring(LENGTH, ENVS, writer=RingWriter(ENVS, overwrite=False))
     for value in range(LENGTH - 1):
         buffer.extend(step(value))
     buffer.extend(step(9)[:1], env_ids=torch.tensor([1]))
     before = stored(buffer)
-    for rows, ids in ((step(8), None), (step(8)[:2], torch.tensor([1, 0])), (torch.cat([step(7)] * 2), None)):
+    two = torch.stack([step(7)] * 2)
+    for rows, ids in ((step(8), None), (step(8)[:2], torch.tensor([1, 0])), (two, None)):
         with pytest.raises(ValueError, match=r"environments \[.*1.*\] have no room for"):
-            buffer.extend(rows.view(-1, ENVS), time_dim=0) if len(rows) > ENVS else buffer.extend(rows, ids)
+            buffer.extend(rows, ids, time_dim=0)
         assert stored(buffer) == before
     buffer.extend(step(8)[:2], env_ids=torch.tensor([2, 0]))
     assert len(buffer) == ENVS * LENGTH

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -166,43 +165,19 @@ def test_what_cannot_be_shared(kwargs: dict[str, Any], says: str, tmp_path: Path
     assert len(ours.sample()) == BATCH
 
 
-def test_a_shared_buffer_stays_shared_and_takes_no_state() -> None:
-    ours = filled(shared=True)
+def test_the_state_of_a_shared_buffer_is_taken_by_one_that_is_not() -> None:
+    ours, fresh = filled(shared=True), filled()
     assert ours.storage.is_shared
-    state = ours.state_dict()
-    with pytest.raises(ValueError, match="stays shared"):
-        ours.share(False)
-    with pytest.raises(RuntimeError, match=r"before buffer.share\(\)"):
-        ours.load_state_dict(state)
-    fresh = filled()
-    fresh.load_state_dict(state)
+    fresh.load_state_dict(ours.state_dict())
     assert (fresh.share().sample() == ours.sample()).all()
 
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_copies_are_private(way: str, shared: bool) -> None:
-    ours = filled(sampler=UniformSampler(), shared=shared)
+@pytest.mark.parametrize("kind", ["shared", "on disk"])
+def test_copies_lie_in_memory_of_their_own(kind: str, way: str, tmp_path: Path) -> None:
+    ours = filled(scratch=tmp_path / "ring") if kind == "on disk" else filled(shared=True)
     other = pickle.loads(pickle.dumps(ours)) if way == "pickle" else copy.deepcopy(ours)
     assert not other.storage.is_shared
-    assert (ours.sample() == other.sample()).all()
-    ours.extend(rows(30))
-    assert len(other) == 3
-    other.extend(rows(60))
-    assert sorted(set(other[:]["a"].tolist())) == [0.0, 1.0, 2.0, 60.0, 61.0, 62.0]
-    assert ours[:]["a"].tolist() == [0.0, 1.0, 2.0, 30.0, 31.0, 32.0]
-    assert other.writer.index.end(torch.tensor([0]), torch.tensor([0])).tolist() == [1]
-
-
-@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-def test_copies_of_memory_mapped_cells_lie_in_memory(way: str, tmp_path: Path) -> None:
-    ours = filled(scratch=tmp_path / "ring")
-    other = pickle.loads(pickle.dumps(ours)) if way == "pickle" else copy.deepcopy(ours)
     assert other.storage.scratch_dir is None
-    other.extend(rows(60))
-    assert len(ours) == 3
-    other.dumps(tmp_path / "state")
-    fresh = filled()
-    fresh.loads(tmp_path / "state")
-    assert fresh[:]["a"].tolist() == [0.0, 1.0, 2.0, 60.0, 61.0, 62.0]
-    assert os.path.samefile(ours.storage.scratch_dir, tmp_path / "ring")
+    assert ours.storage.is_shared == (kind == "shared")
+    assert ours.storage.scratch_dir == (tmp_path / "ring" if kind == "on disk" else None)

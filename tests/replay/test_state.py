@@ -8,80 +8,33 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import RandomSampler
 
 from kit.forks import killed_after
+from kit.rings import ring
+from kit.rows import numbered
+from kit.states import GONE, changed, differences, entries
 from torchrl_lightning import files
 from torchrl_lightning.files import read_state, write_state
-from torchrl_lightning.replay import (
-    ExperienceBuffer,
-    PrioritizedSampler,
-    RingStorage,
-    SequenceSampler,
-    UniformSampler,
-)
+from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 ENVS, SIZE = 3, 21
+buffer = partial(ring, SIZE // ENVS, ENVS, batch_size=4)
+filled = partial(buffer, filled=10)
 
 
-def rows(count: int, start: int = 0) -> TensorDict:
-    value = torch.arange(start, start + count).float()
-    return TensorDict({"a": value, "next": {"done": (value % 4 == 3).unsqueeze(-1), "b": value.bfloat16()}}, [count])
-
-
-def buffer(scratch: Path | None = None, size: int = SIZE, envs: int = ENVS, **kwargs: object) -> ExperienceBuffer:
-    return ExperienceBuffer(
-        storage=RingStorage(size, scratch_dir=scratch), num_envs=envs, **{"batch_size": 4, **kwargs}
-    )
-
-
-def filled(scratch: Path | None = None, steps: int = 10, **kwargs: object) -> ExperienceBuffer:
-    ours = buffer(scratch, **kwargs)
-    for step in range(steps):
-        ours.extend(rows(ENVS, step * ENVS))
-    return ours
-
-
-def assert_same_future(one: ExperienceBuffer, other: ExperienceBuffer, batches: int = 3) -> None:
-    for start in (500, 600):
-        for _ in range(batches):
-            assert (one.sample() == other.sample()).all()
-        for ours in (one, other):
-            ours.extend(rows(ENVS, start))
-    cells = one.writer.filled_cells()
-    assert torch.equal(cells, other.writer.filled_cells())
-    at = one.writer.env_of(cells), one.writer.position_of(cells)
-    assert torch.equal(other.writer.position_of(cells), at[1])
-    for name in ("begin", "end", "finished"):
-        assert torch.equal(getattr(one.writer.index, name)(*at), getattr(other.writer.index, name)(*at))
-
-
-def test_uneven_rings_come_back() -> None:
-    one, other = filled(steps=3), buffer()
-    one.extend(rows(2, 70), env_ids=torch.tensor([2, 0]))
-    other.load_state_dict(one.state_dict())
-    cells = one.writer.filled_cells()
-    assert len(other) == len(cells) == 11
-    assert torch.equal(other.writer.filled_cells(), cells)
-    assert (other.storage.get(cells) == one.storage.get(cells)).all()
-    assert len(one.state_dict()["storage"]["data"]["a"]) == 11
-
-
-def test_a_state_is_a_copy_of_the_filled_part() -> None:
-    one = filled(steps=2, size=30_000)
+def test_a_state_holds_the_filled_part_alone() -> None:
+    one = ring(10_000, ENVS, filled=2)
+    one.extend(numbered(2, 70), env_ids=torch.tensor([2, 0]))
     state = one.state_dict()
-    before = state["storage"]["data"]["a"].clone()
-    assert len(before) == 2 * ENVS
-    one.empty()
-    one.extend(rows(ENVS, 900))
-    assert torch.equal(state["storage"]["data"]["a"], before)
-    assert state["writer"]["positions"].tolist() == [2] * ENVS
+    assert state["storage"]["data"]["a"].sort().values.tolist() == [0, 1, 2, 3, 4, 5, 70, 71]
+    assert state["writer"]["positions"].tolist() == [3, 2, 3]
 
 
 def test_the_generator_stays_the_users() -> None:
@@ -95,20 +48,7 @@ def test_no_pickle_and_nothing_beside(tmp_path: Path) -> None:
     one = filled()
     for _ in range(3):
         one.dumps(tmp_path / "state")
-    assert len(list(tmp_path.iterdir())) == 1
-    names = sorted(path.suffix for path in (tmp_path / "state").iterdir())
-    assert names == [".bin", ".json"]
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".state.0123456789abcdef.tmp").mkdir()
-    one = filled()
-    one.dumps(tmp_path / "state")
-    (tmp_path / "state" / "state-0123456789abcdef.bin").touch()
-    (tmp_path / "state" / ".state-0123456789abcdef.bin.0123456789abcdef.tmp").touch()
-    one.dumps(tmp_path / "state")
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    assert len(list((tmp_path / "state").iterdir())) == 2
+    assert sorted(path.suffix for path in tmp_path.rglob("*")) == ["", ".bin", ".json"]
 
 
 def damage_size(folder: Path) -> None:
@@ -134,63 +74,42 @@ def edit(change: Callable[[dict[str, Any]], None], sign: bool = True) -> Callabl
     return damage
 
 
-def huge(content: dict) -> None:
-    content["state"]["storage"]["data"]["a"]["__tensor__"]["shape"] = [1 << 40]
+def put(*path: str, value: Any = GONE) -> Callable[[Path], None]:
+    """Put a value into the manifest, or take one out."""
+    return edit(lambda content: content.update(changed(content, path, value)))
 
 
-def negative(content: dict) -> None:
-    content["state"]["storage"]["data"]["a"]["__tensor__"]["offset"] = -8
+CELLS = ("state", "storage", "data", "a", "__tensor__")
+DAMAGES = {
+    "shorter": damage_size,
+    "other bytes": damage_bytes,
+    "half a manifest": lambda folder: (folder / "state.json").write_text("{"),
+    "no text": lambda folder: (folder / "state.json").write_bytes(b"\xff\xfe\x00"),
+    "deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
+    "huge": put(*CELLS, "shape", value=[1 << 40]),
+    "before the file": put(*CELLS, "offset", value=-8),
+    "another file": put("file", value="../../../etc/passwd"),
+    "without a count": put("state", "storage", "count"),
+    "a list": put("state", value=[1, 2]),
+    "unsigned": edit(lambda content: content["state"]["writer"].update(write_count=11), sign=False),
+}
 
 
-def outside(content: dict) -> None:
-    content["file"] = "../../../etc/passwd"
-
-
-def short(content: dict) -> None:
-    del content["state"]["storage"]["count"]
-
-
-def foreign(content: dict) -> None:
-    content["state"] = [1, 2]
-
-
-def plausible(content: dict) -> None:
-    content["state"]["writer"]["write_count"] += 1
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_size,
-        damage_bytes,
-        lambda folder: (folder / "state.json").write_text("{"),
-        lambda folder: (folder / "state.json").write_bytes(b"\xff\xfe\x00"),
-        lambda folder: (folder / "state.json").write_text("[" * 100_000),
-        *(edit(change) for change in (huge, negative, outside, short, foreign)),
-        edit(plausible, sign=False),
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_and_hostile_states_change_nothing(damage: object, tmp_path: Path) -> None:
     filled().dumps(tmp_path / "state")
     damage(tmp_path / "state")
-    ours = filled(steps=2)
+    ours = buffer(filled=2)
     with pytest.raises(ValueError, match=r"damaged or foreign|foreign"):
         ours.loads(tmp_path / "state")
     assert sorted(ours[:]["a"].tolist()) == list(range(6))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in below:
-        yield from places(entry, (*path, key))
-
-
 def test_every_edit_of_the_manifest_is_refused(tmp_path: Path) -> None:
     write_state(tmp_path, {"a": torch.arange(3), "b": {"c": (1, [2.5, "x"])}})
     whole = (tmp_path / "state.json").read_text()
-    for path in places(json.loads(whole)["content"]):
-        for wrong in (None, -1, 1 << 70, 0.5, [[1]], {"__tensor__": 1}, {"__tuple__": 3}) if path else ():
+    for path, _ in entries(json.loads(whole)["content"]):
+        for wrong in (None, -1, 1 << 70, 0.5, [[1]], {"__tensor__": 1}, {"__tuple__": 3}):
 
             def change(content: dict[str, Any], path: Any = path, wrong: Any = wrong) -> None:
                 functools.reduce(lambda node, key: node[key], path[:-1], content)[path[-1]] = wrong
@@ -204,29 +123,20 @@ def test_every_edit_of_the_manifest_is_refused(tmp_path: Path) -> None:
                 assert isinstance(read_state(tmp_path), dict)
 
 
-def test_a_missing_state(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no saved state"):
-        buffer().loads(tmp_path)
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = filled(steps=2)
+    one = buffer(filled=2)
     if exists:
         one.dumps(tmp_path / "state")
-    calls = 0
 
     def full(handle: int) -> None:
-        nonlocal calls
-        calls += 1
         raise OSError(28, "No space left on device")
 
-    one.extend(rows(ENVS, 50))
+    one.extend(numbered(ENVS, 50))
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         one.dumps(tmp_path / "state")
     monkeypatch.undo()
-    assert calls == 1
     assert [path.name for path in tmp_path.iterdir()] == (["state"] if exists else [])
     if exists:
         ours = buffer()
@@ -238,59 +148,49 @@ def test_a_full_disk_leaves_the_old_state(exists: bool, tmp_path: Path, monkeypa
 # ---------------------------------------------------------------------- memory-mapped cells
 
 
-def prioritized() -> PrioritizedSampler:
-    return PrioritizedSampler(SIZE, alpha=1.0, beta=0.5)
-
-
-@pytest.mark.parametrize("target", ["memory", "same folder", "another folder"])
-@pytest.mark.parametrize("sampler", [RandomSampler, UniformSampler, prioritized, lambda: SequenceSampler(3)])
-def test_a_state_knows_nothing_of_what_was_written_behind_it(target: str, sampler: Any, tmp_path: Path) -> None:
-    one, twin = filled(tmp_path / "ring", sampler=sampler()), filled(sampler=sampler())
-    one.generator.set_state(twin.generator.get_state())
-    prefers = sampler is prioritized
-    for ours in (one, twin) if prefers else ():
-        ours.update_priority(torch.arange(SIZE), torch.arange(SIZE) % 5 + 1.0)
+def test_a_state_knows_nothing_of_what_was_written_behind_it(tmp_path: Path) -> None:
+    one = filled(scratch_dir=tmp_path / "ring", sampler=PrioritizedSampler(SIZE, alpha=1.0, beta=0.5))
+    one.update_priority(torch.arange(SIZE), torch.arange(SIZE) % 5 + 1.0)
+    held = one.state_dict()
     one.dumps(tmp_path / "state")
-    one.extend(rows(ENVS, 900))
-    one.extend(rows(1, 950), env_ids=torch.tensor([1]))  # a process that dies between two saves
-    if prefers:
-        one.update_priority(torch.arange(SIZE), torch.ones(SIZE))
-    folder = {"memory": None, "same folder": tmp_path / "ring", "another folder": tmp_path / "other"}[target]
-    other = buffer(folder, sampler=sampler())
-    other.loads(tmp_path / "state")
-    assert len(other) == SIZE
-    assert (other[:] == twin[:]).all()
-    assert_same_future(twin, other)
+    one.extend(numbered(ENVS, 900))
+    one.extend(numbered(1, 950), env_ids=torch.tensor([1]))  # a process that dies between two saves
+    one.update_priority(torch.arange(SIZE), torch.ones(SIZE))
+    for folder in (None, tmp_path / "ring", tmp_path / "other"):
+        other = buffer(scratch_dir=folder, sampler=PrioritizedSampler(SIZE, alpha=1.0, beta=0.5))
+        other.loads(tmp_path / "state")
+        assert not differences(other.state_dict(), held)
+        assert (other[:] == filled()[:]).all()
 
 
 def test_a_second_resume_drops_nothing(tmp_path: Path) -> None:
-    one = filled(tmp_path / "ring")
+    one = filled(scratch_dir=tmp_path / "ring")
     one.dumps(tmp_path / "state")
     for step in range(SIZE):  # a run that is lost for more than the length of the rings
-        one.extend(rows(ENVS, 500 + step * ENVS))
+        one.extend(numbered(ENVS, 500 + step * ENVS))
     for again in range(2):
-        other = buffer(tmp_path / "ring")
+        other = buffer(scratch_dir=tmp_path / "ring")
         other.loads(tmp_path / "state")
-        other.extend(rows(ENVS, 30 + again * ENVS))
+        other.extend(numbered(ENVS, 30 + again * ENVS))
         other.dumps(tmp_path / "state")
     assert other.writer.filled.tolist() == [7] * ENVS
     assert sorted(other[:]["a"].tolist()) == list(range(36 - SIZE, 36))
 
 
 def test_an_emptied_ring_takes_an_older_state(tmp_path: Path) -> None:
-    one, twin = filled(tmp_path / "ring"), filled()
+    one, twin = filled(scratch_dir=tmp_path / "ring"), filled()
     one.dumps(tmp_path / "state")
     held = one.state_dict()
     for load in (lambda: one.loads(tmp_path / "state"), lambda: one.load_state_dict(held)):
         one.empty()
-        one.extend(rows(ENVS, 900))
+        one.extend(numbered(ENVS, 900))
         load()
         assert (one[:] == twin[:]).all()
         assert one.writer.positions.tolist() == [10] * ENVS
 
 
 def test_cells_on_disk_leave_no_names_and_meet_nobody(tmp_path: Path) -> None:
-    one, other = filled(tmp_path / "ring"), filled(tmp_path / "ring", steps=2)
+    one, other = filled(scratch_dir=tmp_path / "ring"), buffer(scratch_dir=tmp_path / "ring", filled=2)
     assert (one[:] == filled()[:]).all()
     assert sorted(other[:]["a"].tolist()) == list(range(6))
     assert not list((tmp_path / "ring").iterdir())

@@ -70,22 +70,6 @@ def test_empty_starts_again() -> None:
     assert buffer.extend(numbered(2, 5)).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("ids", [[0, 0], [2], [-1], []])
-def test_bad_environments_are_refused(ids: list[int]) -> None:
-    buffer = ring(3, 2, data=numbered(2, 1))
-    with pytest.raises(ValueError, match="env_ids"):
-        buffer.writer.extend(numbered(len(ids) or 1, 3), env_ids=torch.tensor(ids))
-    assert buffer.writer.positions.tolist() == [1, 1]
-
-
-def test_rows_that_do_not_fit_the_environments_are_refused() -> None:
-    buffer = ring(3, 2)
-    with pytest.raises(ValueError, match=r"\[3\] for 2 environments"):
-        buffer.writer.extend(numbered(3, 1))
-    with pytest.raises(ValueError, match="2 environments"):
-        buffer.add(numbered(1, 1)[0])
-
-
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="one-dimensional"):
         TensorDictReplayBuffer(storage=LazyTensorStorage(8, ndim=2), writer=RingWriter(2))
