@@ -32,8 +32,10 @@ def _give(take: Callable[[Any, Any], Any], argument: Any, part: Any) -> Any:
 
 def no_hooks(*parts: Callable[[Any], Any]) -> Refusal:
     """Buffers and storages write their own files."""
-    calls: list[Callable[[Any], Any]] = [
-        lambda ours, part=part: part(ours).register_save_hook(TED2Flat()) for part in parts
-    ]
-    calls += [lambda ours, part=part: part(ours).register_load_hook(TED2Flat()) for part in parts]
+    hooks = ("register_save_hook", "register_load_hook")
+    calls = (partial(_hook, part, hook) for part in parts for hook in hooks)
     return Refusal("writes its own files", *calls, error=TypeError, empty=True)
+
+
+def _hook(part: Callable[[Any], Any], hook: str, ours: Any) -> None:
+    getattr(part(ours), hook)(TED2Flat())
