@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 
 from cli.commands import TINY, Done, last_line, start
-from datamodules.test_close import members
 from kit.forks import Forked
+from kit.processes import members
 from torchrl_lightning.cli.locks import locked
 
 ENDLESS = [*TINY, "data.total_frames=10000000", "trainer.check_val_every_n_epoch=1000000", "eval_checkpoint=last"]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torchrl.objectives import HardUpdate, SoftUpdate
 
-from datamodules.conftest import TinyActorCritic
+from contracts.streams import OFFLINE, STREAMS
+from kit.actor_critic import TinyActorCritic
 from kit.dynamics import model_data
 from kit.replay import BUFFERS, experience, prioritized, replay_data
 from learn.fakes import FakeData
@@ -185,6 +186,8 @@ RUNS: dict[str, Run] = {
         ),
         {"max_epochs": 9, "limit_val_batches": 1.0},
     ),
+    **{name: Run(make, FIRST_TWO) for name, make in STREAMS.items()},
+    **{name: Run(make) for name, make in OFFLINE.items()},
 }
 
 

@@ -18,6 +18,7 @@ from kit.counting import CountingEnv, vector_env
 from kit.dynamics import model_data
 from kit.lines import imitator
 from kit.replay import replay_data
+from kit.torchrl_envs import Walk
 from torchrl_lightning import (
     AsynchronousCollector,
     BranchedReplay,
@@ -41,17 +42,20 @@ from torchrl_lightning import (
     IntrinsicRewardNormalizer,
     MinibatchSampler,
     MixedReplay,
+    OnPolicyDataModule,
     PPOBuffer,
     PPODBuffer,
     PrioritizedSampler,
     RecentSampler,
     RecurrentReplayBuffer,
+    ReplayDataModule,
     RingStorage,
     RingWriter,
     SegmentTree,
     SequenceSampler,
     SimpleReplayBuffer,
     SumSegmentTree,
+    make_vector_env,
 )
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing
 
@@ -380,5 +384,30 @@ ARGUMENTS = (
         {"env": CountingEnv, "frames_per_batch": 8},
         {"ready SyncVectorEnv": {"env": vector_env()}},
         TypeError,
+    ),
+    Refused(
+        OnPolicyDataModule,
+        {"env": "CartPole-v1", "num_envs": 4, "frames_per_batch": 64},
+        {
+            "frames_per_batch=63 is no multiple of num_envs=4; take 64": {"frames_per_batch": 63},
+            "would end each episode after its first step": {"reset_at_each_batch": True, "frames_per_batch": 4},
+            "mini_batch_size=128 is larger than a rollout of frames_per_batch=64": {"mini_batch_size": 128},
+            "num_mini_batch=65 batches": {"num_mini_batch": 65},
+            "need 96": {"mini_batch_size": 32, "num_mini_batch": 3},
+            **named(num_epochs=0, num_envs=0, mini_batch_size=0),
+            "Pass eval_env=": each("env", make_vector_env("CartPole-v1", 4), Walk([4])),
+        },
+    ),
+    Refused(
+        ReplayDataModule,
+        {"env": "CartPole-v1", "buffer": ExperienceBuffer, "dataset": "a folder"},
+        {
+            "warmup_frames=10: with dataset= and frames_per_update=0 nothing is collected": {"warmup_frames": 10},
+            r"total_frames=100: .*\(max_epochs, max_steps": {"total_frames": 100},
+            "collector=.*: with dataset=": {"collector": print},
+            r"frames_per_update must be a finite number of at least 0, got -1\.0": {"frames_per_update": -1.0},
+            r"must be above 0, got 0\.0": {"dataset": None, "frames_per_update": 0.0},
+            **named(updates_per_step=0),
+        },
     ),
 )

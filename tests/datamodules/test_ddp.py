@@ -1,16 +1,62 @@
+"""On two ranks, each has experience of its own, and both the same weights and statistics."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
 
-from datamodules.replay_parts import reports, run_ranks
+from kit.actor_critic import TinyActorCritic, rollouts
+from kit.normalized import recording
+from kit.ranks import Report, fit_ranks, reports, run_ranks
+from kit.runs import SaveAt, parameters
+from torchrl_lightning import LastCheckpoint
+
+
+class FirstBatch(TinyActorCritic):
+    """Keeps the sum of the first observations."""
+
+    def training_step(self, batch, batch_idx):
+        self.first = getattr(self, "first", batch["observation"].sum().item())
+        return super().training_step(batch, batch_idx)
+
+
+def met(module, data):
+    normalization = data.state_dict()["normalization"]  # which all ranks return together
+    (observed,) = normalization["observation"]["entries"]
+    return {
+        "seed": data.collector.seed,
+        "observations": module.first,
+        "updates": module.updates,
+        "frames": data.frames,
+        "parameters": parameters(module).tolist(),
+        "count": observed["moments"]["count"],
+        "mean": observed["moments"]["mean"].tolist(),
+        "spread": observed["moments"]["spread"].tolist(),
+        "rewards": normalization["reward"]["count"],
+        "seen": [row for each in data.collector.recorded for row in each["observation"].flatten(0, 1).tolist()],
+    }
+
+
+def fits(folder):
+    normalised = {"normalize_observation": True, "normalize_reward": True, "reset_at_each_batch": True}
+    sizes = {"num_envs": 2, "frames_per_batch": 32, "mini_batch_size": 16, "eval_episodes": 1}
+
+    def fit(name, callback, resume=None):
+        torch.manual_seed(0)
+        data = rollouts(collector=recording(2, 32), **sizes, **normalised)
+        # The end is no multiple of the epochs between evaluations: all ranks have to evaluate and save it together.
+        ends = {"max_epochs": 3, "limit_val_batches": 1, "check_val_every_n_epoch": 5}
+        fit_ranks(FirstBatch(), data, Report(folder, name, met), callback, resume=resume, **ends)
+
+    fit("whole", SaveAt(folder / "half.ckpt", "on_train_epoch_end", 2, then="go on"))
+    fit("resumed", LastCheckpoint(folder, "end"), folder / "half.ckpt")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Folder of an uninterrupted run, of half a run, and of its resumption, on two ranks each."""
-    return run_ranks("ddp_run.py", tmp_path_factory.mktemp("ddp"))
+    """Folder of a run that saves itself, and of its resumption."""
+    return run_ranks(fits, tmp_path_factory.mktemp("ddp"))
 
 
 def test_each_rank_has_experience_of_its_own_and_the_same_parameters(two_ranks):
@@ -22,17 +68,18 @@ def test_each_rank_has_experience_of_its_own_and_the_same_parameters(two_ranks):
     assert first["parameters"] == second["parameters"]
 
 
-def test_a_checkpoint_holds_the_states_of_all_ranks(two_ranks):
-    states = torch.load(two_ranks / "half.ckpt", weights_only=True)["OnPolicyDataModule"]["ranks"]
-    assert [state["frames"] for state in states] == [128, 128]
+@pytest.mark.parametrize(("name", "frames"), [("half", 128), ("end", 192)])
+def test_a_checkpoint_holds_the_states_of_all_ranks(name, frames, two_ranks):
+    states = torch.load(two_ranks / f"{name}.ckpt", weights_only=True)["OnPolicyDataModule"]["ranks"]
+    assert [state["frames"] for state in states] == [frames, frames]
     first, second = (state["buffer"] for state in states)
     assert str(first) != str(second)
 
 
-def test_two_ranks_go_on_as_if_never_stopped(two_ranks):
+def test_two_ranks_go_on_and_normalise_as_if_never_stopped(two_ranks):
     for whole, resumed in zip(reports(two_ranks, "whole"), reports(two_ranks, "resumed"), strict=True):
-        assert resumed["frames"] == whole["frames"]
-        assert resumed["parameters"] == whole["parameters"]
+        for key in ("frames", "parameters", "mean", "spread"):
+            assert resumed[key] == whole[key], key
 
 
 def test_observations_are_normalised_by_the_moments_of_all_ranks(two_ranks):
@@ -42,8 +89,3 @@ def test_observations_are_normalised_by_the_moments_of_all_ranks(two_ranks):
     assert first["count"] == first["rewards"] == len(rows) == 3 * 32 * 2
     np.testing.assert_allclose(first["mean"], rows.mean(0), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(np.array(first["spread"]) / len(rows), rows.var(0), rtol=1e-11)
-
-
-def test_a_resumed_run_normalises_as_if_never_stopped(two_ranks):
-    for whole, resumed in zip(reports(two_ranks, "whole"), reports(two_ranks, "resumed"), strict=True):
-        assert (resumed["mean"], resumed["spread"]) == (whole["mean"], whole["spread"])

@@ -1,3 +1,5 @@
+"""Demonstrations are played, learned from and mined in runs; how such runs resume is a contract."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -6,44 +8,32 @@ import gymnasium
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from lightning.pytorch.callbacks import ModelCheckpoint
-from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
-from datamodules.replay_parts import reports, run_ranks
-from kit.runs import parameters
+from kit.actor_critic import fit, rollouts
+from kit.demonstrations import episode, saved
+from kit.ranks import Report, fit_ranks, reports, run_ranks
+from kit.runs import SaveAt, parameters
 from torchrl_lightning import (
     AsynchronousCollector,
-    Demonstration,
     DemonstrationActor,
     DemonstrationReplayTransform,
     FramesProgressBar,
     GymnasiumCollector,
     PPODBuffer,
-    write_demonstration,
 )
 from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 
-# A resumed run writes beside the checkpoint that it came from.
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-
 CART_POLES = partial(SerialEnv, 4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
-
-
-def shown(length=5, **options):
-    """A demonstration that fits CartPole."""
-    steps = TensorDict({"observation": torch.randn(length, 4, generator=torch.Generator().manual_seed(0))}, [length])
-    steps["action"], steps["next", "reward"] = torch.arange(length) % 2, torch.zeros(length, 1)
-    steps["next", "reward"][-1] = 99.0
-    return Demonstration(steps, **options)
+READY = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
+SIZES = {"num_envs": 4, "frames_per_batch": 64}
+shown = partial(episode, total=99.0)
 
 
 @pytest.fixture
 def human(tmp_path):
-    (tmp_path / "human").mkdir()
-    write_demonstration(tmp_path / "human" / "shown.safetensors", shown(7))
-    return str(tmp_path / "human")
+    return saved(tmp_path / "human", shown(7))
 
 
 def buffer(human, **options):
@@ -55,10 +45,10 @@ def ppo(recurrent=False, seed=0):
     return PPOModule(RecurrentNetwork("gru", 8) if recurrent else MLPNetwork([8]))
 
 
-def test_demonstrations_are_learned_from_and_mined(human, make_data, make_trainer):
+def test_demonstrations_are_learned_from_mined_and_reported(human, tmp_path, capsys):
     settings = {"normalize_observation": True, "normalize_reward": True, "frames_per_batch": 256}
-    data = make_data(buffer=buffer(human), **settings)
-    make_trainer(max_epochs=6, limit_val_batches=1).fit(ppo(), datamodule=data)
+    data, bar = rollouts(buffer=buffer(human), **settings), FramesProgressBar(refresh_every=0)
+    fit(tmp_path, data, ppo(), max_epochs=6, limit_val_batches=1, callbacks=[bar], enable_progress_bar=True)
     figures = data.metrics()
     assert figures["demos/D_R"] == 1.0
     assert figures["demos/D_V"] > 0
@@ -70,114 +60,74 @@ def test_demonstrations_are_learned_from_and_mined(human, make_data, make_traine
     assert mined.total_reward == mined.length  # neither observations nor rewards are normalised
     assert mined.steps["observation"].abs().max() < 5
     assert data.buffer.reward_demos[0].steps["observation"].equal(shown(7).steps["observation"])
+    said = capsys.readouterr().err
+    for name in ("D_R=1", "D_V=", "rho=0.5", "phi=0.3", "threshold=99", "replayed="):
+        assert name in said
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("stopped_after", [1, 2])
-def test_a_run_that_only_replays_resumes_bit_for_bit(
-    recurrent, stopped_after, human, tmp_path, make_data, make_trainer
-):
-    # No state of an environment is lost where each of them rests; demonstrations of 7 steps play across rollouts of 16.
-    settings = {"buffer": buffer(human, rho=1.0, phi=0.0, log_prob="current"), "mini_batch_size": None}
-    whole, options = ppo(recurrent), {"limit_val_batches": 1}
-    make_trainer(max_epochs=4, **options).fit(whole, datamodule=make_data(**settings))
-
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    kept = {**options, "enable_checkpointing": True, "callbacks": [checkpoint]}
-    half = make_data(**settings)
-    make_trainer(max_epochs=stopped_after, **kept).fit(ppo(recurrent), datamodule=half)
-    assert half.buffer.replay.playing.all()
-    resumed, data = ppo(recurrent, seed=9), make_data(**settings)
-    make_trainer(max_epochs=4, **kept).fit(resumed, datamodule=data, ckpt_path=checkpoint.last_model_path)
-    assert torch.equal(parameters(resumed), parameters(whole))
-    assert data.metrics()["demos/replayed"] == 1.0
-
-
-@pytest.mark.parametrize("env", [{}, {"env": CART_POLES}])
-def test_a_resumed_run_repeats_an_uninterrupted_one_with_seeded_resets(env, human, tmp_path, make_data, make_trainer):
-    settings = {"buffer": buffer(human), "reset_at_each_batch": True, **env}
-    whole, options = ppo(), {"limit_val_batches": 1}
-    uninterrupted = make_data(**settings)
-    make_trainer(max_epochs=5, **options).fit(whole, datamodule=uninterrupted)
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_last=True, filename="at")
-    kept = {**options, "enable_checkpointing": True, "callbacks": [checkpoint]}
-    make_trainer(max_epochs=2, **kept).fit(ppo(), datamodule=make_data(**settings))
-    resumed, data = ppo(seed=9), make_data(**settings)
-    make_trainer(max_epochs=5, **kept).fit(resumed, datamodule=data, ckpt_path=checkpoint.last_model_path)
-    assert torch.equal(parameters(resumed), parameters(whole))
-    assert [each.value for each in data.buffer.value_demos] == [each.value for each in uninterrupted.buffer.value_demos]
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({}, lambda: {"env": READY(), "eval_env": "CartPole-v1"}),
+        ({}, lambda: {"env": CART_POLES}),
+        ({"log_prob": "current"}, lambda: {"env": CART_POLES}),
+        ({}, lambda: {"collector": partial(GymnasiumCollector, "CartPole-v1", **SIZES)}),
+        ({}, lambda: {"collector": partial(AsynchronousCollector, "CartPole-v1", num_workers=2, **SIZES)}),
+    ],
+    ids=["a ready vector environment", "TorchRL's", "TorchRL's, current", "a collector of one's own", "workers"],
+)
+def test_each_stream_replays_and_is_mined(options, settings, human, tmp_path):
+    data = rollouts(buffer=buffer(human, **options), **settings())
+    fit(tmp_path, data, ppo(), max_epochs=4, limit_val_batches=1)
+    assert 0 < data.metrics()["demos/replayed"] < 1
     assert data.buffer.value_demos
 
 
-def test_a_ready_vector_environment_replays_too(human, make_data, make_trainer):
-    make = partial(gymnasium.make, "CartPole-v1")
-    env = SyncVectorEnv([make] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
-    data = make_data(env=env, eval_env="CartPole-v1", buffer=buffer(human))
-    make_trainer(max_epochs=4, limit_val_batches=1).fit(ppo(), datamodule=data)
-    assert 0 < data.metrics()["demos/replayed"] < 1
-    env.close()
-
-
-def test_torchrls_own_collector_replays_too(human, make_data, make_trainer):
+def test_torchrls_own_collector_replays_too(human, tmp_path):
     def collector(policy, replay):
-        env = SerialEnv(4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
-        env = TransformedEnv(DemonstrationReplayTransform(replay).wrap(env), InitTracker(), auto_unwrap=False)
+        env = TransformedEnv(DemonstrationReplayTransform(replay).wrap(CART_POLES()), InitTracker(), auto_unwrap=False)
         return Collector(env, DemonstrationActor(policy), frames_per_batch=64, total_frames=-1, no_cuda_sync=True)
 
-    data = make_data(buffer=buffer(human, rho=1.0, phi=0.0), collector=collector)
-    make_trainer(max_epochs=3, limit_val_batches=0).fit(ppo(), datamodule=data)
+    data = rollouts(buffer=buffer(human, rho=1.0, phi=0.0), collector=collector)
+    fit(tmp_path, data, ppo(), max_epochs=3)
     assert data.metrics()["demos/replayed"] == 1.0
     again = shown(7).steps["observation"].roll(-2 * 16 % 7, 0)  # two rollouts of 16 steps came before
     assert data.buffer.rollout["observation"][:7, 0].equal(again)
 
 
-@pytest.mark.parametrize("log_prob", ["deterministic", "current"])
-def test_environments_of_torchrl_replay_too(log_prob, human, make_data, make_trainer):
-    data = make_data(env=CART_POLES, buffer=buffer(human, log_prob=log_prob))
-    make_trainer(max_epochs=4, limit_val_batches=1).fit(ppo(), datamodule=data)
-    assert 0 < data.metrics()["demos/replayed"] < 1
-    assert data.buffer.value_demos
-
-
-def test_workers_replay_and_are_mined(human, make_data, make_trainer):
-    collector = partial(AsynchronousCollector, "CartPole-v1", num_workers=2, num_envs=4, frames_per_batch=64)
-    data = make_data(buffer=buffer(human), collector=collector)
-    make_trainer(max_epochs=5, limit_val_batches=0).fit(ppo(), datamodule=data)
-    assert data.metrics()["demos/D_V"] > 0
-
-
-def test_a_collector_that_cannot_replay_is_refused(human, make_data, make_trainer):
+def test_a_collector_that_cannot_replay_is_refused(human, tmp_path):
     def collector(policy, seed):
         raise AssertionError
 
-    data = make_data(buffer=buffer(human), collector=collector)
+    data = rollouts(buffer=buffer(human), collector=collector)
     with pytest.raises(ValueError, match="PPODBuffer replays demonstrations, but collector= takes no `replay`"):
-        make_trainer(max_epochs=1, limit_val_batches=0).fit(ppo(), datamodule=data)
+        fit(tmp_path, data, ppo())
 
 
-def test_a_collector_of_ones_own_is_handed_the_replay(human, make_data, make_trainer):
-    collector = partial(GymnasiumCollector, "CartPole-v1", num_envs=4, frames_per_batch=64)
-    data = make_data(buffer=buffer(human, rho=1.0, phi=0.0), collector=collector)
-    make_trainer(max_epochs=1, limit_val_batches=0).fit(ppo(), datamodule=data)
-    assert data.metrics()["demos/replayed"] == 1.0
+def met(module, data):
+    return {
+        "parameters": parameters(module).tolist(),
+        "observations": data.buffer.rollout["observation"].sum().item(),
+        "value": [(each.value, each.total_reward) for each in data.buffer.value_demos],
+    }
 
 
-def test_the_progress_bar_shows_the_demonstrations(human, make_data, make_trainer, capsys):
-    bar = FramesProgressBar(refresh_every=0)
-    data = make_data(buffer=buffer(human))
-    make_trainer(max_epochs=3, limit_val_batches=0, callbacks=[bar], enable_progress_bar=True).fit(
-        ppo(), datamodule=data
-    )
-    shown = capsys.readouterr().err
-    for name in ("D_R=1", "D_V=", "rho=0.5", "phi=0.3", "threshold=99", "replayed="):
-        assert name in shown
+def fits(folder, shared):
+    def fit(name, saves=None, resume=None):
+        files = {"save_demos_every": 1, "num_agent_demos_to_save": 1, "target_agent_demos_dir": str(folder / name)}
+        demos = partial(PPODBuffer, rho=0.3, phi=0.4, shared_demos=shared, initial_reward_threshold=30.0, **files)
+        sizes = {"num_envs": 2, "frames_per_batch": 128, "mini_batch_size": 64, "num_epochs": 1}
+        data, report = rollouts(buffer=demos, reset_at_each_batch=True, **sizes), Report(folder, name, met)
+        fit_ranks(ppo(), data, report, *saves or (), resume=resume, max_epochs=4)
+
+    fit("whole", [SaveAt(folder / "half.ckpt", "on_train_epoch_end", 2, then="go on")])
+    fit("resumed", resume=folder / "half.ckpt")
 
 
-@pytest.fixture(scope="module", params=[False, True])
+@pytest.fixture(scope="module", params=[False, True], ids=["separate", "shared"])
 def two_ranks(request, tmp_path_factory):
     """Whether demonstrations are shared, and the folder of a run on two ranks and of its resumption."""
-    name = "shared" if request.param else "separate"
-    return request.param, run_ranks("ppod_ddp_run.py", tmp_path_factory.mktemp(name), name)
+    return request.param, run_ranks(fits, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 def test_each_of_two_ranks_mines(two_ranks):
@@ -188,7 +138,8 @@ def test_each_of_two_ranks_mines(two_ranks):
     assert first["value"]
     assert second["value"]
     assert (first["value"] == second["value"]) == shared
-    assert first["saved"] == (["reward_demo_1.safetensors"] if shared else ["rank_1", "reward_demo_1.safetensors"])
+    files = sorted(path.name for path in (folder / "whole").glob("[!.]*"))
+    assert files == (["reward_demo_1.safetensors"] if shared else ["rank_1", "reward_demo_1.safetensors"])
 
 
 def test_two_ranks_go_on_as_if_never_stopped(two_ranks):

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
 from tensordict import TensorDict
 
-from datamodules.replay_parts import dqn, fit, replay_data
+from kit.actor_critic import fit, rollouts
 from kit.counting import CountingEnv, InterleavedWorkers
+from kit.replay import fit as fit_replay
+from kit.replay import replay_data
 from torchrl_lightning.collectors.origins import RowOrigins, env_ids
 
 
 class Keep(L.Callback):
-    """Keeps the metrics of every epoch."""
+    """Keeps the number of episodes that end, and their lengths."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+        self.episodes, self.lengths = 0.0, set()
 
     def on_train_epoch_end(self, trainer, module):
-        self.seen.append(trainer.datamodule.metrics())
+        metrics = trainer.datamodule.metrics()
+        self.episodes += metrics.get("train/episodes", 0)
+        self.lengths |= {metrics[name] for name in ("train/length",) if name in metrics}
 
 
 def workers(steps, label):
-    return lambda policy: InterleavedWorkers(policy, steps, label)
+    return partial(InterleavedWorkers, steps=steps, label=label)
+
+
+def fit_seven_steps(folder, label, **settings):
+    sizes = {"num_envs": 2, "frames_per_batch": 14, "mini_batch_size": 14, "num_epochs": 1}
+    data = rollouts(env=CountingEnv, collector=workers(7, label), **sizes)
+    fit(folder, data, **settings)
+    return data
 
 
 @pytest.mark.parametrize("label", ["env_ids", "traj_ids"])
-def test_episodes_of_several_workers_have_their_own_lengths(label, make_data, make_trainer, make_module) -> None:
-    data = make_data(
-        env=CountingEnv, num_envs=2, frames_per_batch=14, mini_batch_size=14, num_epochs=1, collector=workers(7, label)
-    )
+def test_episodes_of_several_workers_have_their_own_lengths(label, tmp_path) -> None:
     keep = Keep()
-    make_trainer(max_epochs=8, callbacks=[keep]).fit(make_module(), datamodule=data)
-    lengths = [metrics["train/length"] for metrics in keep.seen if "train/length" in metrics]
-    assert lengths
-    assert set(lengths) == {10.0}
+    fit_seven_steps(tmp_path, label, max_epochs=8, callbacks=[keep])
+    assert keep.lengths == {10.0}
     # Each worker delivers 28 steps of its two environments: two episodes of each.
-    assert sum(metrics.get("train/episodes", 0) for metrics in keep.seen) == 8
+    assert keep.episodes == 8
 
 
-def test_returns_of_unknown_workers_are_not_reported(make_data, make_trainer, make_module, caplog) -> None:
-    data = make_data(
-        env=CountingEnv, num_envs=2, frames_per_batch=14, mini_batch_size=14, num_epochs=1, collector=workers(7, None)
-    )
-    make_trainer(max_epochs=4).fit(make_module(), datamodule=data)
+def test_returns_of_unknown_workers_are_not_reported(tmp_path, caplog) -> None:
+    data = fit_seven_steps(tmp_path, None, max_epochs=4)
     assert "time/collect" in data.metrics()
     assert not [name for name in data.metrics() if name.startswith("train/")]
     assert caplog.text.count("do not say whose rows they deliver") == 1
@@ -52,11 +57,9 @@ def test_returns_of_unknown_workers_are_not_reported(make_data, make_trainer, ma
 
 @pytest.mark.parametrize("label", ["env_ids", "traj_ids"])
 def test_every_environment_has_a_ring_of_its_own(label, tmp_path) -> None:
-    data = replay_data(
-        env=CountingEnv, num_envs=4, frames_per_batch=8, warmup_frames=100, collector=workers(4, label), write_back=[]
-    )
-    keep = Keep()
-    fit(tmp_path, data, dqn(), callbacks=[keep])
+    sizes = {"num_envs": 4, "frames_per_batch": 8, "warmup_frames": 100}
+    data, keep = replay_data(env=CountingEnv, collector=workers(4, label), write_back=[], **sizes), Keep()
+    fit_replay(tmp_path, data, callbacks=[keep])
     writer = data.buffer.writer
     assert len(set(writer.positions.tolist())) > 1  # the workers are not equally far
     for ring in range(4):
@@ -64,20 +67,17 @@ def test_every_environment_has_a_ring_of_its_own(label, tmp_path) -> None:
         observation = data.buffer.storage.get(cells)["observation"]
         assert observation[:, 0].unique().tolist() == [ring]
         assert observation[:, 2].tolist() == [step % 10 for step in range(len(cells))]
-    assert {metrics["train/length"] for metrics in keep.seen if "train/length" in metrics} == {10.0}
+    assert keep.lengths == {10.0}
 
 
 @pytest.mark.parametrize(
-    ("label", "settings", "message"),
-    [
-        ("env_ids", {"num_envs": 2}, "rows of environment [23], but num_envs=2"),
-        (None, {"num_envs": 4}, "do not say whose rows"),
-    ],
+    ("label", "num_envs", "message"),
+    [("env_ids", 2, "rows of environment [23], but num_envs=2"), (None, 4, "do not say whose rows")],
 )
-def test_rows_that_do_not_fit_the_rings_are_refused(label, settings, message, tmp_path) -> None:
-    data = replay_data(env=CountingEnv, frames_per_batch=8, collector=workers(4, label), **settings)
+def test_rows_that_do_not_fit_the_rings_are_refused(label, num_envs, message, tmp_path) -> None:
+    data = replay_data(env=CountingEnv, frames_per_batch=8, collector=workers(4, label), num_envs=num_envs)
     with pytest.raises(ValueError, match=message):
-        fit(tmp_path, data, dqn())
+        fit_replay(tmp_path, data)
 
 
 def rollout(trajectories, done) -> TensorDict:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from kit.actor_critic import fit, rollouts
+from kit.counting import SeedKeepingEnv
+from kit.ranks import of_rank
+from torchrl_lightning import GymnasiumCollector
 
-from kit.counting import SeedKeepingEnv, still_policy
-from torchrl_lightning import ExperienceDataModule
 
-
-def test_runs_ranks_and_evaluations_share_no_environment_seed() -> None:
+def test_runs_ranks_and_evaluations_share_no_environment_seed(tmp_path) -> None:
     SeedKeepingEnv.kept.clear()
-    runs, ranks, policy = 21, 2, still_policy()
+    runs, ranks = 7, 2
+    sizes = {"frames_per_batch": 8, "mini_batch_size": 8, "num_epochs": 1, "reset_at_each_batch": True}
     for seed in range(runs):
         for rank in range(ranks):
-            data = ExperienceDataModule(
-                SeedKeepingEnv, num_envs=4, frames_per_batch=8, eval_episodes=2, reset_at_each_batch=True, seed=seed
-            )
-            data.trainer = SimpleNamespace(global_rank=rank, world_size=ranks)
-            for _ in range(2):
-                data._collect(policy)
-                data.evaluate(policy)
-            data.close()
+            data = rollouts(env=SeedKeepingEnv, seed=seed, **sizes)
+            fit(tmp_path, data, limit_val_batches=1, strategy=of_rank(rank, ranks))
     assert len(SeedKeepingEnv.kept) == runs * ranks * 2 * (4 + 2)
     assert len(set(SeedKeepingEnv.kept)) == len(SeedKeepingEnv.kept)
 
 
-def test_buffers_of_neighbouring_runs_draw_differently(make_data) -> None:
-    seeds = set()
+def test_buffers_and_collectors_of_neighbouring_runs_draw_differently(tmp_path) -> None:
+    seeds = []
+
+    def collector(policy, seed):
+        seeds.append(seed)
+        return GymnasiumCollector("CartPole-v1", policy, num_envs=4, frames_per_batch=64, seed=seed)
+
     for seed in range(5):
-        data = make_data(seed=seed)
-        data.setup("fit")
-        seeds |= {data.buffer.generator.initial_seed(), data._spawn_seed("collector")}
-    assert len(seeds) == 10
+        data = rollouts(seed=seed, collector=collector)
+        fit(tmp_path, data, max_epochs=1)
+        seeds.append(data.buffer.generator.initial_seed())
+    assert len(set(seeds)) == len(seeds) == 10

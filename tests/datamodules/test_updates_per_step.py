@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from datamodules.replay_parts import BUFFERS, dqn, fit, replay_data, stored, trainer
-from kit.runs import parameters
-from torchrl_lightning import ReplayDataModule, UpdateBatches, updates_of
+from kit.replay import dqn, fit, replay_data, stored
+from kit.runs import SaveAt, parameters
+from torchrl_lightning import UpdateBatches, updates_of
 from torchrl_lightning.learn import DQNModule
 
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
@@ -32,12 +32,22 @@ class Noting(DQNModule):
         return super().terms(batch)
 
 
-def check_same(folder, buffer, settings, precision="32-true", **kwargs):
-    """Compare a run of one update a step with a run of four."""
+@pytest.mark.parametrize(
+    ("buffer", "settings", "more", "precision"),
+    [
+        ("uniform", ROLLING, {}, "32-true"),
+        ("prioritized", ROLLING, {}, "32-true"),
+        ("sequence", ROLLING, {"recurrent": True, "refresh_states": True}, "32-true"),
+        ("prioritized", EXACT, {}, "32-true"),
+        ("sequence", EXACT, {"recurrent": True, "refresh_states": True}, "32-true"),
+        ("prioritized", ROLLING, {"learning_rate": 0.1}, "bf16-mixed"),
+    ],
+)
+def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, settings, more, precision, tmp_path):
     runs = []
     for count in (1, 4):
-        data, module = replay_data(buffer, updates_per_step=count, **settings), dqn(Noting, **kwargs)
-        fit(folder, data, module, precision=precision)
+        data, module = replay_data(buffer, updates_per_step=count, **settings), dqn(Noting, **more)
+        fit(tmp_path, data, module, precision=precision)
         runs.append((data, module))
     # Ten updates are steps of four, four and two.
     assert len(data.train_dataloader()) == 3
@@ -51,13 +61,6 @@ def check_same(folder, buffer, settings, precision="32-true", **kwargs):
         assert torch.equal(*(each.buffer.sampler.table.tree[cells] for each in (data, data_too)))
     timeless = [{k: v for k, v in each.metrics().items() if not k.startswith("time/")} for each in (data, data_too)]
     assert timeless[0] == timeless[1]
-
-
-@pytest.mark.parametrize("settings", [ROLLING, EXACT], ids=["rolling", "exact"])
-@pytest.mark.parametrize("buffer", ["uniform", "prioritized", "sequence"])
-def test_frames_batches_and_weights_are_those_of_one_update_a_step(buffer, settings, tmp_path):
-    recurrent = buffer == "sequence"
-    check_same(tmp_path, buffer, settings, recurrent=recurrent, refresh_states=recurrent)
 
 
 class Counting(L.Callback):
@@ -74,34 +77,31 @@ class Counting(L.Callback):
 
 
 def test_lightnings_hooks_and_counter_run_once_for_a_step(tmp_path):
-    run, counting = trainer(tmp_path, max_epochs=2), Counting()
-    run.callbacks.append(counting)
-    data = replay_data("uniform", updates_per_step=4, **ROLLING)
-    run.fit(dqn(), datamodule=data)
+    counting, data = Counting(), replay_data("uniform", updates_per_step=4, **ROLLING)
+    _, run = fit(tmp_path, data, callbacks=[counting])
     assert data.updates == 20  # in two epochs of three steps
     assert run.global_step == 6
     assert counting.seen == {"backward": 6, "optimizer": 6}
 
 
-def test_mixed_precision_acts_and_learns_with_the_weights_of_the_moment(tmp_path):
-    check_same(tmp_path, "prioritized", ROLLING, precision="bf16-mixed", learning_rate=0.1)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run of one update a step: its data, and its module."""
+    data = replay_data("prioritized", **EXACT)
+    return data, fit(tmp_path_factory.mktemp("whole"), data, dqn(Noting), max_epochs=3)[0]
 
 
 @pytest.mark.parametrize("fails_at", [14, 16, 17])
-def test_a_run_that_ended_inside_a_step_goes_on_with_the_update_that_failed(fails_at, tmp_path):
-    whole, uninterrupted = replay_data("prioritized", **EXACT), dqn(Noting)
-    fit(tmp_path, whole, uninterrupted, max_epochs=3)
-
-    first, failing = replay_data("prioritized", updates_per_step=4, **EXACT), dqn(Noting)
+def test_a_run_that_ended_inside_a_step_goes_on_with_the_update_that_failed(fails_at, uninterrupted, tmp_path):
+    first, resumed = (replay_data("prioritized", updates_per_step=4, **EXACT) for _ in range(2))
+    failing, save = dqn(Noting), SaveAt(tmp_path / "at.ckpt", "on_exception")
     failing.fails_at = fails_at
-    run = trainer(tmp_path, max_epochs=3)
     with pytest.raises(RuntimeError, match="out of luck"):
-        run.fit(failing, datamodule=first)
-    run.save_checkpoint(tmp_path / "at.ckpt")
-    resumed, module = replay_data("prioritized", updates_per_step=4, **EXACT), dqn(Noting, seed=99)
-    fit(tmp_path, resumed, module, tmp_path / "at.ckpt", max_epochs=3)
+        fit(tmp_path, first, failing, max_epochs=3, callbacks=[save])
+    module, _ = fit(tmp_path, resumed, dqn(Noting, seed=99), tmp_path / "at.ckpt", max_epochs=3)
     # Frames, updates and exploration of each update; its batch is drawn anew.
-    assert failing.seen + module.seen == uninterrupted.seen
+    whole, module_too = uninterrupted
+    assert failing.seen + module.seen == module_too.seen
     assert (resumed.updates, resumed.frames, len(stored(resumed))) == (whole.updates, whole.frames, len(stored(whole)))
 
 
@@ -114,14 +114,14 @@ def test_a_spent_budget_ends_a_step_early(tmp_path):
 
 
 def test_each_batch_passes_the_hooks(tmp_path):
-    class Hooked(ReplayDataModule):
-        def on_before_batch_transfer(self, batch, dataloader_idx):
-            self.__dict__.setdefault("passed", []).append(batch)
-            return batch
+    passed = []
 
-        def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-            return moved.clone() if isinstance(moved, TensorDictBase) else moved
+    def pass_on(batch, dataloader_idx):
+        passed.append(batch)
+        return batch
+
+    def copied(batch, device, dataloader_idx):
+        return batch.clone() if isinstance(batch, TensorDictBase) else batch
 
     class Learner(DQNModule):
         def training_step(self, batch, batch_idx):
@@ -129,10 +129,10 @@ def test_each_batch_passes_the_hooks(tmp_path):
                 super().training_step(part, batch_idx)
                 assert "td_error" in part
 
-    sizes = {"batch_size": 8, "updates_per_epoch": 4, "updates_per_step": 4}
-    data = Hooked("CartPole-v1", buffer=BUFFERS["uniform"], seed=0, **sizes)
+    data = replay_data(updates_per_epoch=4, updates_per_step=4)
+    data.on_before_batch_transfer, data.transfer_batch_to_device = pass_on, copied
     fit(tmp_path, data, dqn(Learner), max_epochs=1)
-    assert sum(isinstance(batch, TensorDictBase) for batch in data.passed) == 4
+    assert sum(isinstance(batch, TensorDictBase) for batch in passed) == 4
 
 
 def test_lightning_does_not_draw_when_it_looks_for_a_size():
@@ -144,5 +144,3 @@ def test_a_module_that_makes_one_update_is_refused(tmp_path):
     module.automatic_optimization = True
     with pytest.raises(ValueError, match=r"DQNModule has automatic_optimization=True.*or take updates_per_step=1"):
         fit(tmp_path, replay_data(updates_per_step=2), module)
-    with pytest.raises(ValueError, match="updates_per_step must be a positive integer"):
-        replay_data(updates_per_step=0)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from kit.counting import RandomEnv, still_policy
-from torchrl_lightning import ExperienceDataModule, GymnasiumCollector
+from kit.actor_critic import fit, rollouts
+from kit.counting import RandomEnv
+from kit.ranks import of_rank
+from torchrl_lightning import GymnasiumCollector
 
-
-def of_rank(rank: int, world_size: int, **settings) -> ExperienceDataModule:
-    data = ExperienceDataModule(RandomEnv, num_envs=2, frames_per_batch=4, **{"seed": 0, **settings})
-    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, precision="32-true")
-    data.setup("fit")
-    return data
+SIZES = {"num_envs": 2, "frames_per_batch": 4}
+CLASS = partial(GymnasiumCollector, RandomEnv, **SIZES)
 
 
 def seeded(policy, seed):
-    return GymnasiumCollector(RandomEnv, policy, num_envs=2, frames_per_batch=4, seed=seed)
+    return CLASS(policy, seed=seed)
 
 
 def seeded_by_keyword(frames, policy, *, seed=None):
@@ -27,41 +24,36 @@ def seeded_by_keyword(frames, policy, *, seed=None):
 
 
 def seedless(policy):
-    return GymnasiumCollector(RandomEnv, policy, num_envs=2, frames_per_batch=4, seed=5)
+    return CLASS(policy, seed=5)
 
 
-CLASS = partial(GymnasiumCollector, RandomEnv, num_envs=2, frames_per_batch=4)
+def collected(folder, rank=0, ranks=1, epochs=1, **settings):
+    """The last rollout ``[T, N]`` of one of several ranks."""
+    data = rollouts(env=RandomEnv, mini_batch_size=4, num_epochs=1, **SIZES, **settings)
+    fit(folder, data, max_epochs=epochs, strategy=of_rank(rank, ranks))
+    return data.buffer.rollout
 
 
 @pytest.mark.parametrize("collector", [None, seeded, partial(seeded_by_keyword, 4), CLASS, partial(CLASS, seed=None)])
-def test_every_rank_collects_data_of_its_own(collector) -> None:
-    rollouts = []
-    for rank in range(2):
-        data = of_rank(rank, 2, collector=collector)
-        rollouts.append(data._collect(still_policy())["observation"])
-        data.close()
-    assert not (rollouts[0] == rollouts[1]).any()
+def test_every_rank_collects_data_of_its_own(collector, tmp_path) -> None:
+    first, second = (collected(tmp_path, rank, 2, collector=collector)["observation"] for rank in range(2))
+    assert not (first == second).any()
 
 
 @pytest.mark.parametrize(("collector", "message"), [(seedless, "takes no `seed`"), (partial(CLASS, seed=3), "seed=3")])
-def test_the_same_data_on_all_ranks_is_refused(collector, message) -> None:
+def test_the_same_data_on_all_ranks_is_refused(collector, message, tmp_path) -> None:
     with pytest.raises(ValueError, match=f"{message}.*all 2 ranks would collect the same data"):
-        of_rank(0, 2, collector=collector)
-    data = of_rank(0, 1, collector=collector)
-    data._collect(still_policy())
-    assert data.collector.seed in (3, 5)
-    data.close()
+        collected(tmp_path, 0, 2, collector=collector)
+    first, second = (collected(tmp_path, seed=seed, collector=collector)["observation"] for seed in range(2))
+    assert first.equal(second)  # their own seed counts
 
 
-def test_resets_at_each_batch_reach_the_collector() -> None:
-    data = of_rank(0, 1, collector=CLASS, reset_at_each_batch=True)
-    for _ in range(3):
-        assert data._collect(still_policy())["is_init"][:, 0].all()
-    data.close()
+def test_resets_at_each_batch_reach_the_collector(tmp_path) -> None:
+    assert collected(tmp_path, epochs=3, collector=CLASS, reset_at_each_batch=True)["is_init"][0].all()
 
 
-def test_resets_that_the_collector_would_not_do_are_refused() -> None:
+def test_resets_that_the_collector_would_not_do_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="takes no `reset_at_each_batch`"):
-        of_rank(0, 1, collector=seeded, reset_at_each_batch=True)
+        collected(tmp_path, collector=seeded, reset_at_each_batch=True)
     with pytest.raises(ValueError, match="has reset_at_each_batch=True, but the DataModule False"):
-        of_rank(0, 1, collector=partial(CLASS, reset_at_each_batch=True))
+        collected(tmp_path, collector=partial(CLASS, reset_at_each_batch=True))

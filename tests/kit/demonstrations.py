@@ -10,7 +10,13 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from kit.golden import tensors
-from torchrl_lightning import Demonstration, DemonstrationStorage, EnvironmentSpecs, write_demonstration
+from torchrl_lightning import (
+    Demonstration,
+    DemonstrationStorage,
+    EnvironmentSpecs,
+    record_demonstrations,
+    write_demonstration,
+)
 
 CARTPOLE = EnvironmentSpecs(Composite(observation=Unbounded((4,))), Categorical(2), 1)
 IMAGES = EnvironmentSpecs(
@@ -82,3 +88,15 @@ def saved(path: Path, *demonstrations: Demonstration) -> str:
     for number, demonstration in enumerate(demonstrations):
         write_demonstration(path / f"{number}.safetensors", demonstration)
     return str(path)
+
+
+def coin(step: TensorDictBase) -> TensorDictBase:
+    """A policy that takes one of two actions."""
+    return step.set("action", torch.randint(2, step.batch_size))
+
+
+def recorded(path: Path, env: Any = "CartPole-v1", policy: Any = coin, episodes: int = 6) -> str:
+    """Write episodes of a policy into a folder; return its name."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return saved(path, *record_demonstrations(env, policy, episodes, seed=0))

@@ -1,4 +1,4 @@
-"""Variables of processes that run the package as a user would, installed or from the checkout."""
+"""Processes that run the package as a user would, installed or from the checkout: their variables, and who is left."""
 
 from __future__ import annotations
 
@@ -12,3 +12,16 @@ def environment() -> dict[str, str]:
     """Return the variables of this process, with the checkout importable and one thread."""
     paths = [str(PROJECT / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session, by /proc: whoever outlives its leader is a leak."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[3] == str(session) and fields[0] != "Z":
+            alive.append(int(stat.parent.name))
+    return alive

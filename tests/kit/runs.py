@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 
 def trainer(folder: Path | None = None, **settings: Any) -> L.Trainer:
-    """Make a trainer that says nothing and writes nothing by itself."""
-    names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    """Make a trainer that says nothing, and writes nothing but the checkpoints of callbacks."""
+    names = ("logger", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = {**dict.fromkeys(names, False), "accelerator": "cpu", "num_sanity_val_steps": 0}
+    quiet["enable_checkpointing"] = any(isinstance(each, Checkpoint) for each in settings.get("callbacks", ()))
     return L.Trainer(**{**quiet, "log_every_n_steps": 1, "max_epochs": 2, "default_root_dir": folder, **settings})
 
 
