@@ -53,8 +53,9 @@ def checked_type(annotation: Any) -> Any:
 
 
 def _annotation(component: type, parameter: inspect.Parameter) -> Any:
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
+    known = component.__init__.__annotations__.get(parameter.name, parameter.annotation)  # type: ignore[misc]
+    if not isinstance(known, str):
+        return known
     try:
         return eval(parameter.annotation, component.__init__.__globals__)  # type: ignore[misc]
     except NameError:  # imported for type checkers alone

@@ -47,6 +47,13 @@ def fraction(value: Any, name: str) -> float:
     return number
 
 
+def share(value: Any, name: str) -> float:
+    """Return a number in ``(0, 1]``, such as a part of what is there."""
+    if not 0.0 < (number := _number(value)) <= 1.0:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
+    return number
+
+
 def boolean(value: Any, name: str) -> bool:
     """Return a boolean."""
     if not isinstance(value, bool):

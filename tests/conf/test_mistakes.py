@@ -90,7 +90,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.env=Pendulum-v1", "model: DQN needs one choice among several actions (Discrete), got Box of shape"),
         ("data.frames_per_update=0", "data.frames_per_update=0.0: frames_per_update must be above 0, got 0.0."),
         ("model.gamma=2", "model.gamma=2.0: gamma must be between 0 and 1, got 2.0."),
-        ("model.tau=2", "model.tau=2.0: tau=2.0 must be in (0, 1]"),
+        ("model.tau=2", "model.tau=2.0: tau must be above 0 and at most 1, got 2.0"),
     ],
     "data=episodic model=dqn": [
         ("data.buffer.sampler.recent_data_ratio=2", "data.buffer.sampler.recent_data_ratio=2.0: recent_data_ratio mu"),

@@ -251,7 +251,7 @@ def test_what_is_wrong_is_said() -> None:
     for case, options, says in (
         ("sac", {"tau": 0.0}, "tau"),
         ("td3", {"target_interval": 0}, "target_interval"),
-        ("dqn", {"epsilon_start": 2.0}, "probability"),
+        ("dqn", {"epsilon_start": 2.0}, "epsilon_start"),
         ("dqn", {"epsilon_frames": 0}, "frames"),
         ("sac", {"learn_alpha": False, "alpha_optimizer": torch.optim.Adam}, "learn_alpha"),
     ):

@@ -16,9 +16,11 @@ class A2CSchema:
     _convert_: str = "all"
     network: Any = None
     entropy_coeff: float = 0.0
+    entropy_schedule: Any = "constant"
     critic_coeff: float = 0.5
     loss_critic_type: str = "l2"
-    normalize_advantage: bool = False
+    clip_value: float | None = None
+    normalize_advantage: bool | None = False
     extrinsic_coeff: float = 1.0
     intrinsic_coeff: float = 1.0
     distribution: str = "auto"
@@ -26,13 +28,12 @@ class A2CSchema:
     critics: list[str] | None = None
     separate_critics: bool = False
     intrinsic: Any = None
-    optimizer: Any = None
     critic_optimizer: Any = None
-    learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
-    schedule: Any = "constant"
-    entropy_schedule: Any = "constant"
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -51,13 +52,13 @@ class DQNSchema:
     learning_rate: float = 0.001
     max_grad_norm: float | None = 10.0
     gamma: float = 0.99
-    optimizer: Any = None
     critic_optimizer: Any = None
-    schedule: Any = "constant"
     tau: float = 0.005
     target_interval: int = 1
     refresh_states: bool = False
     compile: bool = False
+    optimizer: Any = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -68,9 +69,9 @@ class LossModuleAgentSchema:
     _convert_: str = "all"
     loss: Any = MISSING
     policy: Any = None
-    optimizer: Any = None
     target_updater: Any = None
     learning_rate: float = 0.0003
+    optimizer: Any = None
     max_grad_norm: float | None = None
     schedule: Any = "constant"
 
@@ -90,14 +91,15 @@ class MBPOSchema:
     alpha_optimizer: Any = None
     loss_function: str = "l2"
     gamma: float = 0.99
-    learning_rate: float = 0.0003
-    optimizer: Any = None
     critic_optimizer: Any = None
-    max_grad_norm: float | None = None
-    schedule: Any = "constant"
     tau: float = 0.005
     target_interval: int = 1
+    refresh_states: bool = False
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -107,21 +109,21 @@ class DynamicsEnsembleSchema:
     _target_: str = "torchrl_lightning.DynamicsEnsemble"
     _convert_: str = "all"
     hidden_sizes: list[int] = field(default_factory=lambda: [200, 200, 200])
+    num_elites: int | None = None
+    planner: Any = None
     activation: str = "silu"
     probabilistic: bool = True
-    num_elites: int | None = None
     propagation: str = "step"
     sample: bool = False
     terminated: Any = None
-    planner: Any = None
+    learning_rate: float = 0.001
     weight_decay: float = 2.5e-05
     patience: int = 5
     min_improvement: float = 0.01
-    learning_rate: float = 0.001
+    compile: bool = False
     optimizer: Any = None
     max_grad_norm: float | None = None
     schedule: Any = "constant"
-    compile: bool = False
 
 
 @dataclass
@@ -132,27 +134,27 @@ class PPOSchema:
     _convert_: str = "all"
     network: Any = None
     clip_epsilon: float = 0.2
+    clip_schedule: Any = "constant"
+    normalize_advantage: bool | None = None
+    target_kl: float | None = None
     entropy_coeff: float = 0.0
+    entropy_schedule: Any = "constant"
     critic_coeff: float = 0.5
     loss_critic_type: str = "l2"
     clip_value: float | None = None
-    normalize_advantage: bool | None = None
-    target_kl: float | None = None
     extrinsic_coeff: float = 1.0
     intrinsic_coeff: float = 1.0
-    clip_schedule: Any = "constant"
     distribution: str = "auto"
     initial_std: float = 1.0
     critics: list[str] | None = None
     separate_critics: bool = False
     intrinsic: Any = None
-    optimizer: Any = None
     critic_optimizer: Any = None
-    learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
-    schedule: Any = "constant"
-    entropy_schedule: Any = "constant"
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -162,17 +164,23 @@ class ReinforceSchema:
     _target_: str = "torchrl_lightning.ReinforceModule"
     _convert_: str = "all"
     network: Any = None
+    critic_coeff: float = 1.0
     loss_critic_type: str = "l2"
+    clip_value: float | None = None
+    normalize_advantage: bool | None = False
+    extrinsic_coeff: float = 1.0
+    intrinsic_coeff: float = 1.0
     distribution: str = "auto"
     initial_std: float = 1.0
     critics: list[str] | None = None
     separate_critics: bool = False
-    optimizer: Any = None
+    intrinsic: Any = None
     critic_optimizer: Any = None
-    learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
-    schedule: Any = "constant"
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -189,15 +197,15 @@ class SACSchema:
     alpha_optimizer: Any = None
     loss_function: str = "l2"
     gamma: float = 0.99
-    learning_rate: float = 0.0003
-    optimizer: Any = None
     critic_optimizer: Any = None
-    max_grad_norm: float | None = None
-    schedule: Any = "constant"
     tau: float = 0.005
     target_interval: int = 1
     refresh_states: bool = False
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -216,14 +224,14 @@ class TD3Schema:
     loss_function: str = "l2"
     target_interval: int = 2
     gamma: float = 0.99
-    learning_rate: float = 0.0003
-    optimizer: Any = None
     critic_optimizer: Any = None
-    max_grad_norm: float | None = None
-    schedule: Any = "constant"
     tau: float = 0.005
     refresh_states: bool = False
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    max_grad_norm: float | None = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -234,9 +242,11 @@ class VTraceSchema:
     _convert_: str = "all"
     network: Any = None
     entropy_coeff: float = 0.0
+    entropy_schedule: Any = "constant"
     critic_coeff: float = 0.5
     loss_critic_type: str = "l2"
-    normalize_advantage: bool = False
+    clip_value: float | None = None
+    normalize_advantage: bool | None = False
     extrinsic_coeff: float = 1.0
     intrinsic_coeff: float = 1.0
     distribution: str = "auto"
@@ -244,13 +254,12 @@ class VTraceSchema:
     critics: list[str] | None = None
     separate_critics: bool = False
     intrinsic: Any = None
-    optimizer: Any = None
     critic_optimizer: Any = None
-    learning_rate: float = 0.0003
     max_grad_norm: float | None = 0.5
-    schedule: Any = "constant"
-    entropy_schedule: Any = "constant"
     compile: bool = False
+    learning_rate: float = 0.0003
+    optimizer: Any = None
+    schedule: Any = "constant"
 
 
 @dataclass
@@ -314,17 +323,17 @@ class WorldModelFitSchema:
     _target_: str = "torchrl_lightning.WorldModelFit"
     _convert_: str = "all"
     hidden_sizes: list[int] = field(default_factory=lambda: [200, 200, 200, 200])
-    activation: str = "silu"
-    probabilistic: bool = True
     num_members: int = 7
     num_elites: int = 5
-    propagation: str = "step"
     sample: bool = True
+    batch_size: int = 256
+    max_epochs: int = 100
+    activation: str = "silu"
+    probabilistic: bool = True
+    propagation: str = "step"
     terminated: Any = None
     learning_rate: float = 0.001
     weight_decay: float = 2.5e-05
-    batch_size: int = 256
-    max_epochs: int = 100
     patience: int = 5
     min_improvement: float = 0.01
 
@@ -336,14 +345,14 @@ class CrossEntropyPlannerSchema:
     _target_: str = "torchrl_lightning.CrossEntropyPlanner"
     _convert_: str = "all"
     _partial_: bool = True
-    horizon: int = 15
     candidates: int = 150
     elites: int = 15
     iterations: int = 4
-    particles: int = 1
     initial_std: float = 1.0
     warm_start: bool = False
     noise: float = 0.0
+    horizon: int = 15
+    particles: int = 1
 
 
 @dataclass

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,14 +16,57 @@ from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation
 
 from torchrl_lightning.collectors.frame_stack import FrameStack
 from torchrl_lightning.collectors.rename import RenameObservation, check_rename
-from torchrl_lightning.ranges import integer, one_of, optional, positive
+from torchrl_lightning.settings import Count, Positive, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
 Environment = gym.Env[Any, Any]
 Wrapper = Callable[[Environment], Environment]
 
 
-class EnvironmentRecipe(Nameable):
+def _named(part: Any, argument: str) -> Any:
+    """Return a callable, or what names one; what Hydra refuses to call is refused."""
+    if callable(part):
+        return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
+        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
+    # Imported here: processes that step environments are handed a recipe and make none.
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        instantiate({"_target_": part["_target_"], "_partial_": True})
+    except InstantiationException as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {reason}.") from error
+    _resolved(part, argument)
+    return dict(part)
+
+
+def _name_or_named(value: Any, name: str) -> Any:
+    return value if isinstance(value, str) else _named(value, name)
+
+
+def _all_named(value: Any, name: str) -> list[Any]:
+    return [_named(part, f"{name}[{number}]") for number, part in enumerate(value)]
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    return list(value)
+
+
+def _dict(value: Any, name: str) -> dict[str, Any]:
+    return dict(value or {})
+
+
+def _renamed(value: Any, name: str) -> dict[str, str]:
+    return check_rename({} if value is None else value)
+
+
+Factory = str | Callable[..., Environment] | Mapping[str, Any]
+Names = Annotated[Sequence[str], _list]
+
+
+class EnvironmentRecipe(Settings, Nameable):
     """Make an environment from its id (or a factory) and settings; picklable, and comparable by its ``repr``.
 
     What is asked for is laid around the environment from the inside out, in the order of the arguments. Wrappers and a
@@ -65,42 +107,24 @@ class EnvironmentRecipe(Nameable):
         EnvironmentRecipe('CartPole-v1', observe=[0, 2])
     """
 
-    def __init__(
-        self,
-        id: str | Callable[..., Environment] | Mapping[str, Any],
-        env_kwargs: Mapping[str, Any] | None = None,
-        *,
-        time_limit: int | None = None,
-        action_repeat: int = 1,
-        wrappers: Sequence[Wrapper | Mapping[str, Any]] = (),
-        keep: Sequence[str] | None = None,
-        drop: Sequence[str] = (),
-        rename: Mapping[str, str] | None = None,
-        observe: Sequence[int] | None = None,
-        flatten: bool = False,
-        frame_stack: int = 1,
-        clip_reward: float | None = None,
-        vectorization: str = "sync",
-    ) -> None:
-        if not isinstance(id, str):
-            _check_named(id, "id")
-        for number, wrapper in enumerate(wrappers):
-            _check_named(wrapper, f"wrappers[{number}]")
-        if keep is not None and drop:
-            raise ValueError(f"keep={list(keep)} and drop={list(drop)} say the same in two ways; give one of them.")
-        self.id = id if isinstance(id, str) or callable(id) else dict(id)
-        self.env_kwargs = dict(env_kwargs or {})
-        self.time_limit = optional(integer)(time_limit, "time_limit")
-        self.action_repeat = integer(action_repeat, "action_repeat")
-        self.wrappers = [wrapper if callable(wrapper) else dict(wrapper) for wrapper in wrappers]
-        self.keep = None if keep is None else list(keep)
-        self.drop = list(drop)
-        self.rename = check_rename({} if rename is None else rename)
-        self.observe = None if observe is None else list(observe)
-        self.flatten = flatten
-        self.frame_stack = integer(frame_stack, "frame_stack")
-        self.clip_reward = optional(positive)(clip_reward, "clip_reward")
-        self.vectorization = one_of(vectorization, "vectorization", ("sync", "async"))
+    id: Annotated[Factory, _name_or_named] = setting(kw_only=False)
+    env_kwargs: Annotated[Mapping[str, Any], _dict] = setting(default=None, kw_only=False)
+    time_limit: Count | None = None
+    action_repeat: Count = 1
+    wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _all_named] = ()
+    keep: Names | None = None
+    drop: Names = ()
+    rename: Annotated[Mapping[str, str], _renamed] = setting(default=None)
+    observe: Annotated[Sequence[int], _list] | None = None
+    flatten: bool = False
+    frame_stack: Count = 1
+    clip_reward: Positive | None = None
+    vectorization: Annotated[str, among("sync", "async")] = "sync"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is not None and self.drop:
+            raise ValueError(f"keep={self.keep} and drop={self.drop} say the same in two ways; give one of them.")
 
     def __call__(self, **kwargs: Any) -> Any:
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
@@ -164,7 +188,7 @@ class EnvironmentRecipe(Nameable):
             {'id': 'CartPole-v1', 'wrappers': [{'_target_': 'gymnasium.wrappers.common.TimeLimit', \
 'max_episode_steps': 9}]}
         """
-        defaults = {name: each.default for name, each in inspect.signature(EnvironmentRecipe).parameters.items()}
+        defaults = {name: each.usual for name, each in EnvironmentRecipe.settings_of_class.items()}
         given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
         # As classes and functions, however they are given.
         if not isinstance(self.id, str):
@@ -214,24 +238,6 @@ def _shown(space: spaces.Space[Any], keep: Sequence[str] | None, drop: Sequence[
         what = f"names {missing}, which are not there" if missing else "leaves nothing"
         raise ValueError(f"{argument}={list(asked)} {what}; the environment observes {sorted(space.spaces)}.")
     return shown
-
-
-def _check_named(part: Any, argument: str) -> None:
-    """Refuse what is neither a callable nor names one, and what Hydra refuses to call."""
-    if callable(part):
-        return
-    if not isinstance(part, Mapping) or not isinstance(part.get("_target_"), str):
-        raise TypeError(f"{argument} is {part!r}; expected a callable, or a mapping with its name as _target_.")
-    # Imported here: processes that step environments are handed a recipe and make none.
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
-    try:
-        instantiate({"_target_": part["_target_"], "_partial_": True})
-    except InstantiationException as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"{argument} has the unknown _target_ {part['_target_']!r}: {reason}.") from error
-    _resolved(part, argument)
 
 
 def _resolved(part: Any, argument: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -16,41 +16,48 @@ from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
 from torchrl_lightning.learn.schedules import ConstantSchedule, Schedule, as_schedule, progress_of
-from torchrl_lightning.ranges import optional, positive
 from torchrl_lightning.seal import check_seal, seal
+from torchrl_lightning.settings import Positive, Settings, setting
 
 T = TypeVar("T")
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class AgentModule(ReportingModule):
-    """An agent whose networks are built from a DataModule's specs; arguments as of its subclasses."""
+def makes_optimizers(value: Any, name: str) -> Any:
+    """Return what makes an optimizer of parameters; a TypeError if it cannot be called."""
+    if not callable(value):
+        raise TypeError(
+            f"{name} is {value!r}; expected a callable that makes an optimizer of parameters, such as "
+            "functools.partial(torch.optim.Adam, lr=1e-3)."
+        )
+    return value
+
+
+OptimizerFactory = Annotated[Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], makes_optimizers]
+
+
+class AgentModule(Settings, ReportingModule):
+    """An agent whose networks are built from a DataModule's specs.
+
+    Args:
+        learning_rate: Learning rate of the default optimizer.
+        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
+            by default.
+        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
+        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
+            of progress.
+    """
 
     adam_eps: ClassVar[float] = 1e-8
 
-    def __init__(
-        self,
-        *,
-        learning_rate: float,
-        optimizer: OptimizerFactory | None,
-        critic_optimizer: OptimizerFactory | None,
-        max_grad_norm: float | None,
-        schedule: str | Schedule,
-        compile: bool = False,
-    ) -> None:
-        for name, factory in (("optimizer", optimizer), ("critic_optimizer", critic_optimizer)):
-            if factory is not None and not callable(factory):
-                raise TypeError(
-                    f"{name} is {factory!r}; expected a callable that makes an optimizer of parameters, such as "
-                    "functools.partial(torch.optim.Adam, lr=1e-3)."
-                )
-        positive(learning_rate, "learning_rate")
-        optional(positive)(max_grad_norm, "max_grad_norm")
-        super().__init__()
+    learning_rate: Positive = 3e-4
+    optimizer: OptimizerFactory | None = None
+    max_grad_norm: Positive | None = None
+    schedule: str | Schedule = "constant"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.automatic_optimization = False
-        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
-        self.optimizer, self.critic_optimizer = optimizer, critic_optimizer
-        self.schedule, self.compiled = as_schedule(schedule), compile
+        self._schedule = as_schedule(self.schedule)
         # The parameters of each optimizer, under the name of their gradient's norm.
         self._groups: dict[str, OptimizedParameters] = {}
 
@@ -113,17 +120,22 @@ class AgentModule(ReportingModule):
 
     # -- optimizers -------------------------------------------------------------------------------------------------
 
-    def build_optimizers(self, actor: list[nn.Parameter], critic: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    def build_optimizers(
+        self,
+        actor: list[nn.Parameter],
+        critic: list[nn.Parameter],
+        critic_optimizer: OptimizerFactory | None = None,
+    ) -> list[torch.optim.Optimizer]:
         """Return one optimizer over all parameters, or a second one over the critics' own."""
         self._groups = {}
         main = self.optimizer or self._default_optimizer
-        if self.critic_optimizer is None:
+        if critic_optimizer is None:
             return [self.build_optimizer(main, "grad_norm", actor, critic)]
         if not actor:
-            return [self.build_optimizer(self.critic_optimizer, "grad_norm", critic)]
+            return [self.build_optimizer(critic_optimizer, "grad_norm", critic)]
         return [
             self.build_optimizer(main, "grad_norm", actor),
-            self.build_optimizer(self.critic_optimizer, "critic_grad_norm", critic),
+            self.build_optimizer(critic_optimizer, "critic_grad_norm", critic),
         ]
 
     def build_optimizer(
@@ -148,7 +160,7 @@ class AgentModule(ReportingModule):
     @property
     def schedules(self) -> list[Schedule]:
         """The schedules that the run follows."""
-        return [self.schedule]
+        return [self._schedule]
 
     def on_train_start(self) -> None:
         """Set what an epoch starts with, if a resumed run starts one.
@@ -166,19 +178,11 @@ class AgentModule(ReportingModule):
 
     def follow_schedules(self) -> None:
         """Set learning rates from the frames, so that a resumed run has the same."""
-        factor = self.schedule(self.progress)
+        factor = self._schedule(self.progress)
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 # The initial rate is kept in the optimizer's own state, as torch's schedulers do.
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-    def terms(self, batch: Any) -> Any:
-        """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
-        raise NotImplementedError
-
-    def compute(self, batch: Any) -> Any:
-        """Return ``terms``, compiled if asked for."""
-        return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
 
     def idle_parameters(self) -> list[nn.Parameter]:
         """Return the learnt parameters that do not take part in this update."""
@@ -228,6 +232,24 @@ class AgentModule(ReportingModule):
     def report(self) -> dict[str, float]:
         """Return the learning rate."""
         return {"learning_rate": float(self._optimizers()[0].param_groups[0]["lr"])}
+
+
+class TermsModule(AgentModule):
+    """An agent that says in ``terms`` what it minimises; arguments as of :class:`AgentModule`, and one.
+
+    Args:
+        compile: Compute the loss by ``torch.compile``.
+    """
+
+    compiled: bool = setting(default=False, alias="compile")
+
+    @abstractmethod
+    def terms(self, batch: Any) -> Any:
+        """Return the parts of the loss (``loss_...``) on a batch, and diagnostics; pure, so that it can be compiled."""
+
+    def compute(self, batch: Any) -> Any:
+        """Return ``terms``, compiled if asked for."""
+        return compiled(type(self).terms)(self, batch) if self.compiled else self.terms(batch)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -17,14 +17,13 @@ from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 
 from torchrl_lightning.keys import INTRINSIC_TARGET, INTRINSIC_VALUE, TARGET, VALUE
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
-from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
-from torchrl_lightning.learn.losses import DISTANCES, critic_loss, standardized
+from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
+from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import boolean, one_of, optional, positive
+from torchrl_lightning.settings import Positive, Switch, setting
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ STATE = "on_policy"
 _TARGETS = {VALUE: TARGET, INTRINSIC_VALUE: INTRINSIC_TARGET}
 
 
-class ActorCriticModule(AgentModule):
+class ActorCriticModule(TermsModule):
     """An actor and a critic that learn from the mini-batches of an on-policy DataModule.
 
     The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
@@ -52,53 +51,32 @@ class ActorCriticModule(AgentModule):
         critics: Names of several critics of the same reward; their keys are ``("state_value", name)``.
         separate_critics: Give each critic head its own trunk.
         intrinsic: Source of intrinsic rewards, trained along; adds an ``intrinsic_state_value`` head.
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
-            by default.
         critic_optimizer: A separate optimizer for the critic's own parameters; optional.
-        learning_rate: Learning rate of the default optimizer.
-        max_grad_norm: Clip the gradient of each optimizer's parameters to this norm; None does not clip.
-        schedule: Schedule of the learning rates over frames: ``"constant"``, ``"linear"``, ``"cosine"`` or a function
-            of progress.
         compile: Compute the loss by ``torch.compile``; on one CPU core it then took 0.83 of the time for PPO.
+        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
     """
 
     adam_eps: ClassVar[float] = 1e-5
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        critic_coeff: float = 0.5,
-        loss_critic_type: str = "l2",
-        clip_value: float | None = None,
-        normalize_advantage: bool | None = False,
-        extrinsic_coeff: float = 1.0,
-        intrinsic_coeff: float = 1.0,
-        distribution: str = "auto",
-        initial_std: float = 1.0,
-        critics: Sequence[str] | None = None,
-        separate_critics: bool = False,
-        intrinsic: RandomNetworkDistillation | None = None,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        learning_rate: float = 3e-4,
-        max_grad_norm: float | None = 0.5,
-        schedule: str | Schedule = "constant",
-        compile: bool = False,
-    ) -> None:
-        positive(initial_std, "initial_std")
-        optional(positive)(clip_value, "clip_value")
-        super().__init__(**passed_on(AgentModule, locals()))
-        self.network: Network = network or MLPNetwork()
-        self.critic_coeff = critic_coeff
-        self.loss_critic_type = one_of(loss_critic_type, "loss_critic_type", DISTANCES)
-        self.clip_value = clip_value
-        self.normalize_advantage = optional(boolean)(normalize_advantage, "normalize_advantage")
-        self._standardizes = normalize_advantage is not False  # until a DataModule says that its buffer does
-        self.extrinsic_coeff, self.intrinsic_coeff = extrinsic_coeff, intrinsic_coeff
-        self.distribution, self.initial_std = distribution, initial_std
-        self.critic_names, self.separate_critics = critics, separate_critics
-        self.intrinsic = intrinsic
+    network: Network | None = setting(default=None, kw_only=False)
+    critic_coeff: float = 0.5
+    loss_critic_type: Distance = "l2"
+    clip_value: Positive | None = None
+    normalize_advantage: Switch | None = False
+    extrinsic_coeff: float = 1.0
+    intrinsic_coeff: float = 1.0
+    distribution: str = "auto"
+    initial_std: Positive = 1.0
+    critics: Sequence[str] | None = None
+    separate_critics: bool = False
+    intrinsic: RandomNetworkDistillation | None = None
+    critic_optimizer: OptimizerFactory | None = None
+    max_grad_norm: Positive | None = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.network = self.network or MLPNetwork()
+        self._standardizes = self.normalize_advantage is not False  # until a DataModule says that its buffer does
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
         self._coefficients: dict[str, tuple[float, Schedule]] = {}
@@ -132,7 +110,7 @@ class ActorCriticModule(AgentModule):
     @property
     def value_keys(self) -> list[NestedKey]:
         """Keys that the critic writes, the intrinsic value last."""
-        keys: list[NestedKey] = [("state_value", name) for name in self.critic_names or ()] or ["state_value"]
+        keys: list[NestedKey] = [("state_value", name) for name in self.critics or ()] or ["state_value"]
         return [*keys, "intrinsic_state_value"] if self.intrinsic is not None else keys
 
     @property
@@ -143,10 +121,9 @@ class ActorCriticModule(AgentModule):
     def build(self, specs: Any) -> Self:
         """Build the networks for an environment's specs, once; return the module."""
         if self.actor_network is None:
-            actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
-            critic = build_critic(
-                specs, self.network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics
-            )
+            network = cast(Network, self.network)
+            actor = build_actor(specs, network, distribution=self.distribution, initial_std=self.initial_std)
+            critic = build_critic(specs, network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics)
             if self.intrinsic is not None:
                 self.intrinsic.build(specs)
             self.actor_network, self.critic_network = actor, critic
@@ -175,10 +152,15 @@ class ActorCriticModule(AgentModule):
         if self.intrinsic is not None:
             actor += self.intrinsic.predictor_parameters()
         # Each update moves all of them: under one optimizer they are one part.
-        return self.build_optimizers(*((actor, critic) if self.critic_optimizer else (actor + critic, [])))
+        parts = (actor, critic) if self.critic_optimizer else (actor + critic, [])
+        return self.build_optimizers(*parts, self.critic_optimizer)
 
     def add_coefficient(self, name: str, value: float, schedule: str | Schedule) -> None:
-        """Register a coefficient of the loss that follows a schedule, as a buffer: it is part of a checkpoint."""
+        """Register a coefficient of the loss that follows a schedule, as a buffer: it is part of a checkpoint.
+
+        Behind a setting of this name comes what the schedule makes of it.
+        """
+        vars(self).pop(name, None)
         self.register_buffer(name, torch.tensor(float(value)))
         self._coefficients[name] = (value, as_schedule(schedule))
 
@@ -241,15 +223,6 @@ class ActorCriticModule(AgentModule):
             advantage = advantage + self.intrinsic_coeff * require(batch, "intrinsic_advantage")
         advantage = advantage.squeeze(-1)
         return standardized(advantage) if self._standardizes else advantage
-
-    def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Return the entropy bonus as a loss, which costs no gradient where it weighs 0, and the entropy."""
-        mean = entropy.mean()
-        weighs = self._coefficients["entropy_coeff"][0] != 0.0
-        return {
-            "loss_entropy": -self.get_buffer("entropy_coeff") * (mean if weighs else mean.detach()),
-            "entropy": mean.detach(),
-        }
 
     def critic_terms(self, batch: TensorDictBase, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the weighted losses of the extrinsic critics, summed, and of the intrinsic one."""

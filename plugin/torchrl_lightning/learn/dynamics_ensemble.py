@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -15,21 +15,19 @@ from torchrl_lightning._modules import clock_of
 from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import path_of
-from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
+from torchrl_lightning.learn.agents import TermsModule
 from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanner
-from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
-from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, optional
+from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
+from torchrl_lightning.settings import Count
 
 STATE = "dynamics_ensemble"
 Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
 
 
-class DynamicsEnsemble(AgentModule):
+class DynamicsEnsemble(WorldModelSettings, TermsModule):
     r"""An ensemble of probabilistic dynamics networks that a planner acts with: PETS (Chua et al., 2018).
 
     Each member minimises on its own batch, over standardised inputs \(x = [s, a]\) and targets \(y = [s' - s, r]\),
@@ -47,21 +45,12 @@ class DynamicsEnsemble(AgentModule):
     kept, of the ``num_elites`` best members, and the next fit goes on from there. All of this is in a checkpoint.
 
     Args:
-        hidden_sizes: Width of each hidden layer.
-        activation: Name of the activation.
-        probabilistic: Whether members predict variances; else they minimise squared errors.
         num_elites: How many members the world model consists of; all if None.
-        propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
-        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
-        terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
-            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None. A warning says where it
-            disagrees with the stored transitions.
         planner: A callable that takes the world model as a TorchRL environment and gives the policy, such as a partial
             of :class:`~torchrl_lightning.CrossEntropyPlanner` (the default) or of TorchRL's ``CEMPlanner``.
-        weight_decay: Factor of the squared weights in the loss.
-        patience: Epochs without improvement after which a fit is over.
-        min_improvement: Share of a member's smallest error by which it must fall to count.
-        learning_rate: As in :class:`ActorCriticModule`, here and below.
+        compile: Compute the loss by ``torch.compile``.
+        hidden_sizes: As in :class:`WorldModelSettings`, like everything that is not named here.
+        optimizer: As in :class:`AgentModule`, with the norm of the gradient and the schedule.
 
     Raises:
         ValueError: A number is out of range.
@@ -74,39 +63,11 @@ class DynamicsEnsemble(AgentModule):
         torch.Size([2, 1])
     """
 
-    def __init__(
-        self,
-        hidden_sizes: Sequence[int] = (200, 200, 200),
-        *,
-        activation: str = "silu",
-        probabilistic: bool = True,
-        num_elites: int | None = None,
-        propagation: str = "step",
-        sample: bool = False,
-        terminated: Terminated | None = None,
-        planner: Planner | None = None,
-        weight_decay: float = 2.5e-5,
-        patience: int = 5,
-        min_improvement: float = 0.01,
-        learning_rate: float = 1e-3,
-        optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-        compile: bool = False,
-    ) -> None:
-        critic_optimizer = None
-        super().__init__(**passed_on(AgentModule, locals()))
-        self.network_options: dict[str, Any] = {
-            "hidden_sizes": [integer(width, "hidden_sizes") for width in hidden_sizes],
-            "activation": activation,
-            "probabilistic": probabilistic,
-        }
-        self.num_elites = optional(integer)(num_elites, "num_elites")
-        self.propagation, self.sample = one_of(propagation, "propagation", PROPAGATION), sample
-        self.terminated, self.planner = terminated, planner or CrossEntropyPlanner
-        self.weight_decay = not_negative(weight_decay, "weight_decay")
-        self.patience = integer(patience, "patience")
-        self.min_improvement = fraction(min_improvement, "min_improvement")
+    num_elites: Count | None = None
+    planner: Planner | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.ensemble: GaussianEnsemble | None = None
         self.world_model: WorldModel | None = None
         # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
@@ -139,13 +100,9 @@ class DynamicsEnsemble(AgentModule):
             if self.num_elites is not None and self.num_elites > num_members:
                 raise ValueError(f"num_elites={self.num_elites} is more than num_members={num_members}.")
             targets = DynamicsTargets(specs.observation, specs.action) if targets is None else targets
-            sizes = num_members, len(targets.input_columns), len(targets.target_columns)
-            self.ensemble, kept = (GaussianEnsemble(*sizes, **self.network_options) for _ in range(2))
+            self.ensemble, kept = (self.new_ensemble(num_members, targets) for _ in range(2))
             kept.requires_grad_(False).copy_members(self.ensemble)
-            self.world_model = WorldModel(
-                kept, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
-            )
-            self.world_model.elites = torch.arange(self.num_elites or num_members)
+            self.world_model = self.new_world_model(kept, targets, self.num_elites or num_members)
             self.best_errors = torch.full((num_members,), torch.inf)
         return self
 
@@ -170,7 +127,7 @@ class DynamicsEnsemble(AgentModule):
         planner = self.__dict__.get("_policy")
         if planner is None or self.__dict__["_policy_device"] != model.elites.device:
             # Not registered: a state dict holds the networks once.
-            built = self.planner(WorldModelEnvironment(model, model.elites.device))
+            built = (self.planner or CrossEntropyPlanner)(WorldModelEnvironment(model, model.elites.device))
             if isinstance(built, ShootingPlanner):
                 self._seed_planner(built, planner)
             planner = built

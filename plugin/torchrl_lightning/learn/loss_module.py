@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 from torchrl.objectives.utils import TargetNetUpdater
 
-from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
-from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.parts import passed_on
+from torchrl_lightning.learn.agents import AgentModule
+from torchrl_lightning.settings import setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "target_updater"
@@ -34,11 +33,9 @@ class LossModuleAgent(AgentModule):
         policy: What acts: a TensorDict module, or a callable that takes the loss's own acting network and returns one,
             e.g. followed by an exploration module; by default that network itself (``actor_network``, else
             ``value_network``).
-        optimizer: A callable (e.g. a ``functools.partial``) that takes parameters and returns an optimizer; fused Adam
-            by default.
         target_updater: A callable that takes the loss and returns a target updater, e.g.
             ``partial(torchrl.objectives.SoftUpdate, tau=0.005)``, for a loss with target networks.
-        learning_rate: As in :class:`ActorCriticModule`, here and below.
+        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
 
     Raises:
         TypeError: ``loss`` gives something else than a ``LossModule``, or the loss has no acting network and none is
@@ -56,37 +53,25 @@ class LossModuleAgent(AgentModule):
         'QValueActor'
     """
 
-    def __init__(
-        self,
-        loss: LossModule | Callable[[Any], LossModule],
-        *,
-        policy: nn.Module | Callable[[nn.Module], nn.Module] | None = None,
-        optimizer: OptimizerFactory | None = None,
-        target_updater: Callable[[LossModule], TargetNetUpdater] | None = None,
-        learning_rate: float = 3e-4,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-    ) -> None:
-        super().__init__(critic_optimizer=None, **passed_on(AgentModule, locals()))
-        self.loss: LossModule | None = None
-        self.acting = policy if isinstance(policy, nn.Module) else None
+    loss: LossModule | Callable[[Any], LossModule] = setting(kw_only=False)
+    acting: nn.Module | Callable[[Any], nn.Module] | None = setting(default=None, alias="policy")
+    target_updater: Callable[[LossModule], TargetNetUpdater] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.updater: TargetNetUpdater | None = None
-        self._make_policy = None if isinstance(policy, nn.Module) else policy
-        self._make_updater = target_updater
-        if isinstance(loss, LossModule):
-            self._adopt(loss)
-        else:
-            self._make_loss = loss
+        if isinstance(self.loss, LossModule):
+            self._adopt(self.loss)
 
     @property
     def is_built(self) -> bool:
         """Whether the loss exists."""
-        return self.loss is not None
+        return isinstance(self.loss, LossModule)
 
     def build(self, specs: Any) -> Self:
         """Build the loss for an environment's specs, once; return the module."""
-        if self.loss is None:
-            loss = self._make_loss(specs)
+        if not isinstance(self.loss, LossModule):
+            loss = self.loss(specs)
             if not isinstance(loss, LossModule):
                 raise TypeError(f"loss gave {type(loss).__name__}; expected one of torchrl.objectives' LossModules.")
             self._adopt(loss)
@@ -98,15 +83,19 @@ class LossModuleAgent(AgentModule):
             _ = loss.value_estimator
         _ = getattr(loss, "target_entropy", None)
         network = _acting_network(loss)
-        if network is None and self.acting is None:
+        if network is None and not isinstance(self.acting, nn.Module):
             raise TypeError(f"{type(loss).__name__} has none of {', '.join(_ACTING)}; give the policy that acts.")
-        if self._make_policy is not None:
-            self.acting = self._make_policy(network)
+        if self.acting is not None and not isinstance(self.acting, nn.Module):
+            self.acting = self.acting(network)
         # Not registered: a state dict holds the networks once, in the loss. `acting` has what a policy adds to them.
         self.__dict__["_policy"] = network if self.acting is None else self.acting
         self.__dict__["_critic"] = _network(loss, "critic_network")
-        self.updater = None if self._make_updater is None else self._make_updater(loss)
+        self.updater = None if self.target_updater is None else self.target_updater(loss)
         self.loss = loss
+
+    @property
+    def _built(self) -> LossModule:
+        return self.require_built(self.loss if isinstance(self.loss, LossModule) else None)
 
     @property
     def policy(self) -> Any:
@@ -116,13 +105,14 @@ class LossModuleAgent(AgentModule):
     @property
     def critic(self) -> Any:
         """The loss's ``critic_network``, for a buffer that estimates values; None where it has none."""
-        self.require_built(self.loss)
+        self.require_built(self.__dict__.get("_policy"))
         return self.__dict__["_critic"]
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer over the parameters of the loss."""
-        parameters = [parameter for parameter in self.require_built(self.loss).parameters() if parameter.requires_grad]
-        return self.build_optimizers(parameters, [])
+        return self.build_optimizers(
+            [parameter for parameter in self._built.parameters() if parameter.requires_grad], []
+        )
 
     def settled_parameters(self) -> set[nn.Parameter]:
         """Return all: losses and target updaters of TorchRL's keep views of them."""
@@ -143,7 +133,7 @@ class LossModuleAgent(AgentModule):
     def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
         """Make an update on each batch of this step; the loss may write into it."""
         for number, part in enumerate(updates_of(batch)):
-            terms = self.require_built(self.loss)(part)
+            terms = self._built(part)
             scalars = {name: value for name, value in terms.items() if isinstance(value, Tensor) and value.numel() == 1}
             self.minimise(scalars, inner=number > 0)
             if self.updater is not None:

@@ -6,11 +6,16 @@ Off-policy ones, from ``value_of_action`` on, give ``[*B]`` for values of one cr
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchrl_lightning.settings import among
+
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+Distance = Annotated[str, among(*DISTANCES)]
 
 
 def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:

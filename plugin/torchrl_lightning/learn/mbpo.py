@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.learn.agents import OptimizerFactory
-from torchrl_lightning.learn.networks import Network, RecurrentNetwork
+from torchrl_lightning.learn.networks import RecurrentNetwork
 from torchrl_lightning.learn.q_learning import SACModule
-from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
-from torchrl_lightning.parts import passed_on
+from torchrl_lightning.settings import derived
 from torchrl_lightning.updates import UpdateBatches
 
 
@@ -28,7 +26,7 @@ class MBPOModule(SACModule):
     Args:
         network: Network in front of the heads; two layers of 256 rectified units by default.
         dynamics: How the world model is built and fitted; by default as in the paper.
-        num_critics: As in :class:`SACModule`, here and below.
+        num_critics: As in :class:`SACModule`, like everything that is not named here.
 
     Raises:
         TypeError: The network is a ``RecurrentNetwork``, whose states nobody imagines; when the networks are built: the
@@ -43,34 +41,15 @@ class MBPOModule(SACModule):
         torch.Size([12, 1])
     """
 
-    errors: Tensor
-    epochs_of_fit: Tensor
+    dynamics: WorldModelFit | None = None
+    errors: Tensor = derived()
+    epochs_of_fit: Tensor = derived()
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        dynamics: WorldModelFit | None = None,
-        num_critics: int = 2,
-        alpha: float = 1.0,
-        learn_alpha: bool = True,
-        target_entropy: float | None = None,
-        alpha_optimizer: OptimizerFactory | None = None,
-        loss_function: str = "l2",
-        gamma: float = 0.99,
-        learning_rate: float = 3e-4,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-        tau: float = 0.005,
-        target_interval: int = 1,
-        compile: bool = False,
-    ) -> None:
-        if isinstance(network, RecurrentNetwork):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.network, RecurrentNetwork):
             raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
-        super().__init__(**passed_on(SACModule, locals()))
-        self.dynamics = dynamics or WorldModelFit()
+        self.dynamics = self.dynamics or WorldModelFit()
         self.world_model: WorldModel | None = None
         # Of the last fit: the elites' errors on held out rows, infinite before the first; and its epochs.
         self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
@@ -80,7 +59,7 @@ class MBPOModule(SACModule):
         """Build networks, targets and world model for an environment's specs, once; return the module."""
         if self.world_model is None:
             super().build(specs)
-            self.world_model = self.dynamics.build(specs)
+            self.world_model = cast(WorldModelFit, self.dynamics).build(specs)
         return self
 
     def setup(self, stage: str) -> None:
@@ -96,7 +75,8 @@ class MBPOModule(SACModule):
 
     def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
         """Fit the world model to transitions ``[N]``, judged by others ``[V]``; see :meth:`WorldModelFit.fit`."""
-        errors, epochs = self.dynamics.fit(self.require_built(self.world_model), training, validation)
+        dynamics = cast(WorldModelFit, self.dynamics)
+        errors, epochs = dynamics.fit(self.require_built(self.world_model), training, validation)
         self.errors.copy_(errors)
         self.epochs_of_fit.fill_(epochs)
 

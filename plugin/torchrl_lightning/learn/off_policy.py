@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -16,16 +16,14 @@ from torchrl.data import Composite, Unbounded
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
-from torchrl_lightning.learn.agents import AgentModule, OptimizerFactory
+from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
 from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
-from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.settings import Count, Fraction, Share, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
@@ -33,7 +31,7 @@ STATE = "off_policy"
 Terms = dict[str, Tensor]
 
 
-class OffPolicyModule(AgentModule):
+class OffPolicyModule(TermsModule):
     """An agent that learns from the batches of a replay buffer.
 
     The networks are built in ``configure_model`` from ``trainer.datamodule.specs``, or by ``build(specs)`` without a
@@ -45,13 +43,14 @@ class OffPolicyModule(AgentModule):
     Args:
         network: Network in front of the heads; the subclass's ``default_network()`` by default.
         gamma: Discount of one step.
-        learning_rate: As in :class:`ActorCriticModule`, here and in the next four.
+        critic_optimizer: A separate optimizer for the critics' parameters; optional.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
         target_interval: Updates between two updates of the target networks.
         refresh_states: Recompute the recurrent states of each batch with the current ``RecurrentNetwork``;
             ``ReplayDataModule`` then replaces the stored ones, so that they do not grow stale.
         compile: Compute the loss by ``torch.compile``. On one CPU core that took 0.88 of the time for DQN, but 1.25 for
             SAC and 1.29 for TD3.
+        learning_rate: As in :class:`AgentModule`, like everything that is not named here.
 
     Raises:
         ValueError: An interval is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
@@ -59,35 +58,21 @@ class OffPolicyModule(AgentModule):
 
     followed: ClassVar[Sequence[str]]
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        gamma: float = 0.99,
-        learning_rate: float = 3e-4,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-        tau: float = 0.005,
-        target_interval: int = 1,
-        refresh_states: bool = False,
-        compile: bool = False,
-    ) -> None:
-        fraction(gamma, "gamma")
-        super().__init__(**passed_on(AgentModule, locals()))
-        self.network = network or self.default_network()
-        integer(target_interval, "target_interval")
-        if not 0.0 < tau <= 1.0:
-            raise ValueError(f"tau={tau} must be in (0, 1]")
-        if refresh_states and not isinstance(self.network, RecurrentNetwork):
+    network: Network | None = setting(default=None, kw_only=False)
+    gamma: Fraction = 0.99
+    critic_optimizer: OptimizerFactory | None = None
+    tau: Share = 0.005
+    target_interval: Count = 1
+    refresh_states: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.network = self.network or self.default_network()
+        if self.refresh_states and not isinstance(self.network, RecurrentNetwork):
             raise ValueError(
                 f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
                 "which has no states; leave it out"
             )
-        self.refresh_states = refresh_states
-        self.gamma = gamma
-        self.tau, self.target_interval = tau, target_interval
         self.updates = 0
         self.memory: RecurrentTrunk | None = None
         self.targets: TargetNetworks | None = None
@@ -130,7 +115,7 @@ class OffPolicyModule(AgentModule):
         """
         if self.targets is None:
             keys, entries = observation_entries(specs)
-            self._keys, network = list(keys), self.network
+            self._keys, network = list(keys), cast(Network, self.network)
             if isinstance(network, RecurrentNetwork):
                 self.memory = network.trunk(keys, entries)
                 self._state_keys = list(self.memory.state_keys)
@@ -166,7 +151,7 @@ class OffPolicyModule(AgentModule):
         groups = self.parameter_groups()
         critic = groups.pop("critic")
         others = [parameter for group in groups.values() for parameter in group]
-        return self.build_optimizers(others, critic)
+        return self.build_optimizers(others, critic, self.critic_optimizer)
 
     def follow_schedules(self) -> None:
         """Set learning rates and exploration from the frames, so that a resumed run has the same."""

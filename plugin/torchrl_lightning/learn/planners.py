@@ -23,12 +23,12 @@ from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel
 from torchrl_lightning.parts import OwnGenerator
-from torchrl_lightning.ranges import boolean, integer, not_negative, positive
+from torchrl_lightning.settings import Count, NotNegative, Positive, Settings, Switch, derived, setting
 from torchrl_lightning.state import check_state
 from torchrl_lightning.state import generator as generator_state
 
 
-class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
+class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
     """Base of planners, which write ``action`` for observations ``[]`` or ``[N]``.
 
     A planner draws what it tries. While exploring, each plan takes a seed from :attr:`generator`, whose state is part
@@ -45,15 +45,18 @@ class ShootingPlanner(OwnGenerator, TensorDictModuleBase):
         particles: How often each is tried, of which the returns are averaged.
     """
 
-    model: WorldModel
-    targets: DynamicsTargets
-    origin: Tensor
+    env: WorldModelEnvironment = setting(kw_only=False)
+    horizon: Count = 15
+    candidates: Count = 500
+    particles: Count = 1
+    model: WorldModel = derived()
+    targets: DynamicsTargets = derived()
+    origin: Tensor = derived()
 
-    def __init__(self, env: WorldModelEnvironment, *, horizon: int, candidates: int, particles: int) -> None:
-        super().__init__()
-        self.horizon = integer(horizon, "horizon")
-        self.candidates = integer(candidates, "candidates")
-        self.particles = integer(particles, "particles")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        env = self.env
+        del self.env  # of which the world model alone is a part of the planner
         self.model = env.world_model
         # Not registered: the state of the transform is its owner's.
         self.__dict__["targets"] = env.targets
@@ -115,16 +118,11 @@ class RandomShootingPlanner(ShootingPlanner):
     """Take the first action of the best of ``candidates`` random sequences, drawn from the action spec.
 
     Args:
-        env: As in :class:`CrossEntropyPlanner`, here and below.
+        env: As in :class:`ShootingPlanner`, with the other arguments.
 
     Raises:
         ValueError: A number is out of range.
     """
-
-    def __init__(
-        self, env: WorldModelEnvironment, *, horizon: int = 15, candidates: int = 500, particles: int = 1
-    ) -> None:
-        super().__init__(env, horizon=horizon, candidates=candidates, particles=particles)
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
         """Return the action ``[N, *A]``."""
@@ -143,43 +141,32 @@ class CrossEntropyPlanner(ShootingPlanner):
     TensorDict for each step of each rollout and takes several times as long.
 
     Args:
-        env: The world model as an environment.
-        horizon: Steps to plan ahead.
         candidates: Sequences drawn in each iteration.
         elites: How many of them the Gaussian is fitted to.
         iterations: How often.
-        particles: Trajectories of each sequence, through other members; their returns are averaged.
         initial_std: First deviation, in units of half the action range.
         warm_start: Begin with the previous step's mean, shifted by a step, instead of the middle of the range.
         noise: Deviation of what is added to the action while exploring, in units of half the action range.
+        env: As in :class:`ShootingPlanner`, like everything that is not named here.
 
     Raises:
         ValueError: A number is out of range, or there are fewer than two elites or more than candidates.
         TypeError: The actions are not bounded floating-point vectors.
     """
 
-    center: Tensor
-    half_range: Tensor
+    candidates: Count = 150
+    elites: int = 15
+    iterations: Count = 4
+    initial_std: Positive = 1.0
+    warm_start: Switch = False
+    noise: NotNegative = 0.0
+    center: Tensor = derived()
+    half_range: Tensor = derived()
 
-    def __init__(
-        self,
-        env: WorldModelEnvironment,
-        *,
-        horizon: int = 15,
-        candidates: int = 150,
-        elites: int = 15,
-        iterations: int = 4,
-        particles: int = 1,
-        initial_std: float = 1.0,
-        warm_start: bool = False,
-        noise: float = 0.0,
-    ) -> None:
-        super().__init__(env, horizon=horizon, candidates=candidates, particles=particles)
-        if not 2 <= elites <= candidates:
-            raise ValueError(f"elites={elites} must be at least 2 and at most candidates={candidates}.")
-        self.elites, self.iterations = elites, integer(iterations, "iterations")
-        self.initial_std, self.noise = positive(initial_std, "initial_std"), not_negative(noise, "noise")
-        self.warm_start = boolean(warm_start, "warm_start")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.elites <= self.candidates:
+            raise ValueError(f"elites={self.elites} must be at least 2 and at most candidates={self.candidates}.")
         try:
             center, half_range = action_range(self.action_spec)
         except TypeError:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.base import ActorCriticModule, require, standardizer
 from torchrl_lightning.learn.losses import clipped_surrogate_loss, policy_gradient_loss
-from torchrl_lightning.learn.networks import Network
-from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import optional, positive
+from torchrl_lightning.settings import Positive, Switch
 
 
 class ReinforceModule(ActorCriticModule):
@@ -29,42 +25,48 @@ class ReinforceModule(ActorCriticModule):
         ['action_log_prob']
     """
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        loss_critic_type: str = "l2",
-        distribution: str = "auto",
-        initial_std: float = 1.0,
-        critics: Sequence[str] | None = None,
-        separate_critics: bool = False,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        learning_rate: float = 3e-4,
-        max_grad_norm: float | None = 0.5,
-        schedule: str | Schedule = "constant",
-        compile: bool = False,
-    ) -> None:
-        super().__init__(critic_coeff=1.0, **passed_on(ActorCriticModule, locals()))
+    critic_coeff: float = 1.0
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient's objective and the baseline's loss."""
         log_prob, entropy, values = self.evaluate(batch)
+        critics = self.critic_terms(batch, values)
         return {
             "loss_actor": policy_gradient_loss(log_prob, self.advantage(batch)),
-            "loss_value": self.critic_terms(batch, values)["loss_critic"],
+            "loss_value": critics.pop("loss_critic"),
+            **critics,
             "entropy": entropy.detach().mean(),
         }
 
 
-class A2CModule(ActorCriticModule):
-    """Advantage actor-critic (Mnih et al., 2016).
+class EntropyModule(ActorCriticModule):
+    """An actor and a critic whose objective has an entropy bonus.
 
     Args:
-        network: Network in front of the heads; ``MLPNetwork()`` by default.
         entropy_coeff: Weight of the entropy bonus.
         entropy_schedule: Schedule of ``entropy_coeff`` over frames.
         critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
+    """
+
+    entropy_coeff: float = 0.0
+    entropy_schedule: str | Schedule = "constant"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.add_coefficient("entropy_coeff", self.entropy_coeff, self.entropy_schedule)
+
+    def entropy_terms(self, entropy: Tensor) -> dict[str, Tensor]:
+        """Return the entropy bonus as a loss, which costs no gradient where it weighs 0, and the entropy."""
+        mean = entropy.mean()
+        weighs = self._coefficients["entropy_coeff"][0] != 0.0
+        return {
+            "loss_entropy": -self.get_buffer("entropy_coeff") * (mean if weighs else mean.detach()),
+            "entropy": mean.detach(),
+        }
+
+
+class A2CModule(EntropyModule):
+    """Advantage actor-critic (Mnih et al., 2016); arguments as of :class:`EntropyModule`.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -72,32 +74,6 @@ class A2CModule(ActorCriticModule):
         >>> A2CModule().build(specs).critic.out_keys
         ['state_value']
     """
-
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        entropy_coeff: float = 0.0,
-        critic_coeff: float = 0.5,
-        loss_critic_type: str = "l2",
-        normalize_advantage: bool = False,
-        extrinsic_coeff: float = 1.0,
-        intrinsic_coeff: float = 1.0,
-        distribution: str = "auto",
-        initial_std: float = 1.0,
-        critics: Sequence[str] | None = None,
-        separate_critics: bool = False,
-        intrinsic: RandomNetworkDistillation | None = None,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        learning_rate: float = 3e-4,
-        max_grad_norm: float | None = 0.5,
-        schedule: str | Schedule = "constant",
-        entropy_schedule: str | Schedule = "constant",
-        compile: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(ActorCriticModule, locals()))
-        self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the policy gradient's objective, the entropy bonus and the critics' losses."""
@@ -129,20 +105,18 @@ class VTraceModule(A2CModule):
     """
 
 
-class PPOModule(ActorCriticModule):
+class PPOModule(EntropyModule):
     """PPO with a clipped objective (Schulman et al., 2017).
 
     Args:
         network: Network in front of the heads; ``MLPNetwork()`` by default.
         clip_epsilon: Clipping range of the probability ratio around 1.
-        entropy_coeff: Weight of the entropy bonus.
+        clip_schedule: Schedule of ``clip_epsilon`` over frames.
         normalize_advantage: Standardise the advantage within each mini-batch; None does so unless the buffer has
             standardised it over the rollout. False over such a buffer is refused.
         target_kl: Skip the rest of an epoch once the approximate divergence, over the steps that the policy made
             itself, exceeds 1.5 times this.
-        clip_schedule: Schedule of ``clip_epsilon`` over frames.
-        entropy_schedule: Schedule of ``entropy_coeff`` over frames.
-        critic_coeff: As in :class:`ActorCriticModule`, like everything that is not named here.
+        entropy_coeff: As in :class:`EntropyModule`, like everything that is not named here.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -152,41 +126,14 @@ class PPOModule(ActorCriticModule):
         torch.Size([3])
     """
 
-    clip_epsilon: Tensor
+    clip_epsilon: Positive = 0.2
+    clip_schedule: str | Schedule = "constant"
+    normalize_advantage: Switch | None = None
+    target_kl: Positive | None = None
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        clip_epsilon: float = 0.2,
-        entropy_coeff: float = 0.0,
-        critic_coeff: float = 0.5,
-        loss_critic_type: str = "l2",
-        clip_value: float | None = None,
-        normalize_advantage: bool | None = None,
-        target_kl: float | None = None,
-        extrinsic_coeff: float = 1.0,
-        intrinsic_coeff: float = 1.0,
-        clip_schedule: str | Schedule = "constant",
-        distribution: str = "auto",
-        initial_std: float = 1.0,
-        critics: Sequence[str] | None = None,
-        separate_critics: bool = False,
-        intrinsic: RandomNetworkDistillation | None = None,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        learning_rate: float = 3e-4,
-        max_grad_norm: float | None = 0.5,
-        schedule: str | Schedule = "constant",
-        entropy_schedule: str | Schedule = "constant",
-        compile: bool = False,
-    ) -> None:
-        positive(clip_epsilon, "clip_epsilon")
-        optional(positive)(target_kl, "target_kl")
-        super().__init__(**passed_on(ActorCriticModule, locals()))
-        self.add_coefficient("entropy_coeff", entropy_coeff, entropy_schedule)
-        self.add_coefficient("clip_epsilon", clip_epsilon, clip_schedule)
-        self.target_kl = target_kl
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.add_coefficient("clip_epsilon", self.clip_epsilon, self.clip_schedule)
 
     def check_data(self, data: Any) -> None:
         """Refuse a buffer that standardises advantages which are to be left as they are, by a ValueError."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl_lightning.learn.agents import OptimizerFactory
 from torchrl_lightning.learn.exploration import EpsilonGreedyPolicy, FramesDecay, NoisyPolicy, StochasticPolicy
 from torchrl_lightning.learn.losses import (
-    DISTANCES,
+    Distance,
     double_q_value,
     smoothed,
     soft_value,
@@ -21,11 +21,9 @@ from torchrl_lightning.learn.losses import (
 from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
-from torchrl_lightning.learn.schedules import Schedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import integer, one_of, positive
+from torchrl_lightning.settings import Count, Fraction, Positive, derived, setting
 
 
 class DQNModule(OffPolicyModule):
@@ -57,33 +55,18 @@ class DQNModule(OffPolicyModule):
 
     followed = ("q_network",)
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        double: bool = True,
-        dueling: bool = False,
-        loss_function: str = "smooth_l1",
-        epsilon_start: float = 1.0,
-        epsilon_end: float = 0.05,
-        epsilon_frames: int = 10_000,
-        learning_rate: float = 1e-3,
-        max_grad_norm: float | None = 10.0,
-        gamma: float = 0.99,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        schedule: str | Schedule = "constant",
-        tau: float = 0.005,
-        target_interval: int = 1,
-        refresh_states: bool = False,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(OffPolicyModule, locals()))
-        self.double_q, self.dueling = double, dueling
-        self.loss_function = one_of(loss_function, "loss_function", DISTANCES)
-        if max(epsilon_start, epsilon_end) > 1.0:
-            raise ValueError(f"epsilon is a probability, got epsilon_start={epsilon_start}, epsilon_end={epsilon_end}")
-        self.epsilon = FramesDecay(epsilon_start, epsilon_end, epsilon_frames)
+    double_q: bool = setting(default=True, alias="double")
+    dueling: bool = False
+    loss_function: Distance = "smooth_l1"
+    epsilon_start: Fraction = 1.0
+    epsilon_end: Fraction = 0.05
+    epsilon_frames: int = 10_000
+    learning_rate: Positive = 1e-3
+    max_grad_norm: Positive | None = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
 
     @classmethod
     def default_network(cls) -> Network:
@@ -144,41 +127,25 @@ class SACModule(OffPolicyModule):
         torch.Size([4, 1])
     """
 
-    log_alpha: Tensor
     followed = ("critics",)
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        num_critics: int = 2,
-        alpha: float = 1.0,
-        learn_alpha: bool = True,
-        target_entropy: float | None = None,
-        alpha_optimizer: OptimizerFactory | None = None,
-        loss_function: str = "l2",
-        gamma: float = 0.99,
-        learning_rate: float = 3e-4,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-        tau: float = 0.005,
-        target_interval: int = 1,
-        refresh_states: bool = False,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(OffPolicyModule, locals()))
-        integer(num_critics, "num_critics")
-        positive(alpha, "alpha")
-        if alpha_optimizer is not None and not learn_alpha:
+    num_critics: Count = 2
+    alpha: Positive = 1.0
+    learn_alpha: bool = True
+    target_entropy: float | None = None
+    alpha_optimizer: OptimizerFactory | None = None
+    loss_function: Distance = "l2"
+    log_alpha: Tensor = derived()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha_optimizer is not None and not self.learn_alpha:
             raise ValueError("alpha_optimizer has nothing to learn with learn_alpha=False; leave one of them out")
-        self.num_critics, self.alpha, self.alpha_optimizer = num_critics, alpha, alpha_optimizer
-        self.loss_function, self.target_entropy = one_of(loss_function, "loss_function", DISTANCES), target_entropy
-        if learn_alpha:
-            self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
+        log_alpha = torch.tensor(math.log(self.alpha))
+        if self.learn_alpha:
+            self.log_alpha = nn.Parameter(log_alpha)
         else:
-            self.register_buffer("log_alpha", torch.tensor(math.log(alpha)))
+            self.register_buffer("log_alpha", log_alpha)
 
     def build_networks(self, specs: Any, network: Network) -> StochasticPolicy:
         """Build actor, critics and policy."""
@@ -263,33 +230,19 @@ class TD3Module(OffPolicyModule):
 
     followed = ("actor_network", "critics")
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        num_critics: int = 2,
-        noise: float = 0.1,
-        noise_end: float | None = None,
-        noise_frames: int = 1,
-        policy_noise: float = 0.2,
-        noise_clip: float = 0.5,
-        loss_function: str = "l2",
-        target_interval: int = 2,
-        gamma: float = 0.99,
-        learning_rate: float = 3e-4,
-        optimizer: OptimizerFactory | None = None,
-        critic_optimizer: OptimizerFactory | None = None,
-        max_grad_norm: float | None = None,
-        schedule: str | Schedule = "constant",
-        tau: float = 0.005,
-        refresh_states: bool = False,
-        compile: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(OffPolicyModule, locals()))
-        self.num_critics = integer(num_critics, "num_critics")
-        self.noise = FramesDecay(noise, noise if noise_end is None else noise_end, noise_frames)
-        self.loss_function = one_of(loss_function, "loss_function", DISTANCES)
-        self.policy_noise, self.noise_clip = policy_noise, noise_clip
+    num_critics: Count = 2
+    noise: float = 0.1
+    noise_end: float | None = None
+    noise_frames: int = 1
+    policy_noise: float = 0.2
+    noise_clip: float = 0.5
+    loss_function: Distance = "l2"
+    target_interval: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        end = self.noise if self.noise_end is None else self.noise_end
+        self.deviation = FramesDecay(self.noise, end, self.noise_frames)
         self._moves_actor = True
 
     def build_networks(self, specs: Any, network: Network) -> NoisyPolicy:
@@ -335,4 +288,4 @@ class TD3Module(OffPolicyModule):
 
     def exploration(self, frames: int) -> float:
         """Return the deviation of the exploration noise."""
-        return self.noise(frames)
+        return self.deviation(frames)

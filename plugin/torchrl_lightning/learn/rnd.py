@@ -14,9 +14,10 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
+from torchrl_lightning.settings import Count, Settings, Share, derived, setting
 
 
-class RandomNetworkDistillation(nn.Module):
+class RandomNetworkDistillation(Settings, nn.Module):
     r"""Random network distillation (Burda et al., 2019).
 
     A predictor learns the output of a fixed, randomly initialised target network; its error on the next observation is
@@ -43,22 +44,15 @@ class RandomNetworkDistillation(nn.Module):
         torch.Size([5, 2, 1])
     """
 
-    count: Tensor
-    mean_0: Tensor
+    network: Network | None = setting(default=None, kw_only=False)
+    embedding_size: Count = 64
+    clip: float = 5.0
+    update_fraction: Share = 1.0
+    count: Tensor = derived()
+    mean_0: Tensor = derived()
 
-    def __init__(
-        self,
-        network: Network | None = None,
-        *,
-        embedding_size: int = 64,
-        clip: float = 5.0,
-        update_fraction: float = 1.0,
-    ) -> None:
-        super().__init__()
-        if not 0.0 < update_fraction <= 1.0:
-            raise ValueError(f"update_fraction must be in (0, 1], got {update_fraction}")
-        self.network: Network = network or MLPNetwork([64, 64], "relu")
-        self.embedding_size, self.clip, self.update_fraction = embedding_size, clip, update_fraction
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.keys: list[Any] = []
         self.target: nn.Module | None = None
         self.predictor: nn.Module | None = None
@@ -80,7 +74,7 @@ class RandomNetworkDistillation(nn.Module):
         return self
 
     def _embedding(self, entries: list[Any]) -> nn.Module:
-        encoder = self.network.encoder(entries)
+        encoder = (self.network or MLPNetwork([64, 64], "relu")).encoder(entries)
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:

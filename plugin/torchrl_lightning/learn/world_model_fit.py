@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ from torch import Tensor
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.learn.adam import LeanAdam
-from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters
 from torchrl_lightning.learn.terminations import TerminationCheck
-from torchrl_lightning.learn.world_models import PROPAGATION, Terminated, WorldModel
-from torchrl_lightning.ranges import fraction, integer, not_negative, one_of, positive
+from torchrl_lightning.learn.world_models import Widths, WorldModel, WorldModelSettings
+from torchrl_lightning.settings import Count, setting
 from torchrl_lightning.trust import Nameable
 
 
-class WorldModelFit(Nameable):
+class WorldModelFit(WorldModelSettings, Nameable):
     """Build a world model, and fit it to transitions until rows that it has not seen say that it is enough.
 
     What :class:`~torchrl_lightning.DynamicsEnsemble` learns epoch by epoch of Lightning's is learnt here between two
@@ -30,20 +28,11 @@ class WorldModelFit(Nameable):
 
     Args:
         hidden_sizes: Width of each hidden layer.
-        activation: Name of the activation.
-        probabilistic: Whether members predict variances; else they minimise squared errors.
         num_members: Members of the ensemble.
         num_elites: How many of the best members the world model consists of.
-        propagation: As of :class:`~torchrl_lightning.DynamicsEnsemble`, here and in the next two.
-        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
-        terminated: The termination function; the world model never terminates if None. A warning says where it
-            disagrees with the stored transitions.
-        learning_rate: Of Adam.
-        weight_decay: Factor of the squared weights in the loss.
         batch_size: Rows of each member in a batch.
         max_epochs: Most epochs of a fit.
-        patience: Epochs without improvement after which a fit is over.
-        min_improvement: Share of a member's smallest error by which it must fall to count.
+        activation: As in :class:`WorldModelSettings`, like everything that is not named here.
 
     Raises:
         ValueError: A number is out of range, or there are fewer members than elites.
@@ -55,53 +44,24 @@ class WorldModelFit(Nameable):
         tensor([0, 1])
     """
 
-    def __init__(
-        self,
-        hidden_sizes: Sequence[int] = (200, 200, 200, 200),
-        *,
-        activation: str = "silu",
-        probabilistic: bool = True,
-        num_members: int = 7,
-        num_elites: int = 5,
-        propagation: str = "step",
-        sample: bool = True,
-        terminated: Terminated | None = None,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 2.5e-5,
-        batch_size: int = 256,
-        max_epochs: int = 100,
-        patience: int = 5,
-        min_improvement: float = 0.01,
-    ) -> None:
-        self.network_options: dict[str, Any] = {
-            "hidden_sizes": [integer(width, "hidden_sizes") for width in hidden_sizes],
-            "activation": activation,
-            "probabilistic": probabilistic,
-        }
-        self.num_members = integer(num_members, "num_members")
-        self.num_elites = integer(num_elites, "num_elites")
-        if num_elites > num_members:
-            raise ValueError(f"num_elites={num_elites} is more than num_members={num_members}.")
-        self.propagation, self.sample = one_of(propagation, "propagation", PROPAGATION), sample
-        self.terminated = terminated
-        self.learning_rate = positive(learning_rate, "learning_rate")
-        self.weight_decay = not_negative(weight_decay, "weight_decay")
-        self.batch_size = integer(batch_size, "batch_size")
-        self.max_epochs = integer(max_epochs, "max_epochs")
-        self.patience = integer(patience, "patience")
-        self.min_improvement = fraction(min_improvement, "min_improvement")
+    hidden_sizes: Widths = setting(default=(200, 200, 200, 200), kw_only=False)
+    num_members: Count = 7
+    num_elites: Count = 5
+    sample: bool = True
+    batch_size: Count = 256
+    max_epochs: Count = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_elites > self.num_members:
+            raise ValueError(f"num_elites={self.num_elites} is more than num_members={self.num_members}.")
         self._check_terminations = TerminationCheck()
 
     def build(self, specs: Any) -> WorldModel:
         """Build the world model of an environment, whose reward it learns, for its ``EnvironmentSpecs``."""
         targets = DynamicsTargets(specs.observation, specs.action)
-        sizes = self.num_members, len(targets.input_columns), len(targets.target_columns)
-        ensemble = GaussianEnsemble(*sizes, **self.network_options).requires_grad_(False)
-        model = WorldModel(
-            ensemble, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
-        )
-        model.elites = torch.arange(self.num_elites)
-        return model
+        ensemble = self.new_ensemble(self.num_members, targets).requires_grad_(False)
+        return self.new_world_model(ensemble, targets, self.num_elites)
 
     def fit(self, model: WorldModel, training: TensorDictBase, validation: TensorDictBase) -> tuple[Tensor, int]:
         """Fit a world model to transitions ``[N]``, judged by others ``[V]``.

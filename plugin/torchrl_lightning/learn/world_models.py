@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,23 @@ from torch.nn import functional as F
 
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.ensembles import GaussianEnsemble, softly_bounded
-from torchrl_lightning.ranges import one_of
+from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, as the columns of :class:`DynamicsTargets` show them, to
 whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool."""
 PROPAGATION = ("step", "trajectory")
+Propagation = Annotated[str, among(*PROPAGATION)]
+
+
+def widths(value: Any, name: str) -> list[int]:
+    """Return the widths of layers."""
+    return [integer(width, name) for width in value]
+
+
+Widths = Annotated[Sequence[int], widths]
 
 
 class OutsideBox(Nameable):
@@ -46,6 +56,51 @@ class OutsideBox(Nameable):
         """Return whether each row ``[R]`` has left the box."""
         low, high = self.low.to(next_observation), self.high.to(next_observation)
         return ((next_observation < low) | (next_observation > high)).any(-1)
+
+
+class WorldModelSettings(Settings):
+    """What a world model is made of, and when a fit of it is over.
+
+    Args:
+        hidden_sizes: Width of each hidden layer.
+        activation: Name of the activation.
+        probabilistic: Whether members predict variances; else they minimise squared errors.
+        propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
+        sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
+        terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
+            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None. A warning says where it
+            disagrees with the stored transitions.
+        learning_rate: Of Adam.
+        weight_decay: Factor of the squared weights in the loss.
+        patience: Epochs without improvement after which a fit is over.
+        min_improvement: Share of a member's smallest error by which it must fall to count.
+    """
+
+    hidden_sizes: Widths = setting(default=(200, 200, 200), kw_only=False)
+    activation: str = "silu"
+    probabilistic: bool = True
+    propagation: Propagation = "step"
+    sample: bool = False
+    terminated: Terminated | None = None
+    learning_rate: Positive = 1e-3
+    weight_decay: NotNegative = 2.5e-5
+    patience: Count = 5
+    min_improvement: Fraction = 0.01
+
+    def new_ensemble(self, num_members: int, targets: DynamicsTargets) -> GaussianEnsemble:
+        """Build an ensemble of so many members for what it predicts."""
+        sizes = num_members, len(targets.input_columns), len(targets.target_columns)
+        return GaussianEnsemble(
+            *sizes, hidden_sizes=self.hidden_sizes, activation=self.activation, probabilistic=self.probabilistic
+        )
+
+    def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
+        """Return an ensemble as a world model, at first of its first members."""
+        model = WorldModel(
+            ensemble, targets, terminated=self.terminated, propagation=self.propagation, sample=self.sample
+        )
+        model.elites = torch.arange(num_elites)
+        return model
 
 
 class WorldModel(nn.Module):

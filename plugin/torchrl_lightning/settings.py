@@ -1,0 +1,228 @@
+"""Settings as fields: each annotated once, with its check beside it, inherited, and shown by ``help`` and editors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
+
+from torchrl_lightning.ranges import (
+    Check,
+    boolean,
+    fraction,
+    integer,
+    not_negative,
+    one_of,
+    optional,
+    positive,
+    share,
+)
+
+Positive = Annotated[float, positive]
+NotNegative = Annotated[float, not_negative]
+Fraction = Annotated[float, fraction]
+Share = Annotated[float, share]
+Count = Annotated[int, integer]
+Switch = Annotated[bool, boolean]
+
+_NOTHING: Any = inspect.Parameter.empty
+_MADE = "_made_of_settings"  # marks our constructors
+
+
+def among(*options: Any) -> Check:
+    """Return a check that a setting is one of these options, for an annotation."""
+    return lambda value, name: one_of(value, name, options)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a class: its type and default, what checks it, and the attribute that keeps it.
+
+    Args:
+        name: What a user calls it.
+        attribute: What keeps it.
+        annotation: Its type, as it is written.
+        kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
+        default: What it is unless it is given; ``inspect.Parameter.empty`` if it must be.
+        make: Makes the default instead.
+        kw_only: Whether it is given by name alone.
+    """
+
+    name: str
+    attribute: str
+    annotation: Any
+    kind: Any
+    default: Any = _NOTHING
+    make: Callable[[], Any] | None = None
+    kw_only: bool = True
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """It as an argument of the constructor."""
+        form = inspect.Parameter.KEYWORD_ONLY if self.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(self.name, form, default=self.usual, annotation=self.annotation)
+
+    @property
+    def usual(self) -> Any:
+        """What it is unless it is given."""
+        return self.default if self.make is None else self.make()
+
+    @functools.cached_property
+    def check(self) -> Check | None:
+        """What refuses a value, by the name of the setting."""
+        return _check_of(self.kind)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What stands beside a setting in the class body."""
+
+    default: Any = _NOTHING
+    make: Callable[[], Any] | None = None
+    kw_only: bool = True
+    alias: str | None = None
+    init: bool = True
+
+
+def setting(
+    *,
+    default: Any = _NOTHING,
+    factory: Callable[[], Any] | None = None,
+    kw_only: bool = True,
+    alias: str | None = None,
+) -> Any:
+    """Declare a setting that is more than an annotation and a default.
+
+    Args:
+        default: What it is unless it is given; without one it must be.
+        factory: Makes the default instead, if it can change.
+        kw_only: Whether it is given by name alone.
+        alias: What a user calls it, where an attribute of this name is something else.
+    """
+    return _Written(default, factory, kw_only, alias)
+
+
+def derived(*, init: Literal[False] = False) -> Any:
+    """Declare an attribute that is no setting: what the object makes of them."""
+    return _Written(init=init)
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, derived))
+class Settings:
+    """Base of classes that are made of their settings: attributes with a type and a default, own and inherited.
+
+    A setting is given by name, and kept as an attribute. The check in its annotation is made before anything else: no
+    object has settings that make no sense. Then the other bases begin, without arguments, and ``__post_init__`` of the
+    class does what is left. A subclass that writes a constructor of its own is built as any other.
+
+    Raises:
+        TypeError: A setting is unknown, or one that must be given is not.
+        ValueError: A setting is refused by its check.
+
+    Example:
+        >>> class Rate(Settings):
+        ...     learning_rate: Positive = 3e-4
+        >>> class Clipped(Rate):
+        ...     clip_epsilon: Positive | None = None
+        >>> inspect.signature(Clipped)
+        <Signature (*, clip_epsilon: 'Positive | None' = None, learning_rate: 'Positive' = 0.0003)>
+        >>> Clipped(clip_epsilon=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: clip_epsilon must be above 0, got 0.
+    """
+
+    settings_of_class: ClassVar[Mapping[str, Setting]] = types.MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
+        if issubclass(owner, Settings) and not hasattr(owner.__init__, _MADE):
+            return  # a constructor of the subclass's own
+        found = _own_settings(cls)
+        for base in cls.__mro__[1:]:
+            for name, each in vars(base).get("settings_of_class", {}).items():
+                found.setdefault(name, each)
+        cls.settings_of_class = found
+        cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
+
+
+def _own_settings(cls: type) -> dict[str, Setting]:
+    """Return the settings that a class declares, and take them off it, where they would hide attributes of a base."""
+    found: dict[str, Setting] = {}
+    for name, annotation in inspect.get_annotations(cls).items():
+        if name not in vars(cls) or name.startswith("_") or str(annotation).startswith("ClassVar"):
+            continue
+        value = vars(cls)[name]
+        written = value if isinstance(value, _Written) else _Written(value)
+        delattr(cls, name)
+        if written.init:
+            called, kind = written.alias or name, _meant(annotation, cls)
+            found[called] = Setting(called, name, annotation, kind, written.default, written.make, written.kw_only)
+    return found
+
+
+def _constructor(cls: type) -> Callable[..., None]:
+    settings: Mapping[str, Setting] = vars(cls)["settings_of_class"]
+    ordered = sorted(settings.values(), key=lambda each: each.kw_only)
+    myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([myself, *(each.parameter for each in ordered)])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
+        values = {}
+        for name, each in settings.items():
+            value = given.get(name, each.usual)
+            values[each.attribute] = value if each.check is None else each.check(value, name)
+        super(Settings, self).__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.__post_init__()
+
+    __init__.__doc__ = "Take the settings."
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    __init__.__annotations__ = {name: _plain(each.kind) for name, each in settings.items()} | {"return": None}
+    vars(__init__).update(__signature__=signature, **{_MADE: True})
+    return __init__
+
+
+def _meant(annotation: Any, cls: type) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[cls.__module__]), dict(vars(cls)))
+    except NameError:  # imported for type checkers alone
+        return Any
+
+
+def _check_of(kind: Any) -> Check | None:
+    if typing.get_origin(kind) is Annotated:
+        return typing.cast(Check, kind.__metadata__[0])
+    members = typing.get_args(kind) if _is_union(kind) else ()
+    checks = [check for check in map(_check_of, members) if check is not None]
+    if len(checks) != 1:
+        return None
+    return optional(checks[0]) if type(None) in members else checks[0]
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without the checks in it."""
+    if typing.get_origin(kind) is Annotated:
+        return kind.__origin__
+    return functools.reduce(operator.or_, map(_plain, typing.get_args(kind))) if _is_union(kind) else kind
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)

@@ -1,0 +1,143 @@
+"""Settings as fields: written once, inherited, checked before anything is built, and shown."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import typing
+from typing import Annotated
+
+import pytest
+from torch import Tensor, nn, tensor
+
+from torchrl_lightning.settings import Count, Positive, Settings, among, derived, setting
+
+
+class Rated(Settings, nn.Module):
+    learning_rate: Positive = 3e-4
+    most: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.began = True
+
+
+class Part(Rated):
+    network: nn.Module | None = setting(default=None, kw_only=False)
+    names: list[str] = setting(factory=list)
+    kind: Annotated[str, among("a", "b")] = "a"
+    double_q: bool = setting(default=True, alias="double")
+    learning_rate: Positive = 1e-3
+    weight: Tensor = derived()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.register_buffer("weight", tensor(1.0))
+
+
+class Needing(Settings):
+    size: Count = setting(kw_only=False)
+
+
+def test_settings_are_inherited_and_the_own_ones_come_first():
+    shown = inspect.signature(Part).parameters
+    assert list(shown) == ["network", "names", "kind", "double", "learning_rate", "most"]
+    assert [each.kind for each in shown.values()] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] + 5 * [
+        inspect.Parameter.KEYWORD_ONLY
+    ]
+    assert (shown["learning_rate"].default, inspect.signature(Rated).parameters["learning_rate"].default) == (
+        1e-3,
+        3e-4,
+    )
+    assert inspect.signature(Part.__init__).parameters["most"] == shown["most"]
+    assert typing.get_type_hints(Part.__init__)["learning_rate"] is float  # for readers that know no checks
+
+
+def test_what_is_given_is_kept_beside_the_defaults():
+    layer = nn.Linear(1, 1)
+    part, other = Part(layer, double=False, most=3), Part()
+    assert part.network is layer
+    assert list(part.state_dict()) == ["weight", "network.weight", "network.bias"]
+    assert (part.kind, part.double_q, part.most, part.learning_rate, part.began) == ("a", False, 3, 1e-3, True)
+    assert (other.network, other.names, other.double_q, other.most) == (None, [], True, None)
+    assert other.names is not part.names
+    assert part.double().weight.dtype.itemsize == 8  # the module's own method of this name
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "error", "says"),
+    [
+        pytest.param(Part, {"learning_rate": 0}, ValueError, "learning_rate must be above 0, got 0", id="range"),
+        pytest.param(Part, {"most": 0}, ValueError, "most must be a positive integer, got 0", id="optional"),
+        pytest.param(Part, {"kind": "c"}, ValueError, "kind must be one of 'a', 'b', got 'c'", id="choice"),
+        pytest.param(Part, {"lr": 1}, TypeError, "Part: .*'lr'; its settings are network, .*learning_rate", id="name"),
+        pytest.param(Part, {"double_q": True}, TypeError, "'double_q'", id="attribute"),
+        pytest.param(Part, {"weight": 1}, TypeError, "'weight'", id="derived"),
+        pytest.param(Needing, {}, TypeError, "Needing: missing a required argument: 'size'", id="required"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(cls, given, error, says):
+    with pytest.raises(error, match=says):
+        cls(**given)
+
+
+def test_a_check_may_turn_a_value_into_what_is_kept():
+    class Listed(Settings):
+        sizes: Annotated[list[int], lambda value, name: list(value)] = setting(default=(1, 2))
+
+    assert Listed().sizes == [1, 2]
+    assert Listed(sizes=(3,)).sizes == [3]
+
+
+def test_nothing_begins_before_all_settings_are_right():
+    begun = []
+
+    class Base:
+        def __init__(self) -> None:
+            begun.append(self)
+
+    class Late(Settings, Base):
+        first: Count = 1
+        last: Count = 1
+
+    with pytest.raises(ValueError, match="last"):
+        Late(last=0)
+    assert begun == []
+    late = Late()
+    assert begun == [late]
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Own(Part):
+        bonus: float = 0.5
+
+        def __init__(self, width: int) -> None:
+            super().__init__(nn.Linear(width, width), double=False)
+
+    class Further(Own):
+        pass
+
+    for cls in (Own, Further):
+        assert list(inspect.signature(cls).parameters) == ["width"]
+        part = cls(2)
+        assert (part.network.in_features, part.double_q, part.bonus, part.began) == (2, False, 0.5, True)
+
+
+def test_two_lines_of_settings_meet():
+    class Other(Settings):
+        patience: Count = 5
+
+    class Both(Other, Rated):
+        most: Count | None = 9
+
+    both = Both(patience=2)
+    assert (both.patience, both.most, both.learning_rate, both.began) == (2, 9, 3e-4, True)
+
+
+@pytest.mark.parametrize(
+    "renewed", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["copy", "pickle"]
+)
+def test_copies_have_the_same_settings(renewed):
+    part = renewed(Part(nn.Linear(1, 1), kind="b"))
+    assert (part.kind, part.double_q, part.network.in_features, float(part.weight)) == ("b", True, 1, 1.0)
