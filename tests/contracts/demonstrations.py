@@ -93,6 +93,11 @@ def unnamed(steps: TensorDict) -> TensorDict:
     return steps
 
 
+LONG_STEPS = {
+    "seen": torch.zeros(99, 1),
+    "action": torch.zeros(99, dtype=torch.int64),
+    "next": {"reward": torch.zeros(99, 1)},
+}
 OTHER_STEPS = {"seen": torch.zeros(1, 1), "action": torch.tensor([0]), "next": {"reward": torch.zeros(1, 1)}}
 
 
@@ -184,6 +189,7 @@ DEMONSTRATIONS = {
         edited={
             "sampler state": (("sampler",), {}),
             "position 99 of demonstration": (("playing", 0, "position"), 99),
+            "whose steps are": (("playing", 0, "demonstration", "steps"), LONG_STEPS),
             "'env' is 3": (("playing", 0, "env"), 3),
         },
     ),

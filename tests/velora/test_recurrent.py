@@ -217,3 +217,12 @@ def test_sizes_must_be_known_to_save(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hidden_dim"):
         RecurrentReplayBuffer(5, 3, 2, None).save(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_network_without_a_memory_collects_is_saved_too() -> None:
+    seen = build(filled=5).storage.get(slice(None)).exclude(HIDDEN)
+    one, other = (RecurrentReplayBuffer(7, 3, 2, 4, generator=generator(seed)) for seed in (0, 1))
+    one.extend(seen)
+    other.load_state_dict(one.state_dict())
+    assert not {*NAMES} & {*one.state_dict()}
+    assert (one.draw(4) == other.draw(4)).all()

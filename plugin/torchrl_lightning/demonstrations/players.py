@@ -35,6 +35,12 @@ class Player:
         self.rewards: Array = demonstration.rewards.numpy()
         self._frame_stack = frame_stack
 
+    @property
+    def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
+        """The shapes of a step's observations and of its action: all that play at the same time have the same."""
+        entries: dict[NestedKey, Array] = {**self.observations, "action": self.actions}
+        return {key: rows.shape[1:] for key, rows in entries.items()}
+
     def left(self, now: int) -> int:
         """Return how many steps are left before call ``now``."""
         return self.length + self.began - now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -202,8 +203,8 @@ class DemonstrationReplay:
         """Restore exactly: the next call returns the steps that would have come next.
 
         Raises:
-            ValueError: Another version or number of environments, no state of the sampler, or a position that is not
-                within its demonstration; nothing was changed.
+            ValueError: Another version or number of environments, no state of the sampler, a position that is not
+                within its demonstration, or demonstrations of different environments; nothing was changed.
         """
         running = self._checked(state_dict)
         self.sampler.load_state_dict(state_dict["sampler"])
@@ -229,6 +230,12 @@ class DemonstrationReplay:
                     f"{player.demonstration.name!r}, which has {player.length} steps."
                 )
             running[entry["env"]] = player
+        for first, other in pairwise(running.values()):
+            if other.shapes != first.shapes:
+                raise ValueError(
+                    f"The {owner} state plays {other.demonstration.name!r}, whose steps are {other.shapes}, beside "
+                    f"{first.demonstration.name!r}, whose steps are {first.shapes}."
+                )
         return running
 
     def __repr__(self) -> str:

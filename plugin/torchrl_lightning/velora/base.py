@@ -258,9 +258,12 @@ class BufferBase(ExperienceBuffer):
         return {name: getattr(experience, name) for name in NAMES}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes."""
+        """Copy Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes.
+
+        Where rings are unevenly filled, or the transitions of a network without a memory are stored, there are no such.
+        """
         state: dict[str, Any] = super().state_dict()
-        if self.writer.is_even:
+        if self.writer.is_even and (not len(self) or "recurrent_state" in self.storage.tree.get("next", {})):
             state |= {name: column.clone() for name, column in self._stored().items()}
         return state
 
