@@ -97,9 +97,6 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
     ],
     "data=frames model=dqn": [("", "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the")],
     "data=hindsight model=dqn": [("", "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key name")],
-    "data=offline model=dqn data.total_frames=-1 trainer.max_epochs=1": [
-        ("", "dataset=demonstrations: demonstrations is no directory; name one that holds demonstrations."),
-    ],
     "env=recipe": [
         ("data.env.id=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
         ("data.env.frame_stack=2", "data.env.frame_stack=2: frame_stack=2 stacks images, but"),
