@@ -196,7 +196,5 @@ def test_weights_are_copied_in_place() -> None:
         assert policy[0].module.weight is weight
         assert torch.equal(weight, other[0].module.weight)
     collector.update_policy_weights_()
-    with pytest.raises(TypeError, match="float"):
-        collector.update_policy_weights_(1.0)
     with pytest.raises(TypeError, match="no weights to update"):
         GymnasiumCollector(vector_env(), first_action, frames_per_batch=4).update_policy_weights_(other)

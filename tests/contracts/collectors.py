@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict.nn import TensorDictModule
 
-from contracts.part import Part
+from contracts.part import Part, Refusal
 from kit.counting import RandomEnv, still_policy
 from kit.forks import forked_workers
 from kit.torchrl_envs import Walk
@@ -38,6 +38,14 @@ def collect(collector: Any) -> Any:
         return collector.rollout()
 
 
+REFUSES = (
+    Refusal(
+        "TensorDict of parameters, got float", lambda collector: collector.update_policy_weights_(1.0), error=TypeError
+    ),
+    Refusal("got -1", lambda collector: collector.set_seed(-1)),
+)
+
+
 def collector(make: Any) -> Part:
     return Part(
         make=make,
@@ -45,6 +53,7 @@ def collector(make: Any) -> Part:
         ask=collect,
         ways=("memory", "file"),
         foreign={"frames_per_batch=14.*frames_per_batch=16": partial(make, frames_per_batch=16)},
+        refuses=REFUSES,
     )
 
 
@@ -59,5 +68,9 @@ COLLECTORS = {
         ask=lambda collector: collect(collector).exclude(("collector", "traj_ids")),
         usable=lambda collector: collector.set_seed(1),
         foreign={"num_workers=1.*num_workers=2": partial(asynchronous, num_workers=2)},
+        refuses=(
+            *REFUSES,
+            Refusal("static_seed=True would", lambda collector: collector.set_seed(3, static_seed=True)),
+        ),
     ),
 }
