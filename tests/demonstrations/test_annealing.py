@@ -36,6 +36,8 @@ def test_phi_lasts_for_all_of_the_value_capacity() -> None:
     annealing = DemonstrationAnnealing(50)
     assert [annealing.moved(0.0, k, 50 - k) for k in (0, 32, 49, 50, 60)] == [0.0, 0.64, 0.98, 1.0, 1.0]
     assert [annealing.places(k) for k in (0, 32, 49, 50, 60)] == [50, 18, 1, 0, 0]
+    assert DemonstrationAnnealing(0).moved(0.0, 1, 0) == 1.0  # nothing is divided by no places
+    assert DemonstrationAnnealing(0, "current").moved(0.5, 1, 0) == 0.5
 
 
 @pytest.mark.parametrize("schedule", ["linear", "current"])
@@ -51,8 +53,3 @@ def test_no_probability_is_lost_where_rho_starts_at_nothing(schedule: str) -> No
         rho, phi = sampler.probabilities(storage)
         assert rho + phi == pytest.approx(0.4)
         assert rho > before[0] or before[0] == 0.4
-
-
-def test_nothing_is_divided_by_no_places() -> None:
-    assert DemonstrationAnnealing(0).moved(0.0, 1, 0) == 1.0
-    assert DemonstrationAnnealing(0, "current").moved(0.5, 1, 0) == 0.5

@@ -43,21 +43,19 @@ def test_golden_probabilities() -> None:
         torch.testing.assert_close(found, golden[f"value_probs_alpha{alpha}"], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, -2.0], [float("-inf"), 0.0]])
-def test_all_alike_where_none_is_positive(values: list[float]) -> None:
-    # Powers of nothing but zeros add up to zero: no probabilities to divide by.
-    assert value_probabilities(values, 10).tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("alpha", [2, 10, 0.5, 3])
-def test_a_negative_value_is_never_likelier_than_a_positive_one(alpha: float) -> None:
-    # (-2) ** 10 is more than 1 ** 10, and (-2) ** 0.5 is no number.
-    assert value_probabilities([-2.0, 1.0], alpha).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("scale", [1e300, 1e-300])
-def test_no_power_overflows_or_vanishes(scale: float) -> None:
-    assert value_probabilities([scale, 2 * scale], 10).tolist() == pytest.approx([1 / 1025, 1024 / 1025])
+@pytest.mark.parametrize(
+    ("alpha", "values", "expected"),
+    [
+        # Powers of nothing but zeros add up to zero: all alike where none is positive.
+        *((10, values, [0.5, 0.5]) for values in ([0.0, 0.0], [-1.0, -2.0], [float("-inf"), 0.0])),
+        # (-2) ** 10 is more than 1 ** 10, and (-2) ** 0.5 is no number: a negative one is never drawn beside others.
+        *((alpha, [-2.0, 1.0], [0.0, 1.0]) for alpha in (2, 10, 0.5, 3)),
+        # No power overflows or vanishes.
+        *((10, [scale, 2 * scale], [1 / 1025, 1024 / 1025]) for scale in (1e300, 1e-300)),
+    ],
+)
+def test_probabilities_of_values(alpha: float, values: list[float], expected: list[float]) -> None:
+    assert value_probabilities(values, alpha).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

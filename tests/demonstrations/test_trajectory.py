@@ -15,11 +15,9 @@ from kit.demonstrations import demo
 from torchrl_lightning import Demonstration, EnvironmentSpecs
 
 
-def steps(**changes: Any) -> TensorDict:
-    entries = {"observation": torch.zeros(3, 4), "action": torch.tensor([0, 1, 1]), "reward": torch.zeros(3, 1)}
-    entries = {key: value for key, value in {**entries, **changes}.items() if value is not None}
-    reward = entries.pop("reward", None)
-    return TensorDict({**entries, **({} if reward is None else {"next": {"reward": reward}})})
+def steps(action: torch.Tensor | None = None) -> TensorDict:
+    action = torch.tensor([0, 1, 1]) if action is None else action
+    return TensorDict({"observation": torch.zeros(3, 4), "action": action, "next": {"reward": torch.zeros(3, 1)}})
 
 
 def specs(**changes: Any) -> EnvironmentSpecs:
