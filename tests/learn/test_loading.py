@@ -9,7 +9,7 @@ from torchrl.envs import GymEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from datamodules.conftest import TinyActorCritic
-from datamodules.replay_parts import dqn, fit, replay_data
+from kit.replay import dqn, fit, replay_data
 from kit.runs import trainer
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes
 from torchrl_lightning.cli.parts import KeptConfig
