@@ -1,4 +1,4 @@
-"""A data set fills the buffer: alone, or before what is collected."""
+"""A data set fills the buffer: alone, or before what is collected; how such runs resume is a contract."""
 
 from __future__ import annotations
 
@@ -17,28 +17,19 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.modules.distributions import NormalParamExtractor
 from torchrl.objectives import IQLLoss, LossModule, SoftUpdate
 
-from datamodules.replay_parts import BUFFERS, SIZE, dqn, experience, fit, recurrent, replay_data, stored
+from kit.demonstrations import recorded
+from kit.files import logged
 from kit.normalized import statistics_of
-from kit.runs import parameters
+from kit.replay import BUFFERS, dqn, fit, recurrent, replay_data, stored
 from torchrl_lightning import ExperienceLog, LossModuleAgent, environment_specs, make_vector_env
-from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
-from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
-from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
-
-
-def coin(step):
-    return step.set("action", torch.randint(2, step.batch_size))
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
     """A directory of episodes of CartPole."""
-    folder = tmp_path_factory.mktemp("cartpole")
-    torch.manual_seed(0)
-    for number, each in enumerate(record_demonstrations("CartPole-v1", coin, 6, seed=0)):
-        write_demonstration(folder / f"{number}.safetensors", each)
-    return folder
+    return recorded(tmp_path_factory.mktemp("cartpole"))
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +85,9 @@ def test_the_data_are_normalised_by_their_own_moments(cartpole, rows, tmp_path):
     assert moments["reward"].count == len(seen)
 
 
-def prioritized_data(cartpole, **kwargs):
-    buffer = experience(lambda: PrioritizedSampler(SIZE, alpha=0.7, beta=0.5), n_steps=3)
-    return offline(cartpole, buffer, normalize_observation=True, **kwargs)
-
-
-@pytest.mark.parametrize("kept", ["inside", "beside"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(kept, cartpole, tmp_path):
-    whole, first, resumed = (prioritized_data(cartpole, checkpoint_buffer=kept) for _ in range(3))
-    uninterrupted, _ = fit(tmp_path, whole, max_epochs=4)
-    _, run = fit(tmp_path, first, max_epochs=2)
-    run.save_checkpoint(tmp_path / "at.ckpt")
-    module, _ = fit(tmp_path, resumed, dqn(seed=9), tmp_path / "at.ckpt", max_epochs=4)
-    assert torch.equal(parameters(module), parameters(uninterrupted))
-    assert torch.equal(stored(resumed), stored(whole))
-
-
 def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path, caplog):
-    first, resumed = (prioritized_data(cartpole, checkpoint_buffer="none") for _ in range(2))
+    settings = {"normalize_observation": True, "checkpoint_buffer": "none"}
+    first, resumed = (offline(cartpole, "prioritized, three steps", **settings) for _ in range(2))
     _, run = fit(tmp_path, first)
     run.save_checkpoint(tmp_path / "at.ckpt")
     fit(tmp_path, resumed, dqn(), tmp_path / "at.ckpt", max_epochs=3)
@@ -123,26 +99,10 @@ def test_a_checkpoint_without_the_buffer_reads_the_data_again(cartpole, tmp_path
 
 
 def test_loggers_count_updates(cartpole, tmp_path):
-    data = offline(cartpole)
-    fit(tmp_path, data, logger=CSVLogger(tmp_path, "", ""), callbacks=[ExperienceLog()], log_every_n_steps=1)
-    lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
-    assert {float(line[lines[0].index("step")]) for line in lines[1:]} == {10.0, 20.0}
-    assert "updates_per_second" in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"warmup_frames": 10}, "warmup_frames=10: with dataset= and frames_per_update=0 nothing is collected"),
-        ({"total_frames": 100}, r"total_frames=100: .*\(max_epochs, max_steps"),
-        ({"collector": print}, "collector=.*: with dataset="),
-        ({"frames_per_update": -1.0}, r"frames_per_update must be a finite number of at least 0, got -1\.0"),
-        ({"dataset": None, "frames_per_update": 0.0}, r"must be above 0, got 0\.0"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        offline(**{"dataset": "nowhere", **settings})
+    fit(tmp_path, offline(cartpole), logger=CSVLogger(tmp_path, "", ""), callbacks=[ExperienceLog()])
+    rows = logged(tmp_path)
+    assert {float(row["step"]) for row in rows} == {10.0, 20.0}
+    assert "updates_per_second" in rows[0]
 
 
 def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_path):
@@ -155,7 +115,7 @@ def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_pa
             rf"has {steps} steps in 6 episodes, but the buffer has max_size=8\. Give it a larger one",
         ),
     ]:
-        with pytest.raises(DemonstrationFault, match=message):
+        with pytest.raises(ValueError, match=message):
             fit(tmp_path, data)
         data.close()
 
@@ -202,24 +162,21 @@ def iql(specs):
     return loss
 
 
-def match_data(folder, policy, **kwargs):
+def learned(folder, policy, agent, epochs):
+    """Learn from what a policy does; return the data, and the mean return of what was learned."""
+    recorded(folder, Match, policy, 60)
     torch.manual_seed(0)
-    for number, each in enumerate(record_demonstrations(Match, policy, 60, seed=0)):
-        write_demonstration(folder / f"{number}.safetensors", each)
-    return offline(folder, env=Match, batch_size=64, updates_per_epoch=50, eval_episodes=20, **kwargs)
-
-
-def returns(data, module):
-    return data.evaluate(module.policy)["episode_return"].mean()
+    data = offline(folder, env=Match, batch_size=64, updates_per_epoch=50, eval_episodes=20)
+    module, _ = fit(folder, data, agent, max_epochs=epochs)
+    return data, data.evaluate(module.policy)["episode_return"].mean()
 
 
 def test_iql_is_better_than_its_data(tmp_path):
-    data = match_data(tmp_path, lambda step: step.set("action", torch.rand(*step.shape, 1) * 2 - 1))
     agent = LossModuleAgent(iql, target_updater=partial(SoftUpdate, tau=0.05), learning_rate=1e-2)
-    module, _ = fit(tmp_path, data, agent, max_epochs=2)
-    recorded = data.buffer[:]["next", "reward"].mean() * 3
-    assert recorded < -1.5
-    assert returns(data, module) > recorded / 2
+    data, found = learned(tmp_path, lambda step: step.set("action", torch.rand(*step.shape, 1) * 2 - 1), agent, 2)
+    earlier = data.buffer[:]["next", "reward"].mean() * 3
+    assert earlier < -1.5
+    assert found > earlier / 2
 
 
 class Cloning(LossModule):
@@ -240,6 +197,5 @@ class Cloning(LossModule):
 
 
 def test_behaviour_is_cloned(tmp_path):
-    data = match_data(tmp_path, lambda step: step.set("action", step["observation"].clone()))
-    module, _ = fit(tmp_path, data, LossModuleAgent(Cloning.of, learning_rate=1e-2), max_epochs=3)
-    assert returns(data, module) > -0.3
+    agent = LossModuleAgent(Cloning.of, learning_rate=1e-2)
+    assert learned(tmp_path, lambda step: step.set("action", step["observation"].clone()), agent, 3)[1] > -0.3
