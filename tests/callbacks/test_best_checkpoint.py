@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 
+from kit.runs import trainer
 from torchrl_lightning import BestCheckpoint
 
 
@@ -28,21 +29,21 @@ class Scored(L.LightningModule):
 @pytest.mark.parametrize(
     ("scores", "kept"), [([1.0, 3.0, 2.0], 2), ([5.0, 5.0, 4.0], 2), ([5.0, 4.0, 5.0], 3), ([1.0, 2.0, 3.0], 3)]
 )
-def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path, make_trainer):
+def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
     checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", enable_version_counter=False)
-    trainer = make_trainer(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=1)
-    trainer.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
+    run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
+    run.fit(Scored(scores), train_dataloaders=[0], val_dataloaders=[0])
     stored = torch.load(checkpoint.best_model_path, weights_only=True)
     assert stored["state_dict"]["weight"] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
-def test_validations_without_episodes_are_passed_over(tmp_path, make_trainer):
+def test_validations_without_episodes_are_passed_over(tmp_path):
     class Fitted(Scored):
         def validation_step(self, batch, batch_idx):
             self.log("val/error", 1.0, batch_size=1)
 
     checkpoint = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", save_on_train_epoch_end=False)
-    trainer = make_trainer(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=1)
-    trainer.fit(Fitted([]), train_dataloaders=[0], val_dataloaders=[0])
+    run = trainer(tmp_path, max_epochs=3, callbacks=[checkpoint], limit_val_batches=1)
+    run.fit(Fitted([]), train_dataloaders=[0], val_dataloaders=[0])
     assert checkpoint.best_model_path == ""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from kit.actor_critic import fit
 from kit.forks import killed_after
 from torchrl_lightning import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, files
 
@@ -82,9 +83,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, full_disk):
     assert torch.load(path, weights_only=True) == {"number": 1}
 
 
-def test_a_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(
-    tmp_path, full_disk, make_data, make_trainer, make_module, caplog
-):
+def test_a_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(tmp_path, full_disk, caplog):
     class Fill(L.Callback):
         def on_train_epoch_start(self, trainer, module):
             if trainer.current_epoch == 2:
@@ -92,30 +91,24 @@ def test_a_run_on_a_full_disk_ends_by_its_error_and_keeps_both_checkpoints(
                 full_disk()
 
     best = BestCheckpoint(tmp_path, "best", monitor="eval/return", mode="max", save_on_train_epoch_end=False)
-    trainer = make_trainer(
-        max_epochs=4, limit_val_batches=1, enable_checkpointing=True, callbacks=[Fill(), best, LastCheckpoint(tmp_path)]
-    )
+    callbacks = [Fill(), best, LastCheckpoint(tmp_path)]
     with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="No space left"):
-        trainer.fit(make_module(), datamodule=make_data())
+        fit(tmp_path, max_epochs=4, limit_val_batches=1, callbacks=callbacks)
     assert "stopped by OSError; its end was not written" in caplog.text
     for name in ("best.ckpt", "last.ckpt"):
         assert torch.load(tmp_path / name, weights_only=True)["epoch"] <= 2
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".ckpt", ".ckpt"]
 
 
-def test_a_trainer_gets_it_from_our_callbacks_unless_it_has_another(tmp_path, make_data, make_trainer, make_module):
-    class Own(AtomicCheckpointIO):
-        pass
+class Own(AtomicCheckpointIO):
+    """Somebody's own."""
 
-    for plugin, kind in ((None, AtomicCheckpointIO), (Own(), Own), (AsyncCheckpointIO(), AsyncCheckpointIO)):
-        trainer = make_trainer(
-            max_epochs=1,
-            enable_checkpointing=True,
-            callbacks=[LastCheckpoint(tmp_path)],
-            plugins=None if plugin is None else [plugin],
-        )
-        trainer.fit(make_module(), datamodule=make_data())
-        assert type(trainer.strategy.checkpoint_io) is kind
+
+@pytest.mark.parametrize("kind", [AtomicCheckpointIO, Own, AsyncCheckpointIO])
+def test_a_trainer_gets_it_from_our_callbacks_unless_it_has_another(kind, tmp_path):
+    plugins = None if kind is AtomicCheckpointIO else [kind()]
+    _, run = fit(tmp_path, max_epochs=1, callbacks=[LastCheckpoint(tmp_path)], plugins=plugins)
+    assert type(run.strategy.checkpoint_io) is kind
 
 
 def test_what_is_not_a_local_file_is_written_in_lightnings_way():

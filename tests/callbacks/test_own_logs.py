@@ -9,7 +9,8 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from datamodules.conftest import TinyActorCritic
+from kit.actor_critic import TinyActorCritic, Unlucky, fit, rollouts
+from kit.runs import trainer
 from torchrl_lightning import ExperienceLog
 from torchrl_lightning.cli.curves import read_source
 
@@ -38,12 +39,10 @@ def filled(path, column):
 FRAMES = [64, 128, 192]
 
 
-def test_steps_epochs_and_validation_are_logged_over_frames(tmp_path, make_data, make_trainer, make_module):
+def test_steps_epochs_and_validation_are_logged_over_frames(tmp_path):
     loggers = [CSVLogger(tmp_path, "csv", ""), TensorBoardLogger(tmp_path, "board", "")]
-    trainer = make_trainer(
-        max_epochs=3, callbacks=[ExperienceLog()], logger=loggers, log_every_n_steps=2, limit_val_batches=1
-    )
-    trainer.fit(make_module(Logging), datamodule=make_data())
+    settings = {"logger": loggers, "log_every_n_steps": 2, "limit_val_batches": 1}
+    fit(tmp_path, None, Logging(), max_epochs=3, callbacks=[ExperienceLog()], **settings)
     path = tmp_path / "csv" / "metrics.csv"
     assert filled(path, "frames_per_second") == FRAMES
     # An epoch has four updates of one rollout, of which every second one is logged.
@@ -59,7 +58,7 @@ def test_steps_epochs_and_validation_are_logged_over_frames(tmp_path, make_data,
     assert {event.step for event in board.Scalars("mine/loss_step")} == set(FRAMES)
 
 
-def test_a_step_of_ones_own_stays(make_data, make_trainer, make_module):
+def test_a_step_of_ones_own_stays(tmp_path):
     class Stepping(Logging):
         def validation_step(self, batch, batch_idx):
             self.log_dict({"mine/return": batch["episode_return"].mean(), "step": 7.0}, batch_size=len(batch))
@@ -70,15 +69,12 @@ def test_a_step_of_ones_own_stays(make_data, make_trainer, make_module):
         def log_metrics(self, metrics, step=None):
             rows.append((step, set(metrics)))
 
-    trainer = make_trainer(max_epochs=1, callbacks=[ExperienceLog()], logger=Rows(), limit_val_batches=1)
-    trainer.fit(make_module(Stepping), datamodule=make_data())
+    fit(tmp_path, None, Stepping(), max_epochs=1, callbacks=[ExperienceLog()], logger=Rows(), limit_val_batches=1)
     assert (7, {"mine/return"}) in rows
 
 
-def test_without_frames_or_without_the_callback_lightning_counts(tmp_path, make_data, make_trainer, make_module):
-    logger = CSVLogger(tmp_path, "csv", "")
-    trainer = make_trainer(max_epochs=2, logger=logger, log_every_n_steps=2)
-    trainer.fit(make_module(Logging), datamodule=make_data())
+def test_without_frames_or_without_the_callback_lightning_counts(tmp_path):
+    fit(tmp_path, None, Logging(), logger=CSVLogger(tmp_path, "csv", ""), log_every_n_steps=2)
     path = tmp_path / "csv" / "metrics.csv"
     assert filled(path, "mine/loss_step") == [1, 3, 5, 7]
     (curve,) = read_source(path, "mine/loss_step", "step")
@@ -89,31 +85,26 @@ def test_without_frames_or_without_the_callback_lightning_counts(tmp_path, make_
             self.log("mine/loss", 1.0)
             return super().training_step(batch, batch_idx)
 
-    logger = CSVLogger(tmp_path, "plain", "")
-    trainer = make_trainer(max_epochs=1, callbacks=[ExperienceLog()], logger=logger, log_every_n_steps=1)
-    trainer.fit(Plain(), datamodule=BoringDataModule())
+    run = trainer(tmp_path, max_epochs=1, callbacks=[ExperienceLog()], logger=CSVLogger(tmp_path, "plain", ""))
+    run.fit(Plain(), datamodule=BoringDataModule())
     assert filled(tmp_path / "plain" / "metrics.csv", "mine/loss")[:3] == [0, 1, 2]
 
 
-def test_a_trainer_is_left_as_it_was(make_data, make_trainer, make_module):
-    class Fails(Logging):
-        def training_step(self, batch, batch_idx):
-            raise RuntimeError("no")
-
-    trainer = make_trainer(max_epochs=1, callbacks=[ExperienceLog()])
-    before = dict(vars(trainer._logger_connector))
-    with pytest.raises(RuntimeError, match="no"):
-        trainer.fit(make_module(Fails), datamodule=make_data())
-    assert vars(trainer._logger_connector).keys() == before.keys()
-    trainer.fit(make_module(Logging), datamodule=make_data())
-    assert vars(trainer._logger_connector).keys() == before.keys()
+def test_a_trainer_is_left_as_it_was(tmp_path):
+    run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, callbacks=[ExperienceLog()])
+    before = {*vars(run._logger_connector)}
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run.fit(Unlucky(), datamodule=rollouts())
+    assert {*vars(run._logger_connector)} == before
+    run.fit(Logging(), datamodule=rollouts())
+    assert {*vars(run._logger_connector)} == before
 
 
-def test_only_rows_cost_a_call(make_data, make_trainer, make_module, monkeypatch):
+def test_only_rows_cost_a_call(tmp_path, monkeypatch):
     asked = []
     name = "torchrl_lightning.callbacks.experience_log.clock_of"
     monkeypatch.setattr(name, lambda data: asked.append(1) or (64, "frames"))
-    trainer = make_trainer(max_epochs=1, callbacks=[ExperienceLog()], logger=DummyLogger(), log_every_n_steps=8)
-    trainer.fit(make_module(Logging), datamodule=make_data(num_epochs=8))
+    settings = {"callbacks": [ExperienceLog()], "logger": DummyLogger(), "log_every_n_steps": 8}
+    fit(tmp_path, rollouts(num_epochs=8), Logging(), max_epochs=1, **settings)
     # Of 16 updates two are logged, and the epoch; besides the callback asks when training begins and for its own row.
     assert len(asked) == 5

@@ -9,6 +9,7 @@ import pytest
 from tensordict.nn import TensorDictModule
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
+from kit.forks import forked_workers
 from torchrl_lightning import AsynchronousCollector, EnvironmentRecipe
 
 ASYNC = EnvironmentRecipe("CartPole-v1", vectorization="async")
@@ -29,7 +30,7 @@ def test_an_exception_ends_collector_and_processes(settings, processes, tmp_path
             raise RuntimeError("out of luck")
 
     data = rollouts(**settings)
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with forked_workers(), pytest.raises(RuntimeError, match="out of luck"):
         fit(tmp_path, data, Unlucky())
     assert children == [processes]
     assert multiprocessing.active_children() == []

@@ -13,6 +13,7 @@ from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
 from kit.actor_critic import fit, rollouts
 from kit.demonstrations import episode, saved
+from kit.forks import forked_workers
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.runs import SaveAt, parameters
 from torchrl_lightning import (
@@ -78,7 +79,8 @@ def test_demonstrations_are_learned_from_mined_and_reported(human, tmp_path, cap
 )
 def test_each_stream_replays_and_is_mined(options, settings, human, tmp_path):
     data = rollouts(buffer=buffer(human, **options), **settings())
-    fit(tmp_path, data, ppo(), max_epochs=4, limit_val_batches=1)
+    with forked_workers():
+        fit(tmp_path, data, ppo(), max_epochs=4, limit_val_batches=1)
     assert 0 < data.metrics()["demos/replayed"] < 1
     assert data.buffer.value_demos
 
