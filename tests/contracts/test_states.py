@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -159,6 +160,19 @@ def test_an_empty_one_says_so(part: Part) -> None:
     assert len(one) == 0
     with pytest.raises(error, match=says):
         part.ask(one)
+
+
+@parts
+def test_what_it_gives_comes_of_its_own_seed(part: Part) -> None:
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        one = part.made()
+        before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+        found.append(plain(part.ask(one)))
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
+    assert not differences(*found)
 
 
 @pytest.mark.parametrize(("part", "refusal"), EVERY["refuses"])

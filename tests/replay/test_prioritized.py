@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -395,17 +394,3 @@ def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[
         assert torch.equal(stamps, table.generations[cells])
         leaves = table.tree.leaves[cells]
         torch.testing.assert_close(weights, ((leaves / leaves.min()) ** -0.5).float())
-
-
-def test_same_seed_same_batches_and_no_global_randomness() -> None:
-    draws = []
-    for _ in range(2):
-        buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(20), sampler=make(generator=None), generator=generator(7), batch_size=5
-        )
-        buffer.extend(numbered(20))
-        state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-        draws.append([buffer.sample()["number"].tolist() for _ in range(3)])
-        assert torch.equal(state, torch.get_rng_state())
-        assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
-    assert draws[0] == draws[1]

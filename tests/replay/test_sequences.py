@@ -203,11 +203,3 @@ def test_unknown_ends() -> None:
         buffer.sample()
     buffer = make_buffer(1, 10, batch_length=2, episode_ends="across", data=episodes([6]).exclude(("next", "done")))
     assert buffer.sample().shape == (8, 2)
-
-
-def test_same_seed_same_windows() -> None:
-    batches = []
-    for _ in range(2):
-        buffer = make_buffer(1, 50, batch_length=5, data=episodes([20, 20]))
-        batches.append(torch.stack([buffer.sample()["index"] for _ in range(3)]))
-    assert torch.equal(*batches)

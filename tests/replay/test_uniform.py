@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from kit.rings import HOUSES, UNEVEN, house, ring, uneven
+from kit.rings import HOUSES, UNEVEN, house, uneven
 from kit.rows import numbered
 from kit.seeds import generator
 from kit.statistics import chi_square
@@ -92,14 +92,3 @@ def test_several_dimensions() -> None:
     )
     buffer.extend(TensorDict({"number": torch.arange(6).view(2, 3)}, [2, 3]))
     assert set(buffer.sample()["number"].tolist()) == set(range(6))
-
-
-def test_same_seed_same_batches_and_no_global_randomness() -> None:
-    draws = []
-    for _ in range(2):
-        buffer = ring(20, sampler=UniformSampler(), seed=9)
-        buffer.extend(numbered(20))
-        state = torch.get_rng_state()
-        draws.append([buffer.sample(5)["number"].tolist() for _ in range(3)])
-        assert torch.equal(state, torch.get_rng_state())
-    assert draws[0] == draws[1]
