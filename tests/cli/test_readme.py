@@ -130,6 +130,7 @@ def test_a_command_of_the_readme_runs_as_it_is_written(line, first):
             if f"torchrl-lightning-{name}" in line:
                 assert len(list(folder.glob(pattern))) == 1
         return
+    assert "~experiment" not in line or "note:" not in done.stderr
     jobs = 3 if "seed=0,1,2" in line else int(re.search(r"n_trials=(\d+)|$", line)[1] or 1)
     assert len(new) == jobs
     for made in new:

@@ -9,7 +9,7 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 
 from kit.store import composed
@@ -66,14 +66,6 @@ def test_a_typo_names_the_field(option, override, key, schema):
     with pytest.raises(ConfigCompositionException) as error:
         in_app(f"data={option}", override)
     assert f"Key '{key}' not in '{schema}'" in str(error.value.__cause__)
-
-
-def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(MissingConfigException) as error:
-        in_app("data=gea")
-    message = str(error.value)
-    assert "Could not find 'data/gea'" in message
-    assert {"gae", "prioritized", "vanilla", "vtrace"} <= {line.strip() for line in message.splitlines()}
 
 
 def test_the_apps_own_option_of_the_same_name_wins(tmp_path):
