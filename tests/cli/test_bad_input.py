@@ -20,6 +20,10 @@ from torchrl_lightning.cli.train import train
         (["data.total_frames=-1"], "error: nothing would end this run; give data.total_frames=N"),
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
+        (
+            ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
+            "error: dataset=demonstrations: demonstrations is no directory; name one that holds demonstrations.",
+        ),
     ],
 )
 def test_a_mistake_is_named(arguments, message, run, tmp_path):
