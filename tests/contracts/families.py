@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from contracts import documented
-from contracts.part import Part
+from contracts.part import Part, Refusal
 from contracts.refusals import no_tensordict
 from kit.documented import columns, simple_step
 from kit.dynamics import numbered
@@ -66,13 +67,62 @@ def look_at_windows(buffer: EpisodicReplayBuffer) -> Any:
     return batch, info.env_ids, info.positions, info.importance_weights, info.discounted_return
 
 
+def looks(env: int, position: int) -> list[Callable[[Any], Any]]:
+    """Calls that ask for a step."""
+    at, of = torch.tensor([position]), torch.tensor([env])
+    verbs = ("steps_to_episode_end", "get_episode_begin_position", "get_disc_0_begin_position")
+    return [methodcaller("get_field", "reward", of, at), *(methodcaller(verb, at, of) for verb in verbs)]
+
+
+STEP = time_steps(1)  # of both environments, which hold steps 10 to 15
+add, dequeue = partial(methodcaller, "add_batch"), partial(methodcaller, "dequeue")
+EPISODES_REFUSE = (
+    Refusal(r"got \[1, 1\]", add(STEP, torch.tensor([1, 1]))),
+    Refusal(r"in \[0, 2\), got \[2\]", add(STEP[:1], torch.tensor([2]))),
+    Refusal(r"got \[-1\]", add(STEP[:1], torch.tensor([-1]))),
+    Refusal("Got 1 rows for 2 environments", add(STEP[:1])),
+    Refusal("'step_type' is missing", add(STEP.exclude("step_type"))),
+    Refusal("float64", add(STEP.double())),
+    Refusal("'reward', which returns need", add(STEP.exclude("reward")), error=KeyError),
+    Refusal("Expected a TensorDict, got a dict", add({"reward": 1}), error=TypeError),
+    Refusal("allow_multiprocess=False", add(STEP, blocking=True), dequeue(blocking=True)),
+    Refusal("Cannot take out 7 steps of each environment: 0 holds 6", dequeue(n=7)),
+    Refusal("n must be a positive integer, got 0", dequeue(n=0)),
+    Refusal(r"got \[0, 5\]", dequeue(torch.tensor([0, 5]))),
+    Refusal(r"got \[5\]", methodcaller("clear", torch.tensor([5]))),
+    Refusal("the fullest ring holds 6 steps", methodcaller("get_batch", 4, 7)),
+    Refusal("batch_length must be a positive integer", methodcaller("get_batch", 4, 0)),
+    Refusal("Step 16 of environment 1", *looks(1, 16), error=IndexError),
+    Refusal(r"Step 9 .* holds .*\[10, 16\)", *looks(0, 9), error=IndexError),
+    Refusal("Step -1", *looks(1, -1), error=IndexError),
+    Refusal(r"in \[0, 2\), got", *looks(2, 12), error=IndexError),
+    Refusal("no stored entry", methodcaller("get_field", "a.b", *torch.tensor([[0], [12]])), error=KeyError),
+    Refusal("without priorities", methodcaller("update_priority", *torch.tensor([[0], [12], [1]]))),
+)
+WITH_PRIORITIES_REFUSE = (
+    Refusal("must be .B. each", methodcaller("update_priority", *torch.tensor([[0], [12]]), torch.ones(2))),
+    Refusal("Step 16", methodcaller("update_priority", *torch.tensor([[0, 1], [12, 16], [1, 1]])), error=IndexError),
+)
+
 episode_windows = Part(
     make=episodic,
     fill=add_batches,
     ask=look_at_windows,
     within=("sampler",),
+    refuses=EPISODES_REFUSE,
     empty=(RuntimeError, "0 steps are stored"),
     foreign={"max_size=12": partial(episodic, max_length=7)},
+)
+
+
+SHARED_REFUSES = (
+    Refusal("different numbers", add(STEP, torch.tensor([1, 1]), True), dequeue(torch.tensor([2]), blocking=True)),
+    Refusal("at most 99 steps, never 100", add(torch.cat([STEP] * 100), None, True), dequeue(n=100, blocking=True)),
+    Refusal("n must be a positive integer, got 0", dequeue(n=0, blocking=True)),
+    Refusal("Expected a TensorDict, got a dict", add({"reward": 1}, None, True), error=TypeError),
+    Refusal("Got 1 rows for 2 environments", add(STEP[:1], None, True)),
+    Refusal("'step_type' is missing", add(STEP.exclude("step_type"), None, True)),
+    Refusal("load the state before", lambda buffer: buffer.load_state_dict(buffer.state_dict()), error=RuntimeError),
 )
 
 
@@ -173,6 +223,15 @@ FAMILIES = {
     "EpisodicReplayBuffer, prioritized": replace(
         episode_windows,
         make=partial(episodic, prioritized_sampling=True, recent_data_ratio=0.5, num_earliest_frames_ignored=1),
+        refuses=WITH_PRIORITIES_REFUSE,
+    ),
+    "EpisodicReplayBuffer, shared": replace(  # takes no state
+        episode_windows,
+        make=partial(episodic, max_length=99, allow_multiprocess=True),
+        ways=(),
+        foreign={},
+        ours=False,
+        refuses=SHARED_REFUSES,
     ),
     "MixedReplay": replace(
         source(mixed, lambda own: own.source.draw(7)),

@@ -160,6 +160,17 @@ def write_frames(ours: ExperienceBuffer, start: int) -> None:
     ours.extend(steps, time_dim=0)
 
 
+AFTER = ("next", "observation")
+
+
+def write_spoiled(spoil: Callable[[TensorDict], TensorDict]) -> Callable[[ExperienceBuffer], Any]:
+    return lambda ours: ours.extend(spoil(torch.stack([stacks(1, 90)] * ENVS, 1)), time_dim=0)
+
+
+def write_back_frames(ours: ExperienceBuffer) -> None:
+    ours.write_back(ours[:].set("index", ours.writer.filled_cells()), ["observation"])
+
+
 def frames(seed: int, count: int = 3) -> ExperienceBuffer:
     return build(seed, storage=lambda: FrameStorage(2 * SIZE, count))
 
@@ -257,6 +268,10 @@ BUFFERS = {
         canonical=(),  # places for frames that are free hold anything
         fill=write_frames,
         ask=draw,
+        refuses=(
+            Refusal("row 0 is not .* moved on by", write_spoiled(lambda data: data.set(AFTER, 9 * data[AFTER]))),
+            Refusal("kept as frames", write_back_frames, error=KeyError),
+        ),
         within=("storage",),
         foreign={"frame_stack=3": partial(frames, 0, 2)},
         edited={

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from tensordict import NonTensorStack
 from torchrl.data import TensorDictReplayBuffer
 
 from contracts import documented
-from contracts.part import SAVED, Part
+from contracts.part import SAVED, Part, Refusal
 from contracts.refusals import no_hooks, no_tensordict
 from kit.documented import path_step
 from kit.rollouts import both_values, linear_actor, make_rollout
@@ -31,13 +33,18 @@ def build(seed: int, kind: Any = GAEBuffer, size: int = 5, **settings: Any) -> A
     return kind(size, critic=both_values(), generator=generator(seed), **settings)
 
 
-def collect(buffer: Any, start: int) -> None:
-    """A rollout with rewards of both kinds, estimated; what is left of the last one goes."""
-    data = make_rollout(seed=start).exclude("action_log_prob", "collector")
+def steps(start: int, length: int = 5, envs: int = 3) -> Any:
+    """A rollout with rewards of both kinds."""
+    data = make_rollout(length, envs, seed=start).exclude("action_log_prob", "collector")
     data["observation"] = data["observation"] + start
-    data["next", "intrinsic_reward"] = torch.rand(3, 5, 1, generator=generator(start))
+    data["next", "intrinsic_reward"] = torch.rand(envs, length, 1, generator=generator(start))
+    return data
+
+
+def collect(buffer: Any, start: int) -> None:
+    """A rollout, estimated; what is left of the last one goes."""
     buffer.empty()
-    buffer.insert_data_slice(data)
+    buffer.insert_data_slice(steps(start))
     buffer.before_gradients()
 
 
@@ -61,8 +68,37 @@ def rollout(kind: Any, **settings: Any) -> Part:
     )
 
 
+def spoiled(says: str, spoil: Callable[[Any], Any], error: type[Exception] = ValueError) -> Refusal:
+    """A rollout that is refused."""
+    return Refusal(says, lambda buffer: buffer.insert_data_slice(spoil(steps(7))), error=error)
+
+
+REWARD, TERMINATED = ("next", "reward"), ("next", "terminated")
+NAN = torch.zeros(3, 5, 1).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan))
+TEXT = NonTensorStack(*[NonTensorStack(*"abcde") for _ in range(3)])
+REFUSED = (
+    spoiled("1 values that are NaN", lambda data: data.set(REWARD, NAN)),
+    spoiled("bool", lambda data: data.set(TERMINATED, torch.zeros(3, 5, 1)), error=TypeError),
+    spoiled("Add it: boolean", lambda data: data.exclude(TERMINATED), error=KeyError),
+    spoiled("next", lambda data: data.exclude("next"), error=KeyError),
+    spoiled("'action' is .*float32, stored is .*int64", lambda data: data.set("action", torch.zeros(3, 5))),
+    spoiled(r"'observation' is \[7\]", lambda data: data.set("observation", torch.zeros(3, 5, 7))),
+    spoiled("'action' is missing", lambda data: data.exclude("action")),
+    spoiled("'surprise' is new", lambda data: data.set("surprise", torch.zeros(3, 5))),
+    spoiled("'surprise' is a NonTensorStack; a buffer", lambda data: data.set("surprise", TEXT), error=TypeError),
+    spoiled("5 steps of 0 environments", lambda data: data[:0]),
+    spoiled("0 steps of 3 environments", lambda data: data[:, :0]),
+    spoiled("Expected a TensorDict, or a dict .* got a Tensor", lambda data: data["observation"], error=TypeError),
+    spoiled("6 steps does not fit into size=5", lambda data: steps(7, 6)),
+    spoiled("Expected 3 environments, got 4", lambda data: steps(7, 5, 4)),
+    Refusal("time_dim", lambda buffer: buffer.extend(steps(7).contiguous().rename(None, None))),
+    Refusal("3 steps does not fit into size=5 after 5 stored", lambda buffer: buffer.extend(steps(7, 3))),
+    Refusal("size=5", lambda buffer: buffer.insert_transition(steps(7).transpose(0, 1)[0])),
+)
+
 gae = replace(
     rollout(GAEBuffer),
+    refuses=REFUSED,
     within=("storage", "sampler", "writer", "transforms", "consumed", "schema_version"),
     foreign={
         "size=5.*size=6": partial(build, 0, size=6),

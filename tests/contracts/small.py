@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -94,6 +95,16 @@ def rewards(start: int, envs: int = 2) -> torch.Tensor:
     return torch.rand(5, envs, generator=generator(start))
 
 
+POISONED = rewards(1).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(math.nan))
+normalize = partial(methodcaller, "normalize")
+NORMALIZER_REFUSES = (
+    Refusal(r"1 rewards are not finite, the first at \[3, 1\]", normalize(POISONED)),
+    Refusal("got no reward", normalize(rewards(1)[:0])),
+    Refusal(r"floating point, got a tensor of torch\.int64", normalize(rewards(1).long()), error=TypeError),
+)
+OTHER_ENVIRONMENTS = Refusal(r"over \(2,\), the rollout has \(3,\)", normalize(rewards(1, 3)))
+
+
 def intrinsic(direction: str) -> Part:
     return Part(
         make=lambda seed: IntrinsicRewardNormalizer(0.9, direction),
@@ -101,6 +112,7 @@ def intrinsic(direction: str) -> Part:
         ask=lambda normalizer: (normalizer.normalize(rewards(7)), normalizer.variance),
         ways=OBJECTS,
         usable=lambda normalizer: normalizer.variance,
+        refuses=(*NORMALIZER_REFUSES, OTHER_ENVIRONMENTS)[: None if direction == "forward" else -1],
         edited={"lacks count": (("count",), GONE)},
         foreign={
             r"gamma=0\.9, this normaliser has gamma=0\.99": partial(IntrinsicRewardNormalizer, 0.99, direction),

@@ -133,18 +133,6 @@ def test_beginnings_equal_those_of_plain_lists(
             assert (batch[key] == batch[key][:, :1] + gap * torch.arange(steps)).all()
 
 
-def test_the_length_of_windows_may_change_between_samples() -> None:
-    buffer = ring(10, 2, RecentSampler())
-    for _ in range(4):
-        write(buffer)
-    for steps in (1, 4, 2):
-        buffer.sampler.batch_length = steps
-        assert buffer.sample(6).shape == (6, steps)
-    buffer.sampler.batch_length = 5
-    with pytest.raises(ValueError, match=r"fullest ring holds 4 steps, windows need 5 \(batch_length=5"):
-        buffer.sample(6)
-
-
 @pytest.mark.parametrize("inner", [False, True])
 def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
     found = []

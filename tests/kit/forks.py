@@ -20,6 +20,7 @@ from contextlib import chdir, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -139,6 +140,26 @@ def killed_after(seconds: float, write: Callable[..., Iterator[int]], *arguments
         time.sleep(seconds)
         process.kill()
         return [int(line) for line in process.said.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def as_started(part: Any) -> bytes:
+    """Pickle something for processes forked later as for one that is started and imports everything anew."""
+    popen = SimpleNamespace(duplicate_for_child=os.dup, DupFd=_Inherited)
+    multiprocessing.context.set_spawning_popen(popen)
+    try:
+        return bytes(multiprocessing.reduction.ForkingPickler.dumps(part))
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+class _Inherited:
+    """A descriptor that the other process has, too."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def detach(self) -> int:
+        return self.file
 
 
 def _run(run: Callable[[], object], folder: Path, said: Path, variables: Mapping[str, str], session: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit.forks import as_started
 from kit.rings import ring
 from kit.rows import numbered
 from torchrl_lightning import PrioritizedSampler, SequenceSampler, UniformSampler
@@ -133,21 +134,11 @@ def test_a_forked_process_does_not_write_to_a_copy() -> None:
     assert len(empty) == 0
 
 
-class _Starting:
-    """Stands for a process that starts, whose arguments are pickled."""
-
-    def __enter__(self) -> None:
-        multiprocessing.context.set_spawning_popen(self)
-
-    def __exit__(self, *_: object) -> None:
-        multiprocessing.context.set_spawning_popen(None)
-
-
 def test_what_is_not_shared_is_not_sent_to_another_process() -> None:
     ours = filled()
     for part in (ours, ours.storage, ours.writer):
-        with _Starting(), pytest.raises(RuntimeError, match=r"buffer.share\(\) before"):
-            multiprocessing.reduction.ForkingPickler.dumps(part)
+        with pytest.raises(RuntimeError, match=r"buffer.share\(\) before"):
+            as_started(part)
 
 
 @pytest.mark.parametrize(

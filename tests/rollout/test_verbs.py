@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from kit.rollouts import estimated, linear_actor, make_critic, make_rollout, transition
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
@@ -68,8 +68,6 @@ def test_transitions_with_our_keys() -> None:
     for t in range(5):
         buffer.insert_transition(major[t])
     assert (buffer.rollout == major).all()
-    with pytest.raises(ValueError, match="size=5"):
-        buffer.insert_transition(major[0])
 
 
 def test_documented_names_may_be_arrays_dicts_and_pytorchrl_flags() -> None:
@@ -200,53 +198,5 @@ def test_hooks_are_the_identity() -> None:
     assert buffer.metrics() == {}
     assert buffer.before_epoch() is None
     assert buffer.required_keys == ["action"]
-
-
-class Shelf(DocumentedVerbs):
-    """The verbs over a list of steps."""
-
-    def __init__(self, size: int, device: str = "cpu", actor: object = None, algorithm: object = None) -> None:
-        self.size, self.algorithm, self.steps = size, algorithm, []
-
-    def _reserve(self, step: TensorDictBase) -> None:
-        self.reserved = step
-
-    def _write_step(self, step: TensorDictBase) -> None:
-        self.steps = [*self.steps, step][-self.size :]
-
-    def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
-        self.steps = list(data.clone().unbind(time_dim or 0))
-
-    def _all_data(self) -> TensorDictBase:
-        return torch.stack(self.steps)
-
-    def _batches(self, number, size, num_epochs, shuffle, drop_last):
-        return iter(self._all_data().flatten(0, 1).split(size) * num_epochs)
-
-    def _resize(self, size: int) -> None:
-        self.size = size
-
-    def empty(self, empty_write_count: bool = True) -> None:
-        self.steps = []
-
-
-def test_the_verbs_need_no_rollout_storage() -> None:
-    shelf = Shelf.create_factory(3)("cpu", None, SimpleNamespace(mini_batch_size=4))
-    shelf.init_tensors(transition())
-    assert shelf.reserved["next", "reward"].shape == (2, 1)
-    stepped(shelf, 5)
-    names = shelf.get_all_buffer_data(documented_names=True)
-    assert names["Observation"][:, 0, 0].tolist() == [2.0, 3.0, 4.0]
-    assert [batch.shape for batch in shelf.generate_batches(num_epochs=2)] == [(4,), (2,)] * 2
-    assert shelf.after_gradients(next(shelf.generate_batches(documented_names=True)), {"loss": 0}) == {"loss": 0}
-    assert shelf.get_num_channels_obs(transition()) == shelf.num_channels_obs == 1
-    shelf.update_storage_parameter("size", 4)
-    assert shelf.size == 4
-    with pytest.raises(ValueError, match=r"No parameter 'gamma'; there are \['size'\]"):
-        shelf.update_storage_parameter("gamma", 0.9)
-    shelf.insert_data_slice(names)
-    assert len(shelf.steps) == 3
-    shelf.reset()
-    assert shelf.steps == []
     with pytest.raises(NotImplementedError):
         DocumentedVerbs().insert_transition(TensorDict({}, [1]))
