@@ -145,13 +145,14 @@ RUNS: dict[str, Run] = {
             partial(off_policy, case, network, **apart)
         )
         for case in AGENTS
-        for network in NETWORKS
-        for apart in ({}, OWN_CRITIC)
+        for network, apart in (("mlp", {}), ("gru", OWN_CRITIC))
     },
     **{
         f"{loss.__name__} of TorchRL, {updater.func.__name__}": Run(partial(of_torchrl, loss, updater))
-        for loss in (redq, iql)
-        for updater in (partial(SoftUpdate, tau=0.1), partial(HardUpdate, value_network_update_interval=4))
+        for loss, updater in (
+            (redq, partial(SoftUpdate, tau=0.1)),
+            (iql, partial(HardUpdate, value_network_update_interval=4)),
+        )
     },
     "OnPolicyDataModule, GAEBuffer": Run(partial(collected, Noisy, buffer=GAEBuffer), AMID_ROLLOUTS, NO_EVALUATION),
     "OnPolicyDataModule, VTraceBuffer": Run(

@@ -167,10 +167,6 @@ def write_spoiled(spoil: Callable[[TensorDict], TensorDict]) -> Callable[[Experi
     return lambda ours: ours.extend(spoil(torch.stack([stacks(1, 90)] * ENVS, 1)), time_dim=0)
 
 
-def write_back_frames(ours: ExperienceBuffer) -> None:
-    ours.write_back(ours[:].set("index", ours.writer.filled_cells()), ["observation"])
-
-
 def frames(seed: int, count: int = 3) -> ExperienceBuffer:
     return build(seed, storage=lambda: FrameStorage(2 * SIZE, count))
 
@@ -268,10 +264,7 @@ BUFFERS = {
         canonical=(),  # places for frames that are free hold anything
         fill=write_frames,
         ask=draw,
-        refuses=(
-            Refusal("row 0 is not .* moved on by", write_spoiled(lambda data: data.set(AFTER, 9 * data[AFTER]))),
-            Refusal("kept as frames", write_back_frames, error=KeyError),
-        ),
+        refuses=(Refusal("row 0 is not .* moved on by", write_spoiled(lambda data: data.set(AFTER, 9 * data[AFTER]))),),
         within=("storage",),
         foreign={"frame_stack=3": partial(frames, 0, 2)},
         edited={

@@ -140,3 +140,7 @@ def test_what_cannot_be_kept_as_frames_is_refused():
         ours.extend(good)
     with pytest.raises(KeyError, match=r"next.*observation"):
         twins(8, 1)[0].extend(good.exclude(("next", "observation")))
+    ours, _ = twins(8, 1)
+    ours.extend(good)
+    with pytest.raises(KeyError, match="kept as frames"):
+        ours.write_back(ours.sample(), ["observation"])
