@@ -27,7 +27,7 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.objectives import DQNLoss, SACLoss, SoftUpdate, TD3Loss, ValueEstimators
 
-from learn.replay_fakes import transitions
+from kit.transitions import transitions
 from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
 from torchrl_lightning.learn.q_networks import build_action_critic
 from torchrl_lightning.learn.transitions import read_transitions

@@ -14,10 +14,11 @@ from torchrl.objectives import HardUpdate, SoftUpdate
 from contracts.streams import OFFLINE, STREAMS
 from kit.actor_critic import TinyActorCritic
 from kit.dynamics import model_data
+from kit.fake_data import FakeData, FakeReplay
+from kit.learners import NETWORKS, OFF_POLICY, ON_POLICY, data_of
 from kit.replay import BUFFERS, experience, prioritized, replay_data
-from learn.fakes import FakeData
-from learn.replay_fakes import AGENTS, FakeReplay, sequences, transitions
-from learn.test_loss_module import agent, data, iql, redq
+from kit.specs import BOX
+from kit.torchrl_losses import iql, loss_agent, redq
 from torchrl_lightning import (
     BranchedReplay,
     CrossEntropyPlanner,
@@ -35,11 +36,9 @@ from torchrl_lightning.learn import (
     MLPNetwork,
     PPOModule,
     RandomNetworkDistillation,
-    RecurrentNetwork,
 )
 
 OWN_CRITIC = {"critic_optimizer": partial(torch.optim.Adam, lr=1e-3)}
-NETWORKS = {"mlp": partial(MLPNetwork, [8], "relu"), "gru": partial(RecurrentNetwork, "gru", 6)}
 
 
 class Stop(NamedTuple):
@@ -74,18 +73,19 @@ def curious(**settings: Any) -> tuple[Any, Any]:
     return PPOModule(MLPNetwork([8]), intrinsic=intrinsic, **schedules, **settings), FakeData()
 
 
+def plain(kind: Any) -> tuple[Any, Any]:
+    return kind(MLPNetwork([8], shared=True), schedule="linear"), FakeData()
+
+
 def off_policy(case: str, network: str, **settings: Any) -> tuple[Any, Any]:
-    kind, specs = AGENTS[case]
     decay = {"epsilon_frames": 100, "tau": 1.0} if case == "dqn" else {"tau": 0.1}
     # After three updates an interval of two has half gone by.
-    module = kind(NETWORKS[network](), schedule="linear", target_interval=2, **decay, **settings)
-    if network == "gru":
-        return module, FakeReplay(specs, lambda generator: sequences(specs, module, 6, 5, generator))
-    return module, FakeReplay(specs, lambda generator: transitions(specs, 16, generator=generator))
+    settings = {"schedule": "linear", "target_interval": 2, **decay, **settings}
+    return OFF_POLICY[case](NETWORKS[network], **settings), data_of(case)
 
 
 def of_torchrl(loss: Any, updater: Any) -> tuple[Any, Any]:
-    return agent(loss, target_updater=updater, schedule="linear", max_grad_norm=0.1), data()
+    return loss_agent(loss, target_updater=updater, schedule="linear", max_grad_norm=0.1), FakeReplay(specs=BOX)
 
 
 class Noisy(TinyActorCritic):
@@ -100,12 +100,16 @@ def collected(module: Callable[[], Any], **settings: Any) -> tuple[Any, Any]:
     return module(), OnPolicyDataModule("CartPole-v1", reset_at_each_batch=True, seed=0, **sizes, **settings)
 
 
+def scheduled() -> PPOModule:
+    return PPOModule(MLPNetwork([4]), schedule="linear", entropy_coeff=1.0, entropy_schedule="linear")
+
+
 EXACT = {"reset_at_each_batch": True, "frames_per_batch": 8, "frames_per_update": 0.7}
 FOLDER = tempfile.TemporaryDirectory()  # cells in files leave no names in it
 
 
 def replayed(buffer: Any = "prioritized, three steps", **settings: Any) -> tuple[Any, Any]:
-    network = NETWORKS["gru" if buffer == "sequence" else "mlp"]()
+    network = NETWORKS["gru" if buffer == "sequence" else "mlp"]
     return DQNModule(network, epsilon_frames=100), replay_data(buffer, **EXACT, **settings)
 
 
@@ -140,11 +144,12 @@ AMID_STEPS = (Stop(BEHIND_UPDATE, 3),)  # of five updates each
 RUNS: dict[str, Run] = {
     "PPOModule": Run(curious),
     "PPOModule, critic apart": Run(partial(curious, **OWN_CRITIC)),
+    **{kind.__name__: Run(partial(plain, kind)) for kind in ON_POLICY.values() if kind is not PPOModule},
     **{
-        f"{AGENTS[case][0].__name__}, {network}{', critic apart' if apart else ''}": Run(
+        f"{OFF_POLICY[case].__name__}, {network}{', critic apart' if apart else ''}": Run(
             partial(off_policy, case, network, **apart)
         )
-        for case in AGENTS
+        for case in OFF_POLICY
         for network, apart in (("mlp", {}), ("gru", OWN_CRITIC))
     },
     **{
@@ -160,6 +165,14 @@ RUNS: dict[str, Run] = {
     ),
     "OnPolicyDataModule, VanillaOnPolicyBuffer": Run(
         partial(collected, lambda: A2CModule(MLPNetwork([4])), buffer=VanillaOnPolicyBuffer), FIRST_TWO
+    ),
+    "OnPolicyDataModule, schedules to its last frame": Run(
+        partial(collected, scheduled, total_frames=3 * 64),
+        (Stop(IN_UPDATE, 5), Stop(BEHIND_UPDATE, 7), Stop(BEHIND_UPDATE, 8), *FIRST_TWO),
+        {"max_epochs": -1, **NO_EVALUATION},
+    ),
+    "OnPolicyDataModule, schedules to the trainer's last epoch": Run(
+        partial(collected, scheduled), (Stop(BEHIND_UPDATE, 7), Stop("on_validation_end", 2), Stop(BEHIND_EPOCH, 2))
     ),
     "OnPolicyDataModule, normalised": Run(
         partial(collected, lambda: PPOModule(MLPNetwork([4])), **NORMALISED), FIRST_TWO

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from contracts.part import OBJECTS, Part, Refusal
 from kit.seeds import generator
+from kit.specs import TWO_CHOICES
 from kit.states import GONE
 from torchrl_lightning import (
     ExperienceBuffer,
@@ -21,6 +22,8 @@ from torchrl_lightning import (
     IntrinsicRewardNormalizer,
     MaxSegmentTree,
     MinSegmentTree,
+    MLPNetwork,
+    RandomNetworkDistillation,
     RingStorage,
     StandardScaler,
     SumSegmentTree,
@@ -123,6 +126,21 @@ def intrinsic(direction: str) -> Part:
     )
 
 
+def curious(seed: int) -> RandomNetworkDistillation:
+    torch.manual_seed(seed)
+    return RandomNetworkDistillation(MLPNetwork([8])).build(TWO_CHOICES)
+
+
+def novel(start: int) -> TensorDict:
+    return TensorDict({"next": {"observation": torch.randn(5, 2, 4, generator=generator(start))}}, [5, 2])
+
+
+def novelty(intrinsic: RandomNetworkDistillation) -> torch.Tensor:
+    rollout = novel(7)
+    intrinsic.annotate(rollout)
+    return rollout["next", "intrinsic_reward"]
+
+
 class Running:
     """Moments are values: this holds the last ones."""
 
@@ -184,6 +202,13 @@ SMALL = {
         make=lambda seed: StandardScaler("ab"),
         fill=lambda scaler, start: scaler.fit(rewards(start)),
         ask=lambda scaler: (scaler(rewards(7)), scaler.count),
+        ways=OBJECTS,
+        ours=False,  # a module of torch
+    ),
+    "RandomNetworkDistillation": Part(
+        make=curious,
+        fill=lambda intrinsic, start: intrinsic.annotate(novel(start)),
+        ask=lambda intrinsic: (novelty(intrinsic), intrinsic.variance_0),
         ways=OBJECTS,
         ours=False,  # a module of torch
     ),

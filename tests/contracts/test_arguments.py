@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from contracts.arguments import ARGUMENTS, Refused
+from contracts.learners import LEARNERS
 
 CASES = [
     pytest.param(row, says, given, id=f"{getattr(row.kind, '__name__', 'part')}: {says}")
-    for row in ARGUMENTS
+    for row in (*ARGUMENTS, *LEARNERS)
     for says, given in row.cases()
 ]
 
@@ -22,7 +23,7 @@ def test_what_a_constructor_refuses_is_named(row: Refused, says: str, given: dic
         row.kind(**given)
 
 
-CLASSES = [row for row in ARGUMENTS if inspect.isclass(row.kind)]
+CLASSES = [row for row in (*ARGUMENTS, *LEARNERS) if inspect.isclass(row.kind)]
 
 
 @pytest.mark.parametrize("row", CLASSES, ids=lambda row: row.kind.__name__)

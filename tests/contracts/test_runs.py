@@ -84,8 +84,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopp
     # Another seed: everything comes from the checkpoint, which is read with weights_only.
     run, data = fit(row, 9, folder, checkpoint)
     assert not unlike(ended(run, data), end)
-    if shown := getattr(whole, "exploration", None):
-        assert data.exploration == shown[3:]
+    if shown := getattr(whole, "noted", None):
+        assert data.noted == shown[3:]
 
 
 def refused(data: Any, state: Any, says: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit.fake_data import FakeData
 from kit.runs import trainer
-from learn.fakes import FakeData
 from torchrl_lightning import (
     A2CModule,
     ActorCriticModule,
@@ -121,8 +121,3 @@ def test_over_data_that_says_nothing_mini_batches_are_standardised(given: bool |
     module.advantages = []
     trainer(max_epochs=1).fit(module, datamodule=FakeData())
     assert [is_standard(advantage) for advantage in module.advantages] == [expected] * 3
-
-
-def test_what_is_no_boolean_is_refused() -> None:
-    with pytest.raises(TypeError, match="normalize_advantage must be True or False, got 'yes'"):
-        PPOModule(normalize_advantage="yes")  # type: ignore[arg-type]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.data import Bounded, Categorical, Unbounded
 
 from kit.devices import THERE, SecondDevice, move_there
+from kit.learners import OFF_POLICY, ON_POLICY, learner
 from kit.rollouts import estimated, make_rollout
 from kit.runs import trainer
-from learn.dynamics_fakes import transitions
-from learn.replay_fakes import BOX, DISCRETE, read, sequences
+from kit.specs import DISCRETE, TWO_CHOICES, specs_of
+from kit.transitions import read, sequences
+from kit.world_models import POINT, pushed
 from torchrl_lightning import (
     ExperienceBuffer,
     GAEBuffer,
@@ -43,8 +44,6 @@ from torchrl_lightning.learn import (
     RandomNetworkDistillation,
     RandomShootingPlanner,
     RecurrentNetwork,
-    SACModule,
-    TD3Module,
     WorldModelFit,
     build_actor,
     build_critic,
@@ -52,7 +51,7 @@ from torchrl_lightning.learn import (
 from torchrl_lightning.learn.memory import refreshed_states
 from torchrl_lightning.rollout.values import RECURRENT_KEYS
 
-SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(1)), action=Categorical(2), num_envs=3)
+SPECS = specs_of(Categorical(2), observation=Unbounded(1))
 Move = Callable[[nn.Module], nn.Module]
 on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
@@ -110,7 +109,7 @@ def test_values_and_log_probabilities_of_a_rollout_that_lies_elsewhere(
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
 def test_a_planner_that_lies_elsewhere_acts(planner: Any, propagation: str, there: tuple[torch.device, Move]) -> None:
-    specs = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Bounded(-2.0, 2.0, (1,)))
+    specs = specs_of(Bounded(-2.0, 2.0, (1,)), observation=Unbounded(3))
     module = DynamicsEnsemble([8], planner=partial(planner, horizon=2, candidates=20), propagation=propagation)
     there[1](module.build(specs, num_members=3))
     collector = GymnasiumCollector("Pendulum-v1", module.policy, num_envs=2, frames_per_batch=4, seed=0)
@@ -127,18 +126,16 @@ def test_a_world_model_that_lies_elsewhere_is_fitted_to_stored_rows_and_imagines
         monkeypatch.setattr(
             "torchrl_lightning.learn.world_model_fit.LeanAdam", partial(torch.optim.Adam, foreach=False)
         )
-    specs = SimpleNamespace(observation=Composite(observation=Unbounded(2)), action=Bounded(-1.0, 1.0, (1,)))
     dynamics = WorldModelFit([8], num_members=3, num_elites=2, batch_size=16, max_epochs=2)
-    module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics).build(specs)
+    module = MBPOModule(MLPNetwork([8], "relu"), dynamics=dynamics).build(POINT)
     there[1](module)
-    rows = transitions(40)
-    module.fit_dynamics(rows, transitions(10))
+    rows = pushed(40)
+    module.fit_dynamics(rows, pushed(10))
     assert module.imagine(rows, 2).to("cpu")["next", "reward"].isfinite().all()
 
 
 def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> None:
-    specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=Categorical(2))
-    policy = there[1](build_actor(specs, RecurrentNetwork("gru", 4)))
+    policy = there[1](build_actor(TWO_CHOICES, RecurrentNetwork("gru", 4)))
     collector = GymnasiumCollector("CartPole-v1", policy, num_envs=2, frames_per_batch=8, seed=0)
     rollout = collector.rollout()
     collector.shutdown()
@@ -150,7 +147,7 @@ def test_a_policy_that_lies_elsewhere_acts(there: tuple[torch.device, Move]) -> 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torch.device, Move]) -> None:
     torch.manual_seed(0)
-    module = DQNModule(RecurrentNetwork(cell, 6), refresh_states=True).build(DISCRETE)
+    module = learner("dqn", RecurrentNetwork(cell, 6))
     memory = RecurrentNetwork(cell, 6).trunk(["observation"], [Unbounded(4)])
     data = sequences(DISCRETE, module, 2, 8)
     buffer = ExperienceBuffer(
@@ -161,24 +158,22 @@ def test_rewritten_batches_and_priorities_come_back(cell: str, there: tuple[torc
     far = batch.unsqueeze(0).to(there[0])
     there[1](memory)
     part = read(module, far, 0.99)
-    module._rewrite(far, refreshed_states(part, memory))
+    states, _ = refreshed_states(part, memory)
+    for key, state in zip(memory.state_keys, states, strict=True):
+        far.set(key, state)
     far["td_error"] = part.reward.abs() + 1.0
-    keys = module.rewritten_keys(far)
-    assert keys
     far = far.squeeze(0)
     buffer.update_tensordict_priority(far)
-    assert len(buffer.write_back(far, keys))
+    assert len(buffer.write_back(far, memory.state_keys))
     root = RECURRENT_KEYS[0]
     cells = buffer[:][root] if cell == "gru" else buffer[:][root, "h"]
     assert cells.device.type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("cls", "specs"), [(PPOModule, BOX), (DQNModule, DISCRETE), (SACModule, BOX), (TD3Module, BOX)]
-)
-def test_the_acting_policy_follows_its_module(cls: Any, specs: Any) -> None:
+@pytest.mark.parametrize("case", [*ON_POLICY, *OFF_POLICY])
+def test_the_acting_policy_follows_its_module(case: str) -> None:
     # Another dtype stands in for another device: every machine has one.
-    module = cls(MLPNetwork([8])).build(specs).to(torch.float64)
+    module = learner(case).to(torch.float64)
     tensors = [*module.policy.parameters(), *module.policy.buffers()]
     assert {tensor.dtype for tensor in tensors} == {torch.float64}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from functools import partial
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from kit.files import through_file
+from kit.learners import data_of, learner
 from kit.runs import trainer
-from learn.fakes import SPECS, FakeData
-from learn.replay_fakes import BOX, FakeReplay, transitions
-from torchrl_lightning.learn import MLPNetwork, PPOModule, TD3Module, flat_parameters
+from kit.seeds import generator
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 
 OPTIMIZERS = {
@@ -28,7 +27,7 @@ OPTIMIZERS = {
 }
 
 
-class Own(torch.optim.SGD):
+class Own(torch.optim.Adam):
     """What a subclass does with its parameters is its own affair."""
 
 
@@ -45,7 +44,7 @@ def optimize(model: nn.Module, factory: Any) -> tuple[OptimizedParameters, torch
 def learn(model: nn.Module, optimized: OptimizedParameters, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
     for step in range(steps):
         optimized.clear()
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, 3, generator=generator(step))
         model(x.to(next(model.parameters()).dtype)).square().mean().backward()
         optimized.gather()
         optimized.clip(0.1)
@@ -63,7 +62,7 @@ def test_learning_equals_that_of_parameters_which_lie_apart(name: str) -> None:
     assert sizes(optimizer) == ([[12, 4, 8, 2]] if name == "adafactor" else [[26]])
     other = OPTIMIZERS[name](twin.parameters())
     for step in range(4):
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, 3, generator=generator(step))
         optimized.clear()
         model(x).square().mean().backward()
         optimized.gather()
@@ -123,10 +122,7 @@ def test_names_loading_copies_and_pickles_stay_those_of_the_module() -> None:
     flat = optimizer.param_groups[0]["params"][0]
     assert torch.equal(flat, nn.utils.parameters_to_vector(other.parameters()))
     twin, twin_optimized = copy.deepcopy((model, optimized))
-    file = io.BytesIO()
-    torch.save(twin.state_dict(), file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["2.bias"], model[2].bias)
+    assert torch.equal(through_file(twin.state_dict())["2.bias"], model[2].bias)
     # A copy gathers from its own parameters.
     twin_optimized.clear()
     twin(torch.ones(1, 3)).sum().backward()
@@ -149,25 +145,18 @@ def test_parameters_that_were_moved_are_followed() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", ["ppo", "td3"])
-def test_modules_learn_as_with_parameters_that_lie_apart(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# TD3's actor rests at every other update; PPO moves all at each.
+@pytest.mark.parametrize(("case", "parts"), [("ppo", 1), ("td3", 2)])
+def test_modules_learn_as_with_parameters_that_lie_apart(
+    case: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for flat in (True, False):
-        if not flat:
-            monkeypatch.setattr(flat_parameters, "_ELEMENTWISE", ())
-        torch.manual_seed(0)
-        if case == "ppo":
-            module: Any = PPOModule(MLPNetwork([8]), learning_rate=0.01)
-            data: Any = FakeData(batches=4)
-        else:
-            module = TD3Module(MLPNetwork([8], "relu"), learning_rate=0.01, tau=0.1, max_grad_norm=0.5)
-            data = FakeReplay(BOX, lambda generator: transitions(BOX, 16, generator=generator), batches=4)
-        fit = trainer(max_epochs=1, limit_val_batches=0)
-        specs = SPECS if case == "ppo" else BOX
-        fit.fit(module.build(specs), datamodule=data)
-        stepped = len(fit.optimizers[0].param_groups[0]["params"])
-        # TD3's actor rests at every other update; PPO moves all at each.
-        assert (stepped == {"ppo": 1, "td3": 2}[case]) == flat
+        settings = {} if flat else {"optimizer": partial(Own, lr=0.01, eps=learner(case).adam_eps)}
+        run = trainer(max_epochs=1, limit_val_batches=0)
+        module = learner(case, learning_rate=0.01, max_grad_norm=0.5, **settings)
+        run.fit(module, datamodule=data_of(case, 4))
+        assert (len(run.optimizers[0].param_groups[0]["params"]) == parts) == flat
         results.append(module.state_dict())
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5)

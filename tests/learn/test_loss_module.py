@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,66 +10,23 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
-from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
-from torchrl.modules.distributions import NormalParamExtractor
-from torchrl.objectives import A2CLoss, DQNLoss, IQLLoss, LossModule, REDQLoss, SoftUpdate
+from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, ValueOperator
+from torchrl.objectives import A2CLoss, SoftUpdate
 
+from kit.fake_data import FakeReplay
 from kit.runs import trainer
-from learn.replay_fakes import BOX, DISCRETE, FakeReplay, transitions
+from kit.seeds import generator
+from kit.specs import BOX, DISCRETE
+from kit.torchrl_losses import dqn, iql, loss_agent, redq
+from kit.transitions import transitions
 from torchrl_lightning import OnPolicyDataModule, ReplayDataModule
 from torchrl_lightning.learn import LossModuleAgent
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
 
-def gaussian_actor(specs: Any) -> ProbabilisticActor:
-    size, actions = specs.observation["observation"].shape[-1], specs.action.shape[-1]
-    net = nn.Sequential(MLP(in_features=size, out_features=2 * actions, num_cells=[8]), NormalParamExtractor())
-    return ProbabilisticActor(
-        TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        spec=specs.action,
-        distribution_class=TanhNormal,
-        distribution_kwargs={"low": specs.action.space.low, "high": specs.action.space.high},
-    )
-
-
-def action_value(specs: Any) -> ValueOperator:
-    size = specs.observation["observation"].shape[-1] + specs.action.shape[-1]
-    return ValueOperator(MLP(in_features=size, out_features=1, num_cells=[8]), in_keys=["observation", "action"])
-
-
-def state_value(specs: Any) -> ValueOperator:
-    size = specs.observation["observation"].shape[-1]
-    return ValueOperator(MLP(in_features=size, out_features=1, num_cells=[8]), in_keys=["observation"])
-
-
-def redq(specs: Any) -> REDQLoss:
-    return REDQLoss(gaussian_actor(specs), action_value(specs), num_qvalue_nets=3, sub_sample_len=2)
-
-
-def iql(specs: Any) -> IQLLoss:
-    loss = IQLLoss(gaussian_actor(specs), action_value(specs), value_network=state_value(specs))
-    loss.make_value_estimator(gamma=0.9)
-    return loss
-
-
-def dqn(specs: Any) -> DQNLoss:
-    network = MLP(in_features=4, out_features=int(specs.action.space.n), num_cells=[8])
-    return DQNLoss(QValueActor(network, spec=specs.action), action_space=specs.action, delay_value=True)
-
-
-def data(specs: Any = BOX) -> FakeReplay:
-    return FakeReplay(specs, lambda generator: transitions(specs, 16, generator=generator))
-
-
-def agent(loss: Any, **kwargs: Any) -> LossModuleAgent:
-    torch.manual_seed(0)
-    return LossModuleAgent(loss, **{"target_updater": partial(SoftUpdate, tau=0.1), "learning_rate": 1e-2, **kwargs})
-
-
 @pytest.mark.parametrize("make", [redq, iql])
 def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: Any) -> None:
-    module, source = agent(make).build(BOX), data()
+    module, source = loss_agent(make).build(BOX), FakeReplay(specs=BOX)
     before = {name: value.clone() for name, value in module.named_parameters()}
     targets = {name: value.clone() for name, value in module.named_buffers() if "target_qvalue" in name}
     trainer(max_epochs=2).fit(module, datamodule=source)
@@ -83,15 +39,15 @@ def test_every_parameter_learns_targets_follow_and_priorities_are_written(make: 
 
 
 def test_it_updates_as_a_loop_of_ones_own_does() -> None:
-    module, source = agent(redq).build(BOX), data()
+    module, source = loss_agent(redq).build(BOX), FakeReplay(specs=BOX)
     loss = copy.deepcopy(module.loss)
     updater = SoftUpdate(loss, tau=0.1)
     trainer(max_epochs=1).fit(module, datamodule=source)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
-    generator = torch.Generator().manual_seed(0)
+    rng = generator(0)
     torch.manual_seed(0)
     for _ in range(3):
-        terms = loss(transitions(BOX, 16, generator=generator))
+        terms = loss(transitions(BOX, 16, generator=rng))
         optimizer.zero_grad()
         sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
         optimizer.step()
@@ -102,7 +58,7 @@ def test_it_updates_as_a_loop_of_ones_own_does() -> None:
 
 
 def test_the_policy_holds_the_parameters_that_are_trained() -> None:
-    module = agent(redq).build(BOX)
+    module = loss_agent(redq).build(BOX)
     td = transitions(BOX, 5)
     for move in (lambda: module, lambda: module.double().float(), lambda: module.load_state_dict(module.state_dict())):
         move()
@@ -117,8 +73,8 @@ def test_a_policy_of_ones_own_explores_and_is_saved() -> None:
     def explore(actor: nn.Module) -> nn.Module:
         return TensorDictSequential(actor, EGreedyModule(Categorical(3), eps_init=1.0, eps_end=0.1))
 
-    module = agent(dqn, policy=explore)
-    trainer(max_epochs=1).fit(module, datamodule=data(DISCRETE))
+    module = loss_agent(dqn, policy=explore)
+    trainer(max_epochs=1).fit(module, datamodule=FakeReplay(specs=DISCRETE))
     assert "acting.module.1.eps" in module.state_dict()
     trained = {parameter.data_ptr() for parameter in module.loss.parameters()}
     assert {parameter.data_ptr() for parameter in module.policy.parameters()} == trained
@@ -145,7 +101,7 @@ def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> Non
         warmup_frames=16,
         seed=0,
     )
-    module = agent(redq)
+    module = loss_agent(redq)
     trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
     tree = made[0].sampler.table.tree
     assert len(tree[torch.arange(len(made[0]))].unique()) > 3
@@ -172,13 +128,4 @@ def test_a_ready_on_policy_loss_learns_from_rollouts() -> None:
 
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(RuntimeError, match="build"):
-        _ = agent(redq).policy
-    with pytest.raises(TypeError, match="gave Linear; expected one of"):
-        agent(lambda specs: nn.Linear(1, 1)).build(BOX)
-
-    class Silent(LossModule):
-        def __init__(self) -> None:
-            super().__init__()
-
-    with pytest.raises(TypeError, match="Silent has none of actor_network"):
-        LossModuleAgent(Silent())
+        _ = loss_agent(redq).policy

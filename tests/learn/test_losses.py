@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, Unbounded
+from torchrl.data import Bounded, Categorical, MultiCategorical
 from torchrl.objectives import A2CLoss, ClipPPOLoss, LossModule, ReinforceLoss
 
+from kit.specs import specs_of
 from torchrl_lightning.learn import (
     A2CModule,
     ActorCriticModule,
@@ -36,8 +36,8 @@ def setting(
     cls: type[ActorCriticModule], action: str, network: Any = None, shape: tuple[int, ...] = (256,), **kwargs: Any
 ) -> tuple[ActorCriticModule, TensorDict]:
     torch.manual_seed(0)
-    specs = SimpleNamespace(observation=Composite(observation=Unbounded(4)), action=ACTIONS[action], num_envs=1)
-    module = cls(network, distribution="tanh_normal" if action == "tanh" else "auto", **kwargs).build(specs)
+    kwargs["distribution"] = "tanh_normal" if action == "tanh" else "auto"
+    module = cls(network, **kwargs).build(specs_of(ACTIONS[action]))
     batch = TensorDict({"observation": torch.randn(*shape, 4)}, shape)
     if module.policy.trunk.recurrent:
         batch["recurrent_state"] = torch.randn(*shape, 1, 8)

@@ -10,19 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from learn.replay_fakes import AGENTS, read, sequences, shake_targets
+from kit.learners import OFF_POLICY, SPECS, learner
+from kit.transitions import read, sequences, shake_targets
 from torchrl_lightning.learn import OffPolicyModule, RecurrentNetwork
 from torchrl_lightning.learn.memory import remember, successor_layout
 from torchrl_lightning.learn.transitions import Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
 
 
-def make(case: str, cell: str, layers: int, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
-    torch.manual_seed(0)
-    cls, specs = AGENTS[case]
-    module = cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs)
+def make(case: str = "dqn", cell: str = "gru", layers: int = 1, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
+    module = learner(case, RecurrentNetwork(cell, 6, layers), **kwargs)
     shake_targets(module)
-    return module, specs
+    return module, SPECS[case]
 
 
 def behind(module: OffPolicyModule, batch: TensorDict) -> Transitions:
@@ -91,10 +90,10 @@ def test_layout_equals_its_twin(data: st.DataObject) -> None:
         assert source[row, : len(expected)].tolist() == expected
 
 
-@pytest.mark.parametrize("case", AGENTS)
+@pytest.mark.parametrize("case", OFF_POLICY)
 def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> None:
     """Which equal TorchRL's; weights and mask count steps."""
-    module, specs = make(case, "gru", 1)
+    module, specs = make(case)
     batch = sequences(specs, module, 6, 5)
     batch["mask"] = torch.rand(6, 5) < 0.7
     batch["priority_weight"] = (torch.rand(6, 1) + 0.1).expand(6, 5)
@@ -123,7 +122,7 @@ def test_losses_are_those_of_flat_transitions_over_the_features(case: str) -> No
 
 @pytest.mark.parametrize("case", ["sac", "td3"])
 def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
-    module, specs = make(case, "gru", 1, target_interval=1)
+    module, specs = make(case, target_interval=1)
     batch = sequences(specs, module, 6, 5)
     terms, _ = module.compute(read(module, batch))
     memory = list(module.memory.parameters())
@@ -133,7 +132,7 @@ def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
 
 
 def test_burn_in_warms_the_memory_but_does_not_count() -> None:
-    module, specs = make("dqn", "gru", 1)
+    module, specs = make()
     batch = sequences(specs, module, 6, 8)
     batch["is_init"][:] = False
     batch["next", "done"][:] = False
@@ -154,7 +153,7 @@ def test_burn_in_warms_the_memory_but_does_not_count() -> None:
 
 
 def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
-    module, specs = make("dqn", "gru", 1)
+    module, specs = make()
     batch = sequences(specs, module, 4, 6)
     batch["is_init"][:] = False
     batch["next", "done"][:], batch["next", "terminated"][:] = False, False
@@ -170,7 +169,7 @@ def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
 
 
 def test_flat_batches_are_refused() -> None:
-    module, specs = make("dqn", "gru", 1)
+    module, specs = make()
     batch = sequences(specs, module, 4, 6)[:, 0]
     with pytest.raises(ValueError, match="SequenceSampler"):
         module.compute(read(module, batch))
@@ -180,7 +179,7 @@ def test_flat_batches_are_refused() -> None:
 
 def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> None:
     """Folded by hand from longer sequences, and compared to an unroll over every step of them."""
-    module, specs = make("dqn", "gru", 1)
+    module, specs = make()
     rows, length, window, n = 12, 12, 7, 3
     raw = sequences(specs, module, rows, length)
     batch = raw[:, :window].clone()
@@ -219,7 +218,7 @@ def test_successors_several_steps_ahead_are_seen_where_the_window_reaches() -> N
 
 @pytest.mark.parametrize(("length", "burn_in"), [(3, 0), (6, 3)])
 def test_sequences_that_hold_no_successor_are_refused(length: int, burn_in: int) -> None:
-    module, specs = make("dqn", "gru", 1)
+    module, specs = make()
     batch = sequences(specs, module, 4, length)
     batch["steps_to_next_obs"] = torch.full((4, length), 3)
     batch["mask"] = (torch.arange(length) >= burn_in).expand(4, length)

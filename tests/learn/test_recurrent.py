@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.data import Categorical, Unbounded
 from torchrl.modules import set_recurrent_mode
 
+from kit.specs import specs_of
 from torchrl_lightning.learn import A2CModule, RecurrentNetwork
 
-SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(3)), action=Categorical(2), num_envs=4)
+SPECS = specs_of(Categorical(2), observation=Unbounded(3))
 
 
 def built(cell: str, layers: int) -> A2CModule:

@@ -9,23 +9,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from kit.learners import OFF_POLICY, data_of, learner
 from kit.runs import trainer
-from learn.replay_fakes import AGENTS, FakeReplay, sequences
-from torchrl_lightning.learn import DQNModule, MLPNetwork, OffPolicyModule, RecurrentNetwork
-
-STILL = partial(torch.optim.SGD, lr=0.0)
-
-
-def make(case: str, cell: str = "gru", layers: int = 1, **kwargs: Any) -> tuple[OffPolicyModule, Any]:
-    torch.manual_seed(0)
-    cls, specs = AGENTS[case]
-    return cls(RecurrentNetwork(cell, 6, layers), **kwargs).build(specs), specs
-
-
-def with_next_states(specs: Any, module: OffPolicyModule, generator: torch.Generator) -> TensorDict:
-    batch = sequences(specs, module, 6, 5, generator)
-    batch["next", "recurrent_state"] = torch.zeros_like(batch["recurrent_state"])
-    return batch
+from torchrl_lightning.learn import OffPolicyModule, RecurrentNetwork
 
 
 def paths(module: OffPolicyModule) -> list[tuple[str, ...]]:
@@ -33,18 +19,26 @@ def paths(module: OffPolicyModule) -> list[tuple[str, ...]]:
     return [*before, *[("next", *key) for key in before]]
 
 
-def fit(module: OffPolicyModule, specs: Any, make_batch: Any = with_next_states) -> tuple[list[TensorDict], FakeReplay]:
-    """Give the batches as they were served, and the stream that has them as the module left them."""
-    served: list[TensorDict] = []
+def fit(
+    case: str = "dqn",
+    cell: str = "gru",
+    layers: int = 1,
+    *,
+    next_states: bool = True,
+    precision: Any = "32-true",
+    **settings: Any,
+) -> tuple[OffPolicyModule, list[TensorDict], list[TensorDict]]:
+    """Give a module that has learned, and its batches, as they were served and as it left them."""
+    module, served = learner(case, RecurrentNetwork(cell, 6, layers), **settings), []
 
-    def serve(generator: torch.Generator) -> TensorDict:
-        batch = make_batch(specs, module, generator)
+    def note(batch: TensorDict) -> None:
+        if next_states:
+            batch["next", "recurrent_state"] = torch.zeros_like(batch["recurrent_state"])
         served.append(batch.clone())
-        return batch
 
-    stream = FakeReplay(specs, serve, batches=2)
-    trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=stream)
-    return served, stream
+    data = data_of(case, 2, edit=note)
+    trainer(max_epochs=1, limit_val_batches=0, precision=precision).fit(module, datamodule=data)
+    return module, served, data.served
 
 
 def act(module: OffPolicyModule, batch: TensorDict) -> tuple[TensorDict, TensorDict]:
@@ -66,10 +60,10 @@ def act(module: OffPolicyModule, batch: TensorDict) -> tuple[TensorDict, TensorD
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None:
-    module, specs = make("dqn", cell, layers, optimizer=STILL, refresh_states=True)
-    served, stream = fit(module, specs)
+    still = partial(torch.optim.SGD, lr=0.0)
+    module, served, left = fit("dqn", cell, layers, optimizer=still, refresh_states=True)
     assert any(batch["is_init"][:, 1:].any() for batch in served)
-    for before, batch in zip(served, stream.served, strict=True):
+    for before, batch in zip(served, left, strict=True):
         expected, expected_next = act(module, before)
         for key in module.memory.state_keys:
             state, next_state = batch.get(key), batch["next"].get(key)
@@ -79,54 +73,37 @@ def test_states_are_those_of_acting_step_by_step(cell: str, layers: int) -> None
             assert not state[:, 1:][before["is_init"][:, 1:, 0]].any()
             assert not state.requires_grad
         # Only of the last batch: another one may never have been learned from.
-        assert module.rewritten_keys(batch) == (paths(module) if batch is stream.served[-1] else [])
+        assert module.rewritten_keys(batch) == (paths(module) if batch is left[-1] else [])
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize("case", AGENTS)
+@pytest.mark.parametrize("case", OFF_POLICY)
 def test_learning_is_the_same_bit_for_bit(case: str, cell: str) -> None:
     results = []
     for refresh in (False, True):
-        module, specs = make(case, cell, learning_rate=0.01, refresh_states=refresh)
-        served, stream = fit(module, specs)
-        changed = [
-            not torch.equal(old.get(key), new.get(key))
-            for old, new in zip(served, stream.served, strict=True)
-            for key in paths(module)
-        ]
-        assert changed == [refresh] * len(changed)
-        results.append([*module.state_dict().values(), *[batch["td_error"] for batch in stream.served]])
-        assert bool(module.rewritten_keys(stream.served[-1])) == refresh
+        module, served, left = fit(case, cell, learning_rate=0.01, refresh_states=refresh)
+        pairs = [(old.get(key), new.get(key)) for old, new in zip(served, left, strict=True) for key in paths(module)]
+        assert all(torch.equal(old, new) != refresh for old, new in pairs)
+        results.append([*module.state_dict().values(), *[batch["td_error"] for batch in left]])
+        assert bool(module.rewritten_keys(left[-1])) == refresh
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_the_memory_is_the_one_that_the_loss_was_computed_with() -> None:
-    module, specs = make("dqn", learning_rate=0.1, refresh_states=True)
-    twin, _ = make("dqn")
-    twin.load_state_dict(module.state_dict())
-    served, stream = fit(module, specs)
-    expected, _ = act(twin, served[0])
-    torch.testing.assert_close(stream.served[0]["recurrent_state"], expected["recurrent_state"])
-    expected, _ = act(twin, served[1])
-    assert not torch.allclose(stream.served[1]["recurrent_state"], expected["recurrent_state"])
+    _, served, left = fit(learning_rate=0.1, refresh_states=True)
+    twin = learner("dqn", RecurrentNetwork("gru", 6))
+    (first, second), (then, later) = (act(twin, batch)[0]["recurrent_state"] for batch in served), left
+    torch.testing.assert_close(then["recurrent_state"], first)
+    assert not torch.allclose(later["recurrent_state"], second)
 
 
 def test_states_after_a_step_are_only_written_where_there_are_some() -> None:
-    module, specs = make("dqn", refresh_states=True)
-    _, stream = fit(module, specs, lambda specs, module, generator: sequences(specs, module, 6, 5, generator))
-    batch = stream.served[-1]
-    assert ("next", "recurrent_state") not in batch.keys(True)
-    assert module.rewritten_keys(batch) == [("recurrent_state",)]
+    module, _, left = fit(refresh_states=True, next_states=False)
+    assert ("next", "recurrent_state") not in left[-1].keys(True)
+    assert module.rewritten_keys(left[-1]) == [("recurrent_state",)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_states_keep_their_type(precision: str) -> None:
-    module, specs = make("sac", refresh_states=True)
-    stream = FakeReplay(specs, lambda generator: with_next_states(specs, module, generator))
-    trainer(max_epochs=1, limit_val_batches=0, precision=precision).fit(module, datamodule=stream)
-    assert stream.served[-1]["recurrent_state"].dtype == torch.float32
-
-
-def test_a_network_without_memory_has_nothing_to_refresh() -> None:
-    with pytest.raises(ValueError, match="needs a RecurrentNetwork, but the network is a MLPNetwork"):
-        DQNModule(MLPNetwork([8]), refresh_states=True)
+    _, _, left = fit("sac", refresh_states=True, precision=precision)
+    assert left[-1]["recurrent_state"].dtype == torch.float32

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.data import Categorical, Unbounded
 
+from kit.modes import dropping
+from kit.specs import TWO_CHOICES, specs_of
 from torchrl_lightning.learn import MLPNetwork, RandomNetworkDistillation
 
-SPECS = SimpleNamespace(observation=Composite(observation=Unbounded(3)))
+SPECS = specs_of(None, observation=Unbounded(3))
 
 
 def rollout(observation: torch.Tensor) -> TensorDict:
@@ -47,31 +49,31 @@ def test_training_makes_the_familiar_dull_and_leaves_the_novel() -> None:
     assert familiar[key].mean() < 0.2 * novel[key].mean()
 
 
-def test_checkpoint_gives_the_same_rewards() -> None:
-    torch.manual_seed(0)
-    rnd, observation = RandomNetworkDistillation().build(SPECS), torch.randn(5, 2, 3)
-    rnd.annotate(rollout(torch.randn(9, 2, 3)))
-    twin = RandomNetworkDistillation().build(SPECS)
-    twin.load_state_dict(rnd.state_dict())
-    a, b = rollout(observation), rollout(observation)
-    rnd.annotate(a)
-    twin.annotate(b)
-    assert torch.equal(a["next", "intrinsic_reward"], b["next", "intrinsic_reward"])
-    assert torch.equal(rnd.variance_0, twin.variance_0)
-
-
 def test_discrete_entries_are_not_whitened_and_constants_do_no_harm() -> None:
-    specs = SimpleNamespace(observation=Composite(cell=Categorical(4), speed=Unbounded(2)))
-    rnd = RandomNetworkDistillation().build(specs)
+    rnd = RandomNetworkDistillation().build(specs_of(None, cell=Categorical(4), speed=Unbounded(2)))
     td = TensorDict({"next": {"cell": torch.randint(0, 4, (6, 2)), "speed": torch.full((6, 2, 2), 7.3)}}, [6, 2])
     rnd.annotate(td)
     assert td["next", "intrinsic_reward"].isfinite().all()
 
 
 def test_bad_use_is_said() -> None:
-    with pytest.raises(ValueError, match="update_fraction"):
-        RandomNetworkDistillation(update_fraction=0.0)
     with pytest.raises(RuntimeError, match="build"):
         list(RandomNetworkDistillation().predictor_parameters())
     with pytest.raises(KeyError, match="next"):
         RandomNetworkDistillation().build(SPECS).loss(TensorDict({"observation": torch.zeros(2, 3)}, [2]))
+
+
+def test_rewards_are_estimated_in_evaluation_mode() -> None:
+    rnd: Any = dropping(RandomNetworkDistillation(MLPNetwork([32], "relu")).build(TWO_CHOICES))
+    modes: set[bool] = set()
+    rnd.target.register_forward_hook(lambda module, *_: modes.add(module.encoder.training))
+    rewards = []
+    for _ in range(2):
+        rollout = TensorDict({"next": {"observation": torch.arange(32.0).view(4, 2, 4)}}, [4, 2])
+        rnd.count.zero_()
+        rnd.annotate(rollout)
+        rewards.append(rollout["next", "intrinsic_reward"])
+    assert torch.equal(*rewards)
+    rnd.loss(rollout)
+    assert modes == {False}
+    assert all(part.training for part in rnd.modules())

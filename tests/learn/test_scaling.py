@@ -10,11 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
+from kit.fake_data import FakeReplay, Loader
+from kit.learners import data_of, learner
 from kit.runs import trainer
-from learn.fakes import SPECS, FakeData, Loader
-from learn.replay_fakes import BOX, FakeReplay, transitions
+from kit.specs import BOX
 from torchrl_lightning import UpdateBatches
-from torchrl_lightning.learn import MLPNetwork, PPOModule, SACModule, TD3Module
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)
@@ -27,16 +27,10 @@ class Scaling(MixedPrecision):
         return nullcontext()
 
 
-def fit(case: str, scaler: torch.amp.GradScaler | None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    cls = {"ppo": PPOModule, "sac": SACModule, "td3": TD3Module}[case]
-    specs = SPECS if case == "ppo" else BOX
-    module = cls(MLPNetwork([8]), **options).build(specs)
-    data: Any = (
-        FakeData() if case == "ppo" else FakeReplay(specs, lambda g: transitions(specs, 16, generator=g), batches=3)
-    )
+def fit(case: str, scaler: torch.amp.GradScaler | None, data: Any = None, **options: Any) -> Any:
+    module = learner(case, **options)
     plugins = [] if scaler is None else [Scaling("16-mixed", "cpu", scaler)]
-    trainer(max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module, datamodule=data)
+    trainer(max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module, datamodule=data or data_of(case))
     return module
 
 
@@ -70,14 +64,8 @@ class OneStep(FakeReplay):
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)])
 def test_the_later_updates_of_a_step_are_the_same(scaler: torch.amp.GradScaler | None) -> None:
-    modules = []
-    for kind in (FakeReplay, OneStep):
-        torch.manual_seed(0)
-        module = SACModule(MLPNetwork([8]), optimizer=SGD, alpha_optimizer=SGD, max_grad_norm=0.5).build(BOX)
-        data = kind(BOX, lambda generator: transitions(BOX, 16, generator=generator))
-        plugins = [] if scaler is None or kind is FakeReplay else [Scaling("16-mixed", "cpu", scaler)]
-        trainer(max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module, datamodule=data)
-        modules.append(module)
+    options = {"optimizer": SGD, "alpha_optimizer": SGD, "max_grad_norm": 0.5}
+    modules = [fit("sac", None, **options), fit("sac", scaler, OneStep(specs=BOX), **options)]
     assert [module.updates for module in modules] == [3, 3]
     assert [module.trainer.global_step for module in modules] == [6, 2]  # two optimizers
     assert scaler is None or scaler.get_scale() == 2.0**13
@@ -93,11 +81,7 @@ def test_an_overflow_skips_the_update_once() -> None:
 
 
 def test_each_optimizer_reports_its_own_gradient() -> None:
-    names = {"grad_norm", "alpha_grad_norm"}
-    module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5)
-    assert {name.removeprefix("train/") for name in module.epoch_metrics if name.endswith("grad_norm")} == names
-    module = fit("sac", None, alpha_optimizer=SGD, critic_optimizer=SGD, max_grad_norm=0.5)
-    assert {name.removeprefix("train/") for name in module.epoch_metrics if name.endswith("grad_norm")} == {
-        *names,
-        "critic_grad_norm",
-    }
+    expected = {"train/grad_norm", "train/alpha_grad_norm"}
+    for more, names in (({}, expected), ({"critic_optimizer": SGD}, {*expected, "train/critic_grad_norm"})):
+        module = fit("sac", None, alpha_optimizer=SGD, max_grad_norm=0.5, **more)
+        assert {name for name in module.epoch_metrics if name.endswith("grad_norm")} == names

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from kit.learners import data_of, learner
 from kit.runs import trainer
-from learn.replay_fakes import BOX, FakeReplay, sequences
-from torchrl_lightning.learn import RecurrentNetwork, TD3Module
+from torchrl_lightning.learn import RecurrentNetwork
 from torchrl_lightning.learn.flat_parameters import lay_flat
 from torchrl_lightning.learn.target_networks import TargetNetworks
 
@@ -57,23 +57,29 @@ def test_parameters_follow_by_a_share_and_running_means_are_copied(flat: bool, t
 
 
 def test_they_compute_in_evaluation_mode() -> None:
-    module = TD3Module(RecurrentNetwork("gru", 4)).build(BOX)
+    module = learner("td3", "gru")
     modes: list[bool] = []
     for name in ("actor_network", "memory"):
         encoder = getattr(module.targets, name).get_submodule("trunk" if name == "actor_network" else "").encoder
         encoder.register_forward_hook(lambda part, *_: modes.extend(p.training for p in part.modules()))
     module.targets.critics.register_forward_hook(lambda part, *_: modes.append(part.training))
-    data = FakeReplay(BOX, lambda generator: sequences(BOX, module, 4, 5, generator), batches=2)
-    trainer(max_epochs=1, limit_val_batches=0).fit(module.train(), datamodule=data)
+    trainer(max_epochs=1, limit_val_batches=0).fit(module.train(), datamodule=data_of("td3", 2))
     assert modes
     assert not any(modes)
     assert all(part.training for part in module.modules())
-    # Behind an optimizer that lays its parameters flat, they move by two calls: for the actor, and for the critics.
-    assert [tensor.ndim for tensor in module.targets._runs[0]] == [1, 1]
+
+
+def test_behind_flat_parameters_they_lie_flat_and_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, moved = learner("td3", "gru"), []
+    lerp = torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda own, *rest: moved.append(own) or lerp(own, *rest))
+    trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=data_of("td3", 2))
+    # One run for the actor, and one for the critics.
+    assert [tensor.ndim for tensor in moved[-1]] == [1, 1]
 
 
 def test_a_recurrent_target_computes_with_what_it_follows() -> None:
-    module = TD3Module(RecurrentNetwork("gru", 4), tau=1.0).build(BOX)
+    module = learner("td3", RecurrentNetwork("gru", 4))
     with torch.no_grad():
         for parameter in module.memory.parameters():
             parameter += 1.0

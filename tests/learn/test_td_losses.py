@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Categorical, Composite, Unbounded
+from torchrl.data import Unbounded
 from torchrl.envs import MultiStepTransform
 from torchrl.modules import TanhNormal
 from torchrl.objectives import DQNLoss, LossModule, SACLoss, SoftUpdate, TD3Loss, ValueEstimators
 
-from learn.replay_fakes import BOX, DISCRETE, ONE_HOT, shake_targets, transitions
+from kit.specs import BOX, DISCRETE, ONE_HOT, specs_of
+from kit.transitions import shake_targets, transitions
 from torchrl_lightning.learn import CNNNetwork, DQNModule, MLPNetwork, OffPolicyModule, SACModule, TD3Module
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_action_critic
 from torchrl_lightning.learn.squashed import SquashedHead
@@ -165,9 +166,7 @@ def test_what_the_mask_hides_may_be_anything(case: str) -> None:
 
 
 def test_critics_behind_convolutions_run_one_after_the_other() -> None:
-    specs = type(BOX)(
-        observation=Composite(pixels=Unbounded((1, 12, 12)), vector=Unbounded(3)), action=BOX.action, num_envs=1
-    )
+    specs = specs_of(BOX.action, pixels=Unbounded((1, 12, 12)), vector=Unbounded(3))
     network = CNNNetwork(channels=[4], kernels=[4], strides=[2], hidden_sizes=[8])
     torch.manual_seed(0)
     critics = [ActionValue(specs, network) for _ in range(2)]
@@ -240,15 +239,3 @@ def test_what_is_missing_is_said() -> None:
         read_transitions(batch.exclude(("next", "terminated")), ["observation"], 0.9)
     with pytest.raises(KeyError, match="next"):
         read_transitions(batch.exclude("next"), ["observation"], 0.9)
-    with pytest.raises(ValueError, match="smooth_l1"):
-        DQNModule(loss_function="huber")
-    with pytest.raises(TypeError, match="SAC or TD3"):
-        DQNModule().build(BOX)
-    for cls in (SACModule, TD3Module):
-        with pytest.raises(TypeError, match="DQN"):
-            cls().build(DISCRETE)
-        unbounded = type(BOX)(observation=BOX.observation, action=Unbounded(2))
-        with pytest.raises(TypeError, match="bounds"):
-            cls().build(unbounded)
-    with pytest.raises(TypeError, match="one choice"):
-        DQNModule().build(type(BOX)(observation=BOX.observation, action=Categorical(3, shape=(2,))))

@@ -1,26 +1,14 @@
-"""Batches and a DataModule as a replay buffer would give them, without environments."""
+"""Batches as a replay buffer would give them, and how learners read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
+from torchrl.data import Bounded, OneHot
 
-from learn.fakes import FakeData
-from torchrl_lightning.learn import DQNModule, SACModule, TD3Module
 from torchrl_lightning.learn.transitions import Transitions, read_transitions
-
-OBSERVATION = Composite(observation=Unbounded(4))
-DISCRETE = SimpleNamespace(observation=OBSERVATION, action=Categorical(3), num_envs=2)
-ONE_HOT = SimpleNamespace(observation=OBSERVATION, action=OneHot(3), num_envs=2)
-BOX = SimpleNamespace(
-    observation=OBSERVATION, action=Bounded(torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])), num_envs=2
-)
-AGENTS: dict[str, Any] = {"dqn": (DQNModule, DISCRETE), "sac": (SACModule, BOX), "td3": (TD3Module, BOX)}
 
 
 def transitions(specs: Any, *shape: int, generator: torch.Generator | None = None) -> TensorDict:
@@ -50,10 +38,15 @@ def transitions(specs: Any, *shape: int, generator: torch.Generator | None = Non
     )
 
 
-def sequences(specs: Any, module: Any, rows: int, steps: int, generator: torch.Generator | None = None) -> TensorDict:
-    """Return sequences `[rows, steps]` with episode ends inside, and stored states for a recurrent module."""
+def sequences(
+    specs: Any, module: Any, rows: int, steps: int, generator: torch.Generator | None = None, *, ends: bool = True
+) -> TensorDict:
+    """Return sequences `[rows, steps]` with stored states for a recurrent module, and episodes that end inside."""
     batch = transitions(specs, rows, steps, generator=generator)
     batch.names = [None, "time"]
+    if not ends:
+        for flag in ("done", "terminated", "truncated"):
+            batch["next", flag][:] = False
     done = batch["next", "done"]
     batch["is_init"][:, 1:] = done[:, :-1]
     observation, after = batch["observation"], batch["next", "observation"]
@@ -80,28 +73,3 @@ def shake_targets(module: Any) -> None:
         for name, parameter in module.targets.named_parameters():
             if "weight" in name:
                 parameter += 0.1 * torch.randn_like(parameter)
-
-
-class FakeReplay(FakeData):
-    """Random batches, the same for the same number of frames; keeps what the module wrote into them."""
-
-    def __init__(
-        self, specs: Any, make: Callable[[torch.Generator], TensorDict], batches: int = 3, total_frames: int = 400
-    ) -> None:
-        super().__init__(total_frames, batches)
-        self.specs, self.make = specs, make
-        self.served: list[TensorDict] = []
-        self.exploration: list[float] = []
-
-    def epoch(self) -> Iterator[TensorDict]:
-        generator = torch.Generator().manual_seed(self.frames)
-        torch.manual_seed(self.frames)
-        for _ in range(self.batches):
-            self.exploration.append(float(getattr(self.trainer.lightning_module.policy, "amount", 0.0)))
-            self.frames += 10
-            yield self.make(generator)
-
-    def on_after_batch_transfer(self, batch: TensorDict, dataloader_idx: int) -> TensorDict:
-        if self.trainer.training:
-            self.served.append(batch)
-        return batch
