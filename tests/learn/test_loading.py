@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+
 import gymnasium
 import pytest
 import torch
@@ -44,9 +46,25 @@ def best_actions(module, batch):
         return module.policy(batch.copy())["action"]
 
 
-def test_a_checkpoint_of_the_command_is_all_that_is_needed(tmp_path):
-    module, data = train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), config=MODEL)
-    policy = load_policy((tmp_path / "a.ckpt").rename(tmp_path / "moved.ckpt"))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of the command, and the module and data of its run."""
+    path = tmp_path_factory.mktemp("trained") / "a.ckpt"
+    return path, *train(path, PPOModule(MLPNetwork([4])), config=MODEL)
+
+
+@pytest.fixture
+def stored(trained):
+    return torch.load(trained[0], weights_only=True)
+
+
+def first_weight(stored):
+    return next(name for name in stored["state_dict"] if name.endswith("weight"))
+
+
+def test_a_checkpoint_of_the_command_is_all_that_is_needed(trained, tmp_path):
+    path, module, data = trained
+    policy = load_policy(shutil.copy(path, tmp_path / "moved.ckpt"))
     assert policy.specs == data.specs
     assert not policy.training
     batch = observations()
@@ -59,12 +77,8 @@ def test_a_checkpoint_of_the_command_is_all_that_is_needed(tmp_path):
     action = policy(TensorDict({"observation": torch.as_tensor(first)}, []))["action"]
     assert env.action_space.contains(action.numpy())
     assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
-
-
-def test_a_sampling_policy_is_an_option(tmp_path):
-    train(tmp_path / "a.ckpt", PPOModule(MLPNetwork([4])), config=MODEL)
-    policy = load_policy(tmp_path / "a.ckpt", deterministic=False)
-    batch = observations()
+    # One that samples is an option.
+    policy = load_policy(path, deterministic=False)
     assert len({str(policy(batch.copy())["action"].tolist()) for _ in range(5)}) > 1
 
 
@@ -118,22 +132,28 @@ def test_what_cannot_be_loaded_is_explained(change, message, tmp_path, stored):
         load_policy(tmp_path / "b.ckpt")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(value, tmp_path, stored):
-    weights = {name: weight.clone() for name, weight in stored["state_dict"].items()}
-    name = next(name for name in weights if name.endswith("weight"))
-    weights[name][0, 0] = value
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.full((4, 4), torch.nan), "{} are not finite"),
+        (torch.full((4, 4), torch.inf), "{} are not finite"),
+        (torch.zeros(4, 4, device="meta"), "a tensor without numbers of its own, state_dict.{}"),
+        (torch.zeros(4, 4).to_sparse(), "a tensor without numbers of its own, state_dict.{}"),
+    ],
+    ids=["nan", "infinite", "meta", "sparse"],
+)
+def test_weights_that_are_no_numbers_are_refused(tensor, says, tmp_path, stored):
+    name = first_weight(stored)
+    torch.save({**stored, SEAL: {}, "state_dict": {**stored["state_dict"], name: tensor}}, tmp_path / "b.ckpt")
     for module in (None, PPOModule(MLPNetwork([4]))):
-        torch.save({**stored, SEAL: {}, "state_dict": weights}, tmp_path / "b.ckpt")
-        with pytest.raises(ValueError, match=f"{name} are not finite"):
+        with pytest.raises(ValueError, match=says.format(name)):
             load_policy(tmp_path / "b.ckpt", module)
 
 
 def test_a_bit_that_has_changed_is_found(tmp_path, stored):
     assert set(stored[SEAL]) == {"state_dict", "optimizer_states", "OnPolicyDataModule"}
-    weights = {name: weight.clone() for name, weight in stored["state_dict"].items()}
-    next(iter(weights.values())).reshape(-1).view(torch.uint8)[0] ^= 1
-    torch.save({**stored, "state_dict": weights}, tmp_path / "b.ckpt")
+    stored["state_dict"][first_weight(stored)].reshape(-1).view(torch.uint8)[0] ^= 1
+    torch.save(stored, tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match=r"b\.ckpt is damaged: 'state_dict' is not as it was written"):
         load_policy(tmp_path / "b.ckpt")
     # With a trainer of one's own, too.
@@ -143,22 +163,6 @@ def test_a_bit_that_has_changed_is_found(tmp_path, stored):
         run.fit(again, datamodule=data, ckpt_path=tmp_path / "b.ckpt")
     torch.save({key: value for key, value in stored.items() if key != SEAL}, tmp_path / "b.ckpt")
     load_policy(tmp_path / "b.ckpt")  # an earlier one has no checksums
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(4, 4, device="meta"), torch.zeros(4, 4).to_sparse()])
-def test_a_tensor_without_numbers_of_its_own_is_refused(tensor, tmp_path, stored):
-    weights = dict(stored["state_dict"])
-    name = next(name for name in weights if name.endswith("weight"))
-    torch.save({**stored, SEAL: {}, "state_dict": {**weights, name: tensor}}, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match=f"a tensor without numbers of its own, state_dict.{name}"):
-        load_policy(tmp_path / "b.ckpt")
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stored") / "a.ckpt"
-    train(path, PPOModule(MLPNetwork([4])), config=MODEL)
-    return torch.load(path, weights_only=True)
 
 
 def test_a_module_without_a_policy_is_named(tmp_path, stored):

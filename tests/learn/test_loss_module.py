@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.data import Categorical
-from torchrl.modules import MLP, EGreedyModule, ProbabilisticActor, ValueOperator
+from torchrl.modules import MLP, EGreedyModule, ValueOperator
 from torchrl.objectives import A2CLoss, SoftUpdate
 
 from kit.fake_data import FakeReplay
+from kit.rollouts import categorical_actor
 from kit.runs import trainer
 from kit.seeds import generator
 from kit.specs import BOX, DISCRETE
@@ -108,15 +109,7 @@ def test_prioritized_replay_gets_the_losses_errors(updates_per_step: int) -> Non
 
 
 def test_a_ready_on_policy_loss_learns_from_rollouts() -> None:
-    net = TensorDictModule(
-        MLP(in_features=4, out_features=2, num_cells=[8]), in_keys=["observation"], out_keys=["logits"]
-    )
-    actor = ProbabilisticActor(
-        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(MLP(in_features=4, out_features=2, num_cells=[8]))
     critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[8]), in_keys=["observation"])
     module = LossModuleAgent(A2CLoss(actor, critic), learning_rate=1e-2)
     before = [parameter.clone() for parameter in module.parameters()]

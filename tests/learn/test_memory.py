@@ -52,11 +52,7 @@ def unroll(trunk: RecurrentTrunk, batch: TensorDict) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("ends", ["inside", "none", "first"])
 def test_features_are_those_of_an_unroll(cell: str, layers: int, ends: str) -> None:
     module, specs = make("dqn", cell, layers)
-    batch = sequences(specs, module, 8, 7)
-    if ends != "inside":
-        batch["is_init"][:] = False
-        batch["next", "done"][:, :-1] = False
-        batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    batch = sequences(specs, module, 8, 7, ends=ends == "inside")
     if ends == "first":
         batch["is_init"][::2, 0] = True
     result = behind(module, batch)
@@ -133,10 +129,7 @@ def test_the_policys_loss_leaves_the_memory_alone(case: str) -> None:
 
 def test_burn_in_warms_the_memory_but_does_not_count() -> None:
     module, specs = make()
-    batch = sequences(specs, module, 6, 8)
-    batch["is_init"][:] = False
-    batch["next", "done"][:] = False
-    batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    batch = sequences(specs, module, 6, 8, ends=False)
     batch["mask"] = torch.ones(6, 8, dtype=torch.bool)
     batch["mask"][:, :3] = False
 
@@ -154,10 +147,7 @@ def test_burn_in_warms_the_memory_but_does_not_count() -> None:
 
 def test_padding_behind_an_unfinished_episode_is_not_its_successor() -> None:
     module, specs = make()
-    batch = sequences(specs, module, 4, 6)
-    batch["is_init"][:] = False
-    batch["next", "done"][:], batch["next", "terminated"][:] = False, False
-    batch["next", "observation"][:, :-1] = batch["observation"][:, 1:]
+    batch = sequences(specs, module, 4, 6, ends=False)
     batch["mask"] = torch.ones(4, 6, dtype=torch.bool)
     batch["mask"][1, 3:] = False
     results = []

@@ -67,15 +67,8 @@ def test_they_compute_in_evaluation_mode() -> None:
     assert modes
     assert not any(modes)
     assert all(part.training for part in module.modules())
-
-
-def test_behind_flat_parameters_they_lie_flat_and_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, moved = learner("td3", "gru"), []
-    lerp = torch._foreach_lerp_
-    monkeypatch.setattr(torch, "_foreach_lerp_", lambda own, *rest: moved.append(own) or lerp(own, *rest))
-    trainer(max_epochs=1, limit_val_batches=0).fit(module, datamodule=data_of("td3", 2))
-    # One run for the actor, and one for the critics.
-    assert [tensor.ndim for tensor in moved[-1]] == [1, 1]
+    # Behind an optimizer that lays its parameters flat, they lie flat, too.
+    assert len({parameter.untyped_storage().data_ptr() for parameter in module.targets.parameters()}) <= 2
 
 
 def test_a_recurrent_target_computes_with_what_it_follows() -> None:
