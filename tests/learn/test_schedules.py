@@ -32,7 +32,7 @@ def fit(module, source, ckpt_path=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("frames", "end"), [(4 * ROLLOUT, {}), (None, {"max_epochs": 4}), (None, {"max_steps": 4 * UPDATES})]
+    ("frames", "end"), [(4 * ROLLOUT, {}), (-1, {"max_epochs": 4}), (-1, {"max_steps": 4 * UPDATES})]
 )
 def test_a_schedule_falls_to_the_end_of_the_frames_or_of_the_trainer(frames, end):
     module = Recorder(entropy_schedule="linear")
