@@ -164,7 +164,7 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if type(value) not in (int, float):
         raise ValueError(f"value is {value!r}, expected a number or null")
     parts = {_STEPS: TensorDict({}, []), _LAST: TensorDict({}, [])}
-    for name, leaf in tensors.items():
+    for name, leaf in sorted(tensors.items()):  # what is above comes first, and takes nothing below it
         root, *path = map(_unescaped, name.split("/"))
         if len(path) > _DEPTH:
             raise ValueError(f"a tensor's name has {len(path)} levels, more than {_DEPTH}")
