@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from lightning import LightningDataModule
@@ -68,6 +68,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.planner = self.planner or CrossEntropyPlanner
         self.ensemble: GaussianEnsemble | None = None
         self.world_model: WorldModel | None = None
         # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
@@ -127,7 +128,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         planner = self.__dict__.get("_policy")
         if planner is None or self.__dict__["_policy_device"] != model.elites.device:
             # Not registered: a state dict holds the networks once.
-            built = (self.planner or CrossEntropyPlanner)(WorldModelEnvironment(model, model.elites.device))
+            built = cast(Planner, self.planner)(WorldModelEnvironment(model, model.elites.device))
             if isinstance(built, ShootingPlanner):
                 self._seed_planner(built, planner)
             planner = built

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -53,6 +53,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.network = self.network or MLPNetwork([64, 64], "relu")
         self.keys: list[Any] = []
         self.target: nn.Module | None = None
         self.predictor: nn.Module | None = None
@@ -74,7 +75,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         return self
 
     def _embedding(self, entries: list[Any]) -> nn.Module:
-        encoder = (self.network or MLPNetwork([64, 64], "relu")).encoder(entries)
+        encoder = cast(Network, self.network).encoder(entries)
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:
