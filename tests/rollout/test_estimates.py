@@ -232,3 +232,8 @@ def test_renamed_keys() -> None:
     plain = GeneralizedAdvantages(critic=make_critic())(make_rollout())
     assert torch.equal(out["nest", "advantage"], plain["advantage"])
     assert torch.equal(out["goal"], plain["value_target"])
+
+
+def test_a_single_step_is_not_nan() -> None:
+    buffer = estimated(GAEBuffer(1, critic=make_critic()), make_rollout(1, 1))
+    assert buffer.rollout["advantage"].isfinite().all()
