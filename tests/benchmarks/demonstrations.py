@@ -35,7 +35,7 @@ from torchrl_lightning import (
     DemonstrationStorage,
     GymnasiumCollector,
 )
-from torchrl_lightning.collectors import environment_specs, make_vector_env
+from torchrl_lightning.environments import environment_specs, make_vector_env
 from torchrl_lightning.learn import MLPNetwork
 from torchrl_lightning.learn.actors import build_actor
 

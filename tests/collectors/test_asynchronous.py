@@ -20,7 +20,8 @@ from torch import nn
 
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
 from kit.forks import Forked, as_script, forked_workers
-from torchrl_lightning.collectors import AsynchronousCollector, ReplayedRows
+from torchrl_lightning.collectors import AsynchronousCollector
+from torchrl_lightning.environments import ReplayedRows
 
 
 @pytest.fixture

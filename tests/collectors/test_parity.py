@@ -16,7 +16,8 @@ from torchrl.modules import GRUModule, LSTMModule
 
 from kit.counting import factories, vector_env
 from kit.states import differences, plain
-from torchrl_lightning.collectors import GymnasiumCollector, environment_specs
+from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments import environment_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRL warns about classes of its own
 KEY = {"box": "observation", "discrete": "observation", "scalar": "observation", "dict": "image"}

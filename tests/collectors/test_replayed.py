@@ -12,7 +12,8 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from tensordict import TensorDict
 
 from kit.counting import CountingEnv, WholeResets, still_policy
-from torchrl_lightning.collectors import GymnasiumCollector, ReplayedRows, make_vector_env
+from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments import ReplayedRows, make_vector_env
 
 
 class Demonstration:

@@ -25,7 +25,8 @@ from torchrl.modules import GRUModule
 from kit.states import differences, plain
 from kit.torchrl_envs import Walk, cart_pole, still
 from torchrl_lightning import environment_specs, play_episodes
-from torchrl_lightning.collectors import TorchRLCollector, make_environment, spawn_seed
+from torchrl_lightning.collectors import TorchRLCollector
+from torchrl_lightning.environments import make_environment, spawn_seed
 
 ahead = TensorDictModule(lambda x: x[..., :1] * 0 + 1, in_keys=["observation"], out_keys=["action"])
 noisy = TensorDictModule(lambda x: torch.rand_like(x[..., :1]), in_keys=["observation"], out_keys=["action"])

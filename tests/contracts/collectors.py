@@ -14,7 +14,8 @@ from kit.counting import RandomEnv, still_policy
 from kit.forks import forked_workers
 from kit.torchrl_envs import Walk
 from torchrl_lightning import AsynchronousCollector, GymnasiumCollector
-from torchrl_lightning.collectors import TorchRLCollector, make_environment
+from torchrl_lightning.collectors import TorchRLCollector
+from torchrl_lightning.environments import make_environment
 
 SETTINGS = {"frames_per_batch": 14, "reset_at_each_batch": True}
 noisy = TensorDictModule(lambda x: torch.rand_like(x[..., :1]), in_keys=["observation"], out_keys=["action"])

@@ -49,8 +49,8 @@ from torchrl_lightning import (
     make_vector_env,
     play_episodes,
 )
-from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.datamodules.evaluation import check_evaluation, first_checked, view_of, view_of_collector
+from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.learn import DQNModule, MLPNetwork
 
 SIZES = {"num_envs": 2, "frames_per_batch": 64}

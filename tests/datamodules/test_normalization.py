@@ -8,7 +8,7 @@ import torch
 from kit.normalized import Checking, all_of, recording, statistics_of
 from kit.replay import cells, dqn, fit, replay_data
 from torchrl_lightning import PPOModule, load_policy, play_episodes
-from torchrl_lightning.collectors import environment_specs, make_vector_env, spawn_seed
+from torchrl_lightning.environments import environment_specs, make_vector_env, spawn_seed
 from torchrl_lightning.learn import DQNModule, MLPNetwork
 
 NORMALISED = {"normalize_observation": True, "normalize_reward": True}

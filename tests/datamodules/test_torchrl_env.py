@@ -14,7 +14,8 @@ from kit import actor_critic
 from kit.replay import replay_data
 from kit.torchrl_envs import Walk, cart_pole
 from torchrl_lightning import DQNModule, PPOModule, RecurrentNetwork, play_episodes
-from torchrl_lightning.collectors import TorchRLCollector, make_environment, spawn_seed
+from torchrl_lightning.collectors import TorchRLCollector
+from torchrl_lightning.environments import make_environment, spawn_seed
 
 limited = partial(lambda: TransformedEnv(cart_pole(), Compose(StepCounter(20), RewardScaling(0, 0.1))))
 one_hot = partial(GymEnv, "CartPole-v1")

@@ -18,9 +18,9 @@ from torchrl_lightning import (
     environment_specs,
 )
 from torchrl_lightning.cli.checks import one_line
-from torchrl_lightning.collectors import make_environment
 from torchrl_lightning.demonstrations import record_demonstrations, write_demonstration
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
+from torchrl_lightning.environments import make_environment
 
 
 @pytest.mark.parametrize("terminates", [True, False])

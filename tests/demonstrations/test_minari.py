@@ -8,8 +8,8 @@ from gymnasium import spaces
 from kit.demonstrations import CARTPOLE
 from kit.minari_sets import write, write_cart_poles
 from torchrl_lightning import EnvironmentSpecs
-from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.demonstrations import minari_demonstrations
+from torchrl_lightning.environments.specs import space_to_spec
 
 minari = pytest.importorskip("minari")
 

@@ -27,9 +27,9 @@ from torchrl_lightning import (
     GymnasiumCollector,
     PPODBuffer,
 )
-from torchrl_lightning.collectors import make_vector_env
 from torchrl_lightning.demonstrations import record_demonstrations
 from torchrl_lightning.demonstrations.recording import demonstration_specs
+from torchrl_lightning.environments import make_vector_env
 from torchrl_lightning.learn import RecurrentNetwork
 
 

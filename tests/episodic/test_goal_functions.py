@@ -26,7 +26,7 @@ from torchrl_lightning import (
     ReplayDataModule,
     SequenceSampler,
 )
-from torchrl_lightning.collectors.goals import EnvironmentGoals
+from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.replay.episode_transform import tell
 
 FIRST, MID, LAST = 0, 1, 2

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning import GymnasiumCollector
-from torchrl_lightning.collectors import environment_specs, make_vector_env
 from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning.environments import environment_specs, make_vector_env
 from torchrl_lightning.moments import Moments
 
 

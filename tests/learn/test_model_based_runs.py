@@ -15,7 +15,7 @@ from torchrl.modules import CEMPlanner
 from kit.dynamics import model_data
 from kit.runs import trainer
 from torchrl_lightning import DynamicsDataModule, load_policy
-from torchrl_lightning.collectors import spawn_seed
+from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, RandomShootingPlanner
 
 TINY = partial(CrossEntropyPlanner, horizon=2, candidates=8, elites=2, iterations=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_lightning.replay import memory
+from torchrl_lightning import memory
 
 CPU = torch.device("cpu")
 

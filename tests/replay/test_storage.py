@@ -15,7 +15,8 @@ from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorD
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import RingStorage, RingWriter, memory
+from torchrl_lightning import memory
+from torchrl_lightning.replay import RingStorage, RingWriter
 
 buffer = partial(ring, 8, batch_size=4)
 

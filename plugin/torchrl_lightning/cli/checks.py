@@ -43,8 +43,8 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        from torchrl_lightning.collectors._faults import EnvironmentFault
         from torchrl_lightning.demonstrations._faults import DemonstrationFault
+        from torchrl_lightning.environments.faults import EnvironmentFault
 
         if (
             not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)

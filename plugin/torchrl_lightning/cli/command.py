@@ -55,7 +55,7 @@ def use_threads(number: int) -> None:
     """Compute in so many of torch's threads until the task is over."""
     import torch
 
-    from torchrl_lightning.collectors.threads import kept_threads
+    from torchrl_lightning.environments.threads import kept_threads
 
     until_the_end(kept_threads())
     torch.set_num_threads(number)

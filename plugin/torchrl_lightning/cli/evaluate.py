@@ -133,7 +133,7 @@ def check_films(env: Any) -> None:
     from torchrl.envs import EnvBase
 
     from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.collectors import close_environment, make_environment
+    from torchrl_lightning.environments import close_environment, make_environment
 
     made = make_environment(env, None, vectorization="sync")
     close_environment(made)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from torchrl_lightning.collectors import EnvironmentSpecs
-    from torchrl_lightning.collectors._policy import Policy
     from torchrl_lightning.demonstrations import Demonstration
+    from torchrl_lightning.environments import EnvironmentSpecs
+    from torchrl_lightning.environments.policies import Policy
 
 
 def main() -> None:
@@ -115,8 +115,8 @@ def scripted_policy(path: str, env: Any) -> Policy:
     import torch
 
     from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.collectors import close_environment, environment_specs, make_environment
     from torchrl_lightning.entries import map_leaves, tree_of
+    from torchrl_lightning.environments import close_environment, environment_specs, make_environment
 
     module, _, name = path.partition(":")
     try:

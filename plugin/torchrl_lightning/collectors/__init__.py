@@ -1,4 +1,4 @@
-"""Collectors: environments, and rollouts of a policy in them.
+"""Collectors: rollouts of a policy in environments.
 
 Names are imported when they are asked for: a process that only steps an environment then needs no torch.
 """

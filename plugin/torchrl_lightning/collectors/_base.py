@@ -10,10 +10,10 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
 
-from torchrl_lightning.collectors._policy import Policy, check_policy, load_weights
-from torchrl_lightning.collectors.seeds import check_seed
-from torchrl_lightning.collectors.specs import EnvironmentSpecs, environment_specs
-from torchrl_lightning.collectors.vector_env import make_vector_env
+from torchrl_lightning.environments.policies import Policy, check_policy, load_weights
+from torchrl_lightning.environments.seeds import check_seed
+from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
+from torchrl_lightning.environments.vector_env import make_vector_env
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.state import Check, check_state, flag, same, whole
 

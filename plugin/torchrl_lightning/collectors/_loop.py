@@ -13,12 +13,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.collectors._faults import EnvironmentFault
-from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.replayed import Array, Replay, ReplayedRows, ReplaySource
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.played import Array, Replay, ReplayedRows, ReplaySource
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
+from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import FLAGS, LOG_PROB
 
 
@@ -250,26 +250,6 @@ class RolloutLoop:
             target[where] = values[key].reshape(len(where), *target.shape[1:])
 
 
-def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
-    """Call a policy and list what it wrote into what it was given, without keys that have a leading underscore."""
-    before = dict(_leaves(given))
-    written: object = policy(given)
-    if not isinstance(written, TensorDictBase):
-        raise TypeError(
-            f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "
-            "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
-        )
-    outputs: dict[NestedKey, Tensor] = {}
-    for path, value in _leaves(written):
-        if before.get(path) is value or any(name.startswith("_") for name in path):
-            continue
-        key = join((), path)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
-        outputs[key] = value
-    return outputs
-
-
 def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) -> None:
     """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers."""
     for name, values in parts:
@@ -281,14 +261,6 @@ def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) 
                 f"{values[tuple(places[0])]}, expected finite numbers. Mend the environment or the wrapper that "
                 "computes it; gymnasium.wrappers.TransformObservation and TransformReward can replace such values."
             )
-
-
-def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for name, value in level_of(data).items():
-        if isinstance(value, TensorDictBase):
-            yield from _leaves(value, (*above, name))
-        else:
-            yield (*above, name), value
 
 
 class RolloutMemory:

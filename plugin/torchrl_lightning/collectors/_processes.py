@@ -20,8 +20,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from torchrl_lightning.collectors._faults import EnvironmentFault
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died

@@ -9,10 +9,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from torchrl_lightning.collectors._faults import check_observation
-from torchrl_lightning.collectors.replayed import Array, ResumableVectorEnv
-from torchrl_lightning.collectors.specs import observation_leaves
-from torchrl_lightning.collectors.vector_env import autoreset_mode
+from torchrl_lightning.environments.faults import check_observation
+from torchrl_lightning.environments.played import Array, ResumableVectorEnv
+from torchrl_lightning.environments.specs import observation_leaves
+from torchrl_lightning.environments.vector_env import autoreset_mode
 
 Final = tuple[int, list[Array]]  # environment, leaves of its last observation
 SUCCESS = ("is_success", "success")  # where environments say in their info whether the goal is reached
@@ -23,7 +23,7 @@ class VectorStepper:
 
     Observations are lists of arrays ``[N, *space]``, in the order of ``keys``. The arrays may be the environment's own
     memory: copy them before the next call. What does not fit its space is an
-    :class:`~torchrl_lightning.collectors._faults.EnvironmentFault`.
+    :class:`~torchrl_lightning.environments.faults.EnvironmentFault`.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:

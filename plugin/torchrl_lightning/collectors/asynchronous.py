@@ -16,11 +16,11 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning.collectors._base import CollectorBase
-from torchrl_lightning.collectors._policy import Policy, load_weights, policy_device
 from torchrl_lightning.collectors._processes import SharedWeights, WorkerPool
-from torchrl_lightning.collectors.replayed import FollowedReplaySource
-from torchrl_lightning.collectors.seeds import check_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.collectors.vector_env import check_env_source
+from torchrl_lightning.environments.played import FollowedReplaySource
+from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
+from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
+from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.ranges import integer
 
 

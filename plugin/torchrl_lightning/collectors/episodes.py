@@ -15,14 +15,14 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, acted, check_policy, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.recipe import EnvironmentRecipe
-from torchrl_lightning.collectors.replayed import Array
-from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.threads import close_environment
-from torchrl_lightning.collectors.torchrl_env import make_environment, with_bookkeeping
+from torchrl_lightning.environments.played import Array
+from torchrl_lightning.environments.policies import Policy, acted, check_policy, policy_device, recurrent_states
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, spawn_seed, spawn_seeds
+from torchrl_lightning.environments.specs import environment_specs
+from torchrl_lightning.environments.threads import close_environment
+from torchrl_lightning.environments.torchrl_env import make_environment, with_bookkeeping
 from torchrl_lightning.ranges import integer
 
 logger = logging.getLogger(__name__)

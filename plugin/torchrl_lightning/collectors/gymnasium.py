@@ -17,12 +17,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
-from torchrl_lightning.collectors._policy import Policy, dotted, policy_device, recurrent_states
 from torchrl_lightning.collectors._stepper import VectorStepper
-from torchrl_lightning.collectors.replayed import Array, ReplaySource
-from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
-from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.vector_env import check_env_source, make_vector_env, vectorization_of
+from torchrl_lightning.environments.played import Array, ReplaySource
+from torchrl_lightning.environments.policies import Policy, dotted, policy_device, recurrent_states
+from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
+from torchrl_lightning.environments.specs import environment_specs
+from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
 from torchrl_lightning.state import Check, check_state, tensor
 
 

@@ -14,7 +14,8 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import CollectorBase
-from torchrl_lightning.collectors._policy import (
+from torchrl_lightning.entries import join, next_key
+from torchrl_lightning.environments.policies import (
     Policy,
     acted,
     check_finite,
@@ -23,16 +24,15 @@ from torchrl_lightning.collectors._policy import (
     recurrent_states,
     rows_as,
 )
-from torchrl_lightning.collectors.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
-from torchrl_lightning.collectors.specs import environment_specs
-from torchrl_lightning.collectors.threads import close_environment, note_threads
-from torchrl_lightning.collectors.torchrl_env import (
+from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
+from torchrl_lightning.environments.specs import environment_specs
+from torchrl_lightning.environments.threads import close_environment, note_threads
+from torchrl_lightning.environments.torchrl_env import (
     GoingOn,
     replaying,
     replaying_nothing_yet,
     with_bookkeeping,
 )
-from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.state import Check, check_state, tensor
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import EnvironmentRecipe
-from torchrl_lightning.collectors.recipe import differences, plain
+from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.recipe import differences, plain
 
 
 def environment_name(env: Any) -> str:

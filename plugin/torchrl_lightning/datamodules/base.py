@@ -17,17 +17,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors import (
-    EnvironmentSpecs,
-    GymnasiumCollector,
-    TorchRLCollector,
-    play_episodes,
-    spawn_seed,
-)
-from torchrl_lightning.collectors.origins import RowOrigins
-from torchrl_lightning.collectors.seeds import check_seed
-from torchrl_lightning.collectors.specs import specs_state
-from torchrl_lightning.collectors.threads import kept_threads
+from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector, play_episodes
 from torchrl_lightning.datamodules.adapters import Batches, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
     acting_module,
@@ -43,6 +33,11 @@ from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
 from torchrl_lightning.datamodules.frames import ReplayedSteps
 from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
+from torchrl_lightning.environments.origins import RowOrigins
+from torchrl_lightning.environments.seeds import check_seed
+from torchrl_lightning.environments.specs import specs_state
+from torchrl_lightning.environments.threads import kept_threads
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.state import check_state, mapping, sequence

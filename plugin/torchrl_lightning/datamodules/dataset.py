@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from torchrl_lightning.collectors import EnvironmentSpecs
-from torchrl_lightning.collectors._policy import recurrent_states
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.demonstrations import Demonstration
@@ -16,6 +14,8 @@ from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments import EnvironmentSpecs
+from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.replay import ExperienceBuffer
 
 

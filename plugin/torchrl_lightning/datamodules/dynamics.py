@@ -14,8 +14,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.collectors import spawn_seed
-from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import Batches, FitHooks, reopen_epoch
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer
@@ -23,6 +21,8 @@ from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
+from torchrl_lightning.environments import spawn_seed
+from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer

@@ -10,15 +10,10 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import (
-    EnvironmentSpecs,
-    close_environment,
-    environment_specs,
-    make_environment,
-)
-from torchrl_lightning.collectors.goals import EnvironmentGoals
-from torchrl_lightning.collectors.vector_env import vectorization_of
 from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
+from torchrl_lightning.environments import EnvironmentSpecs, close_environment, environment_specs, make_environment
+from torchrl_lightning.environments.goals import EnvironmentGoals
+from torchrl_lightning.environments.vector_env import vectorization_of
 
 
 class RunEnvironments:

@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase, GymWrapper, transforms
 
-from torchrl_lightning.collectors import EnvironmentSpecs, environment_specs
-from torchrl_lightning.collectors.recipe import differences, plain
-from torchrl_lightning.collectors.specs import COUNTERS, layers, spec_fields
 from torchrl_lightning.demonstrations import DemonstrationReplayTransform
+from torchrl_lightning.environments import EnvironmentSpecs, environment_specs
+from torchrl_lightning.environments.recipe import differences, plain
+from torchrl_lightning.environments.specs import COUNTERS, layers, spec_fields
 
 # They guard, cut, record or draw an episode; what the policy sees and earns in each step stays the same.
 _NEUTRAL_WRAPPERS = (

@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors import EnvironmentSpecs
-from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.datamodules.reward_scale import RewardScale
+from torchrl_lightning.environments import EnvironmentSpecs
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import positive

@@ -13,10 +13,10 @@ from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector
-from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional

@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.collectors import GymnasiumCollector
-from torchrl_lightning.collectors.origins import ring_ids
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
@@ -26,6 +25,7 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
+from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, not_negative, one_of, positive

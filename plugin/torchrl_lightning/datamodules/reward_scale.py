@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning._compat import put_entry
-from torchrl_lightning.collectors.normalization import EPSILON, scaled
 from torchrl_lightning.entries import level_of
+from torchrl_lightning.environments.normalization import EPSILON, scaled
+from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import optional
-from torchrl_lightning.scan import discounted_scan
 from torchrl_lightning.state import anything, check_state, sequence, tensor, wrong
 
 _CHUNK = 256  # steps that are filtered at a time, where they come one by one

@@ -8,10 +8,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.collectors._loop import policy_outputs
-from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
 from torchrl_lightning.demonstrations.replay import LogProb
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
 from torchrl_lightning.keys import ACTION, DEMO_ACTION, REPLAYED
 from torchrl_lightning.ranges import one_of
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
 from torchrl_lightning.demonstrations.files import SUFFIXES, read_demonstration
@@ -16,6 +15,7 @@ from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 
 MINARI = "minari:"

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.demonstrations.files import (
     LIMIT,
     SUFFIXES,
@@ -16,6 +15,7 @@ from torchrl_lightning.demonstrations.files import (
     write_demonstrations,
 )
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import replaced_files
 from torchrl_lightning.ranges import integer, optional
 

@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.demonstrations.npz import npz_fields, write_npz
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import join, keyed_leaves, path_of
+from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import DTYPES, replaced_files
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer, optional

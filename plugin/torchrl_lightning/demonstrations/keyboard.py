@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning.collectors import EnvironmentRecipe
-from torchrl_lightning.collectors.recipe import plain
-from torchrl_lightning.collectors.specs import observation_leaves
 from torchrl_lightning.demonstrations.files import as_environment
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.recipe import plain
+from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from torchrl_lightning.collectors.specs import EnvironmentSpecs, observation_leaves, space_to_spec
 from torchrl_lightning.demonstrations.files import as_environment
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.specs import EnvironmentSpecs, observation_leaves, space_to_spec
 from torchrl_lightning.keys import ACTION, REWARD
 
 

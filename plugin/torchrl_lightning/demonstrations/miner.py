@@ -13,13 +13,13 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors import EnvironmentSpecs
+from torchrl_lightning.checks import check_tree
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.entries import nested_key, path_of, to_tensordict
+from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.rollout.writer import time_major
 from torchrl_lightning.state import check_state, mapping, number, same, sequence, whole
 

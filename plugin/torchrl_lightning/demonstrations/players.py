@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict.utils import NestedKey
 
-from torchrl_lightning.collectors import ReplayedRows
-from torchrl_lightning.collectors.frame_stack import is_image, stack_axis
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments import ReplayedRows
+from torchrl_lightning.environments.frame_stack import is_image, stack_axis
 
 Array = NDArray[Any]
 _AT_ONCE = 32

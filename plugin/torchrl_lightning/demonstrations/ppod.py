@@ -14,8 +14,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import EnvironmentRecipe, EnvironmentSpecs
-from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.actor import DemonstrationActor
 from torchrl_lightning.demonstrations.annealing import Schedule
@@ -30,6 +28,8 @@ from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, check_saved_dt
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
+from torchrl_lightning.environments import EnvironmentRecipe, EnvironmentSpecs
+from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, not_negative, optional

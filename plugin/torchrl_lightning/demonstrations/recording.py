@@ -11,19 +11,18 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import (
+from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.environments import (
     EnvironmentRecipe,
     EnvironmentSpecs,
-    GymnasiumCollector,
-    TorchRLCollector,
     close_environment,
     environment_specs,
     make_environment,
 )
-from torchrl_lightning.collectors._faults import EnvironmentFault
-from torchrl_lightning.collectors._policy import Policy
-from torchrl_lightning.collectors.recipe import plain
-from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.policies import Policy
+from torchrl_lightning.environments.recipe import plain
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 

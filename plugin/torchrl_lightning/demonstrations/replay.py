@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning.collectors import ReplayedRows
 from torchrl_lightning.demonstrations.players import Cast, Player
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage, from_state, state_of
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.state import check_state, mapping, same, sequence, whole
 

@@ -14,9 +14,9 @@ from torchrl.data import Binary, Composite, TensorSpec, Unbounded
 from torchrl.envs import ConditionalSkip, EnvBase, Transform, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
-from torchrl_lightning.collectors import ReplayedRows
 from torchrl_lightning.demonstrations.miner import OWN
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
+from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLAYED
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from torchrl_lightning.collectors import EnvironmentSpecs
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 
 FIELDS = ("Observation", "Action", "Reward")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_lightning.checks import check_tree
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import to_tensordict
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.replay.checks import check_tree
 from torchrl_lightning.state import check_state, flag, mapping, number, same, sequence, whole, wrong
 
 STATE_VERSION = 1

@@ -13,8 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import boolean, integer, optional
 

@@ -15,10 +15,10 @@ from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning.collectors import environment_specs
-from torchrl_lightning.collectors.specs import space_to_spec
 from torchrl_lightning.dynamics.targets import IS_RESET, DynamicsTargets
 from torchrl_lightning.entries import check_tensordict, entry_of, keyed_leaves, next_key, path_of
+from torchrl_lightning.environments import environment_specs
+from torchrl_lightning.environments.specs import space_to_spec
 from torchrl_lightning.keys import BOOKKEEPING, NEXT, REPEATED
 from torchrl_lightning.ranges import Check, boolean, integer
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter

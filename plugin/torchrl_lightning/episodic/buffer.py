@@ -23,13 +23,13 @@ from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
 from torchrl_lightning.episodic.recent import RecentSampler
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
+from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
 from torchrl_lightning.replay.rings import check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.segment_kernels import integers
 
 T = TypeVar("T")
 NO_PROCESSES = (

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning import segment_kernels
-from torchrl_lightning.collectors.frame_stack import stack_axis
-from torchrl_lightning.replay.memory import check_room
-from torchrl_lightning.segment_kernels import allocate, jitted
+from torchrl_lightning.environments.frame_stack import stack_axis
+from torchrl_lightning.kernels.compiled import copy_bytes, jitted
+from torchrl_lightning.kernels.memory import allocate
+from torchrl_lightning.memory import check_room
 from torchrl_lightning.state import check_state, tensor, wrong
 
 
@@ -242,9 +242,9 @@ def write_frames(
         if not goes_on:
             if before >= 0 and before != cell:
                 left[0] -= 1
-                segment_kernels.copy_bytes(spared + free[left[0]] * size, kept + here * size, size)
+                copy_bytes(spared + free[left[0]] * size, kept + here * size, size)
                 then[before, count - 1] = rows + free[left[0]]
-            segment_kernels.copy_bytes(kept + here * size, source + newest * size, size)
+            copy_bytes(kept + here * size, source + newest * size, size)
             different = np.uint8(0)
             for place in range(count - 1):
                 for byte in range(size):
@@ -254,7 +254,7 @@ def write_frames(
                 if different and place < count - 1:
                     left[0] -= 1
                     earlier = source + (row * count + place) * size
-                    segment_kernels.copy_bytes(spared + free[left[0]] * size, earlier, size)
+                    copy_bytes(spared + free[left[0]] * size, earlier, size)
                     numbers[place] = rows + free[left[0]]
         # The step that was in the cell goes, and with it what no later step shows.
         if now[cell, 0] >= rows:
@@ -268,7 +268,7 @@ def write_frames(
         for place in range(count):
             now[cell, place] = numbers[place]
             then[cell, place] = numbers[place + 1] if place < count - 1 else behind
-        segment_kernels.copy_bytes(kept + behind * size, newer + newest * size, size)
+        copy_bytes(kept + behind * size, newer + newest * size, size)
         counts[env] += 1
         last[env] = cell
     return len(cells)
@@ -281,4 +281,4 @@ def read_frames(numbers: Any, ring: Any, spares: Any, frames: Any) -> None:
     for row in range(len(numbers)):
         number = numbers[row]
         address = source + number * size if number < rows else other + (number - rows) * size
-        segment_kernels.copy_bytes(target + row * size, address, size)
+        copy_bytes(target + row * size, address, size)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.collectors._faults import EnvironmentFault
-from torchrl_lightning.collectors.goals import GoalFunction
+from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.goals import GoalFunction
 
 NEAR = 0.05
 Lookup = Callable[[str], Tensor | None]

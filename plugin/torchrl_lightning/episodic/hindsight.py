@@ -12,8 +12,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import attached
-from torchrl_lightning.collectors.goals import EnvironmentGoals, GoalFunction
 from torchrl_lightning.entries import entry_of, nested_key, next_key
+from torchrl_lightning.environments.goals import EnvironmentGoals, GoalFunction
 from torchrl_lightning.episodic.goal_functions import EnvironmentFunction, GivenFunction, check_recomputed, is_near
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_lightning.kernels import windows
+from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import fraction, integer
-from torchrl_lightning.replay import windows
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import Ints, uniform
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
-from torchrl_lightning.segment_kernels import jitted
 from torchrl_lightning.state import check_state, mapping, same
 
 

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from torchrl_lightning._compat import entries_of, new_tensordict
 from torchrl_lightning.entries import entry_of, path_of
-from torchrl_lightning.episodic.return_kernel import write_returns
 from torchrl_lightning.episodic.steps import TRANSITIONS, StepLayout
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.returns import write_returns
+from torchrl_lightning.kernels.scan import LIKE, discounted_scan
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import writer_of
-from torchrl_lightning.scan import LIKE, discounted_scan, row_kernel
 from torchrl_lightning.trust import Nameable
 
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
@@ -130,7 +131,7 @@ class EpisodicReturn(Nameable):
             return
         reward, ends, out = found
         time_steps = self.layout.time_steps
-        if row_kernel(write_returns)(
+        if jitted(write_returns)(
             cells, (writer.length, *writer.arrays), episodes.arrays, reward, ends, time_steps, int(time_steps),
             self._factors, out,
         ):  # fmt: skip

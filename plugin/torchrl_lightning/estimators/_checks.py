@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_lightning.scan import as_plain, is_plain, runs_on_numba
+from torchrl_lightning.kernels.scan import as_plain, is_plain, runs_on_numba
 
 _MISSING_FLAG = {
     "terminated": "set it where the episode ended (not by a time limit: `truncated`); it is never guessed from `done`",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction
-from torchrl_lightning.scan import discounted_scan
+from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.state import check_state, number, same, tensor
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.kernels.scan import discounted_scan, run_rows
+from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
 from torchrl_lightning.ranges import positive
-from torchrl_lightning.scan import block_of, bools_at, discounted_scan, floats_at, row_is_finite, run_rows, scan_rows
 
 _HINT = "float('inf') clips nothing"
 

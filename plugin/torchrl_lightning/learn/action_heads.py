@@ -13,7 +13,7 @@ from torchrl.data import Binary, Bounded, Categorical, OneHot, TensorSpec, Unbou
 from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
-from torchrl_lightning.collectors.specs import spec_fields
+from torchrl_lightning.environments.specs import spec_fields
 from torchrl_lightning.learn.distributions import (
     ClippedNormal,
     MultiCategorical,

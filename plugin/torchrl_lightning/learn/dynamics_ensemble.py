@@ -12,9 +12,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_lightning._modules import clock_of
-from torchrl_lightning.collectors import spawn_seed
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.learn.agents import TermsModule
 from torchrl_lightning.learn.ensembles import GaussianEnsemble
 from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanner

@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_lightning.collectors import EnvironmentRecipe
-from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer
-from torchrl_lightning.collectors.specs import EnvironmentSpecs, specs_from_state
+from torchrl_lightning.environments import EnvironmentRecipe
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
 from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
 from torchrl_lightning.trust import check_config, target_named, without_folders

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrl.data import Binary, Categorical, MultiCategorical
 
-from torchrl_lightning.collectors.frame_stack import channels_are_last
+from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
 from torchrl_lightning.ranges import one_of
 from torchrl_lightning.trust import Nameable
@@ -134,7 +134,7 @@ class CNNEncoder(nn.Module):
     """Convolutions over one pixel entry (uint8 is divided by 255), concatenated with the other entries as vectors.
 
     Images may be ``[C, H, W]`` or ``[H, W, C]``, told apart as
-    :func:`~torchrl_lightning.collectors.recipe.channels_are_last` does, or ``[H, W]`` where no other is there.
+    :func:`~torchrl_lightning.environments.recipe.channels_are_last` does, or ``[H, W]`` where no other is there.
     """
 
     def __init__(self, specs: Sequence[Any], network: CNNNetwork) -> None:

@@ -15,8 +15,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorSpec
 
-from torchrl_lightning.collectors.seeds import IsolatedRng, numbered_seed
 from torchrl_lightning.dynamics import DynamicsTargets
+from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
 from torchrl_lightning.learn.action_heads import action_name
 from torchrl_lightning.learn.exploration import DETERMINISTIC
 from torchrl_lightning.learn.squashed import action_range

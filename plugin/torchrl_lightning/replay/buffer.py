@@ -20,13 +20,14 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
+from torchrl_lightning.checks import check_transform
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import write_state
+from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.parts import fresh_generator, is_spawning
 from torchrl_lightning.replay.checks import (
     STATE_VERSION,
     check_sampler,
-    check_transform,
     load_sampler,
     pack_batch,
     unpack_batch,
@@ -39,7 +40,6 @@ from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, this_proce
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.segment_kernels import integers, last_of_each
 from torchrl_lightning.state import check_state, generator, mapping, same, sequence, wrong
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Path, Tree, difference, name_of, to_tensordict, tree_of
+from torchrl_lightning.checks import check_tree
+from torchrl_lightning.entries import Tree, difference, to_tensordict, tree_of
 from torchrl_lightning.ranges import optional
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.state import (
@@ -28,19 +29,6 @@ from torchrl_lightning.state import (
 )
 
 STATE_VERSION = 3
-
-
-def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
-    """Refuse what is not nested dicts of tensors that start with a batch size; the error names the entry."""
-    what = f"entry {name_of(path)}" if path else "the data"
-    if isinstance(data, dict):
-        if not data or any(not isinstance(key, str) or not key for key in data):
-            raise ValueError(f"The {owner} state is foreign: {what} has the keys {list(data)}, expected names.")
-        for key, value in data.items():
-            check_tree(value, batch, owner, (*path, key))
-    elif not (path and isinstance(data, Tensor) and data.layout is torch.strided and data.shape[: len(batch)] == batch):
-        expected = f"a tensor of {list(batch)} rows"
-        raise ValueError(f"The {owner} state is foreign: {what} is {described(data)}, expected {expected}.")
 
 
 def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) -> None:
@@ -105,20 +93,6 @@ def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
     end = torch.where(running, newest[env], end)
     if not (end >= position).all():
         raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
-
-
-def check_transform(transform: nn.Module, state: Mapping[str, Any], storage: Any = None) -> None:
-    """Refuse the state of other transforms than these, which may read ``storage``; the error says what differs."""
-    here, there = (
-        {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in entries.items()}
-        for entries in (transform.state_dict(), state)
-    )
-    if here != there:
-        raise ValueError(f"The state has other transforms: it holds {there}, this buffer's transform has {here}.")
-    try:
-        copy.deepcopy(transform, {id(storage): storage}).load_state_dict(dict(state))
-    except Exception as error:  # a transform may keep and refuse what it likes
-        raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
 
 
 def check_sampler(sampler: Sampler, state: Mapping[str, Any], cells: int) -> None:

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.replay import ring_kernels
+from torchrl_lightning.kernels import rings as ring_kernels
+from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.rings import Ints, check_steps, steps_of
 from torchrl_lightning.replay.sharing import SharedArrays
-from torchrl_lightning.segment_kernels import jitted
 
 Flags = NDArray[np.bool_]
 NOTHING: Ints = np.empty(0, np.int64)

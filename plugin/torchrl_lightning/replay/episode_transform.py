@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.entries import entry_of
+from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.segment_kernels import integers
 
 
 class EpisodeTransform(Transform):

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from torchrl_lightning._compat import entries_of
 from torchrl_lightning.entries import Path
+from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.segment_kernels import jitted
 
 KERNEL_DTYPES = (torch.float32, torch.float64)
 Folded = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.replay.row_kernels import NO_FLAGS
+from torchrl_lightning.kernels.rows import NO_FLAGS
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
 

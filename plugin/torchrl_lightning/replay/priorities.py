@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrl_lightning.kernels import priorities as priority_kernels
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.memory import allocate
+from torchrl_lightning.kernels.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.replay import priority_kernels
 from torchrl_lightning.replay.rings import Ints, uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
-from torchrl_lightning.segment_kernels import allocate, jitted, last_of_each
-from torchrl_lightning.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.state import Check, check_state, number, same, tensor
 
 ABSENT = -1.0  # the priority of a cell that holds nothing

@@ -16,11 +16,11 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
+from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer, not_negative, one_of, optional
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import stored_cells
 from torchrl_lightning.replay.writer import RingWriter, writer_of
-from torchrl_lightning.segment_kernels import integers
 from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1

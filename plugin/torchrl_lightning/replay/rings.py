@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning.replay import ring_kernels
+from torchrl_lightning.kernels import rings as ring_kernels
+from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.sharing import SharedArrays
-from torchrl_lightning.segment_kernels import jitted
 
 Ints = NDArray[np.int64]
 

@@ -15,12 +15,12 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tree_of, under
+from torchrl_lightning.kernels import windows
+from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.replay import windows
 from torchrl_lightning.replay.rings import uniform
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import NO_INDEX, RingWriter, writer_of
-from torchrl_lightning.segment_kernels import jitted
 from torchrl_lightning.state import check_state, generator
 
 STATE_VERSION = 2

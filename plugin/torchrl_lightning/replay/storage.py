@@ -26,15 +26,15 @@ from torchrl_lightning.entries import (
     tree_of,
 )
 from torchrl_lightning.files import Rows, write_state
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.memory import check_room, map_cells, reserve
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
-from torchrl_lightning.replay.memory import check_room, map_cells, reserve
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.rings import Ints, Rings, integers_below, rings_in, uneven_rings
 from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
-from torchrl_lightning.segment_kernels import integers
 
 
 class RingStorage(StorageBase):

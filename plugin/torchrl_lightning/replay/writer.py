@@ -14,15 +14,16 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_key, path_of
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
 from torchrl_lightning.replay.rings import Ints, lay_rings, rings_in, steps_between
-from torchrl_lightning.replay.row_kernels import NO_FLAGS, NO_LEAVES, write_steps
 from torchrl_lightning.replay.shared_rings import SharedRings
 from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.segment_kernels import integers, jitted
 
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 

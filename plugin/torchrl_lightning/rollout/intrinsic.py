@@ -11,8 +11,8 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors.origins import env_ids
 from torchrl_lightning.entries import nested_keys
+from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
 from torchrl_lightning.keys import NORMALIZED_REWARD
 from torchrl_lightning.parts import passed_on

@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.checks import check_tree
 from torchrl_lightning.entries import (
     Schema,
     Tree,
@@ -23,9 +24,8 @@ from torchrl_lightning.entries import (
     to_tensordict,
     tree_of,
 )
+from torchrl_lightning.memory import check_room
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.replay.checks import check_tree
-from torchrl_lightning.replay.memory import check_room
 from torchrl_lightning.state import check_state, mapping, same, whole
 
 STATE_VERSION = 1

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_lightning.checks import check_transform
 from torchrl_lightning.entries import keyed_leaves, nested_key, nested_keys, next_key, path_of, to_tensordict, under
 from torchrl_lightning.estimators import discounted_returns, standardize
 from torchrl_lightning.files import StateFiles
@@ -25,7 +26,6 @@ from torchrl_lightning.keys import (
 )
 from torchrl_lightning.parts import OwnSignature, fresh_generator
 from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
-from torchrl_lightning.replay.checks import check_transform
 from torchrl_lightning.rollout.advantages import AdvantageTransform, DiscountedReturns
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
 from torchrl_lightning.rollout.intrinsic import IntrinsicReturns

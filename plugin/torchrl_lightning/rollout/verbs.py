@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.collectors.replayed import ReplaySource
+from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.ranges import Check, integer
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
 

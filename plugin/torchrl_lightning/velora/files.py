@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchrl_lightning.files import replaced_files
-from torchrl_lightning.replay.memory import check_room
+from torchrl_lightning.memory import check_room
 from torchrl_lightning.state import anything, check_state, whole
 
 NAMES = ("states", "actions", "rewards", "next_states", "dones", "hiddens")

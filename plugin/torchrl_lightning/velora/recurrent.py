@@ -113,7 +113,8 @@ def _collect(
 ) -> Iterator[dict[str, Any]]:
     """Yield exactly ``count`` transitions, oldest first, in batches with Velora's names."""
     # Here, so that importing the buffers costs no gymnasium.
-    from torchrl_lightning.collectors import GymnasiumCollector, make_vector_env
+    from torchrl_lightning.collectors import GymnasiumCollector
+    from torchrl_lightning.environments import make_vector_env
 
     spec = getattr(getattr(agent, "env", None), "spec", None)
     if spec is None:

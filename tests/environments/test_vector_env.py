@@ -14,8 +14,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.data import Binary, MultiCategorical
 
 from kit.counting import CountingEnv, WholeResets, vector_env
-from torchrl_lightning.collectors import EnvironmentRecipe, GymnasiumCollector, environment_specs, make_vector_env
-from torchrl_lightning.collectors.specs import space_to_spec
+from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments import EnvironmentRecipe, environment_specs, make_vector_env
+from torchrl_lightning.environments.specs import space_to_spec
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

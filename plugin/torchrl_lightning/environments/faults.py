@@ -26,7 +26,7 @@ def check_observation(space: spaces.Space[Any], observation: Any, whose: str) ->
         >>> check_observation(spaces.Box(0, 1, (2,)), [0.0, 1.0, 0.0], "environment 3")
         Traceback (most recent call last):
             ...
-        torchrl_lightning.collectors._faults.EnvironmentFault: environment 3 returned observation 'observation' of \
+        torchrl_lightning.environments.faults.EnvironmentFault: environment 3 returned observation 'observation' of \
 shape (3,) and dtype float64, expected shape (2,) and dtype float32 as its space says: fix observation_space or the \
 wrapper that changes the observation.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrl_lightning.entries import Tree, leaves_of, map_leaves
-from torchrl_lightning.segment_kernels import allocate
+from torchrl_lightning.kernels.memory import allocate
 
 _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -8,7 +8,7 @@ import pytest
 
 from kit.counting import CountingEnv, SeedKeepingEnv, still_policy
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, play_episodes
-from torchrl_lightning.collectors.seeds import spawn_seed, spawn_seeds
+from torchrl_lightning.environments.seeds import spawn_seed, spawn_seeds
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from torchrl_lightning import (
     environment_specs,
     play_episodes,
 )
-from torchrl_lightning.collectors import make_environment
 from torchrl_lightning.datamodules.arguments import environment_fields
+from torchrl_lightning.environments import make_environment
 from torchrl_lightning.keys import RESERVED
 from torchrl_lightning.rollout import GAEBuffer
 

@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
-from torchrl_lightning.collectors._faults import CheckedEnv
-from torchrl_lightning.collectors.recipe import EnvironmentRecipe
-from torchrl_lightning.collectors.rename import WITHIN
-from torchrl_lightning.collectors.replayed import ResumableVectorEnv
+from torchrl_lightning.environments.faults import CheckedEnv
+from torchrl_lightning.environments.played import ResumableVectorEnv
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.environments.rename import WITHIN
 from torchrl_lightning.ranges import integer, one_of
 
 _FIX = (

@@ -10,9 +10,9 @@ import gymnasium as gym
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from torchrl.envs import EnvBase, GymWrapper
 
-from torchrl_lightning.collectors.specs import layers
-from torchrl_lightning.collectors.threads import close_environment
-from torchrl_lightning.collectors.vector_env import NoGymnasiumEnvironmentError, SingleEnv
+from torchrl_lightning.environments.specs import layers
+from torchrl_lightning.environments.threads import close_environment
+from torchrl_lightning.environments.vector_env import NoGymnasiumEnvironmentError, SingleEnv
 
 GoalFunction = Callable[[Any, Any, Any], Any]
 """As ``compute_reward`` of a goal environment: of achieved and desired goals, and the step's info."""

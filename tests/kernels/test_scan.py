@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from torchrl_lightning import discounted_scan
-from torchrl_lightning.scan import compiled
+from torchrl_lightning.kernels.compiled import jitted
 
 
 def brute_force(x: Tensor, discount: Tensor, initial: Tensor, reverse: bool) -> Tensor:
@@ -178,4 +178,4 @@ def test_kernels_work_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPa
     def double(x: float) -> float:
         return 2.0 * x
 
-    assert compiled(double)(2.0) == 4.0
+    assert jitted(double)(2.0) == 4.0

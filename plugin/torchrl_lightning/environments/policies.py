@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torchrl.envs import TensorDictPrimer
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_lightning._modules import device_of
-from torchrl_lightning.collectors._faults import EnvironmentFault
-from torchrl_lightning.entries import path_of
+from torchrl_lightning.entries import Path, join, level_of, path_of
+from torchrl_lightning.environments.faults import EnvironmentFault
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Outputs = Mapping[NestedKey, Tensor]
@@ -149,3 +149,31 @@ def check_policy(policy: object) -> None:
             f"policy is a bare {type(policy).__name__}, which knows no TensorDict; wrap it in "
             "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
         )
+
+
+def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Tensor]:
+    """Call a policy and list what it wrote into what it was given, without keys that have a leading underscore."""
+    before = dict(_leaves(given))
+    written: object = policy(given)
+    if not isinstance(written, TensorDictBase):
+        raise TypeError(
+            f"The policy must return a TensorDict, got {type(written).__name__}; wrap it in "
+            "tensordict.nn.TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+        )
+    outputs: dict[NestedKey, Tensor] = {}
+    for path, value in _leaves(written):
+        if before.get(path) is value or any(name.startswith("_") for name in path):
+            continue
+        key = join((), path)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
+        outputs[key] = value
+    return outputs
+
+
+def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in level_of(data).items():
+        if isinstance(value, TensorDictBase):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning import segment_kernels
+from torchrl_lightning.kernels.compiled import copy_bytes, load, prefetch
 
 NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
 NO_FLAGS = np.empty((0, 0), np.bool_)
@@ -87,12 +87,12 @@ def write_steps(
             source += skipped * count * size
             while left > 0:
                 rows = min(left, length - slot)
-                segment_kernels.copy_bytes(target + slot * count * size, source, rows * count * size)
+                copy_bytes(target + slot * count * size, source, rows * count * size)
                 source += rows * count * size
                 slot, left = 0, left - rows
         else:
             for row in range(skipped * count, steps * count):
-                segment_kernels.copy_bytes(target + cells[row] * size, source + row * size, size)
+                copy_bytes(target + cells[row] * size, source + row * size, size)
     for i in range(count):
         positions[ids[i]] += steps
     counters[0] += steps * count
@@ -118,25 +118,25 @@ def gather(targets: Any, leaves: Any, middle: int, cells: int, after: int, count
         if leaf == 0 or (leaf == middle and after != cells):
             numbers = cells if leaf < middle else after
             for i in range(count):
-                index[i] = segment_kernels.load(numbers + 8 * i)
+                index[i] = load(numbers + 8 * i)
                 if index[i] < 0 or index[i] >= limit:
                     return i
         target, (source, size) = targets[leaf], leaves[leaf]
         # A copy of a known size is one instruction.
         if size == 1:
             for i in range(count):
-                segment_kernels.copy_bytes(target + i, source + index[i], 1)
+                copy_bytes(target + i, source + index[i], 1)
         elif size == 4:
             for i in range(count):
-                segment_kernels.copy_bytes(target + i * 4, source + index[i] * 4, 4)
+                copy_bytes(target + i * 4, source + index[i] * 4, 4)
         elif size == 8:
             for i in range(count):
-                segment_kernels.copy_bytes(target + i * 8, source + index[i] * 8, 8)
+                copy_bytes(target + i * 8, source + index[i] * 8, 8)
         else:
             for i in range(count):
                 if i + AHEAD < count:
                     ahead = source + index[i + AHEAD] * size
                     for line in range(ahead, ahead + min(size, 4 * LINE), LINE):
-                        segment_kernels.prefetch(line)
-                segment_kernels.copy_bytes(target + i * size, source + index[i] * size, size)
+                        prefetch(line)
+                copy_bytes(target + i * size, source + index[i] * size, size)
     return -1

@@ -15,18 +15,13 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchrl_lightning import segment_kernels
+from torchrl_lightning.kernels import segments
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.indices import integers
+from torchrl_lightning.kernels.memory import allocate
+from torchrl_lightning.kernels.scan import runs_on_numba
+from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.scan import runs_on_numba
-from torchrl_lightning.segment_kernels import (
-    OPERATIONS,
-    allocate,
-    assign_torch,
-    descend_torch,
-    integers,
-    jitted,
-    reduce_pairs,
-)
 from torchrl_lightning.state import check_state, same, tensor
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
@@ -211,7 +206,7 @@ class SegmentTree:
             return
         kind = self._width, self.capacity, self._code
         if self._compiled:
-            kernel, nodes = jitted(segment_kernels.assign), self._nodes.numpy()
+            kernel, nodes = jitted(segments.assign), self._nodes.numpy()
             place, change = kernel(nodes, *kind, index.numpy(), values.numpy(), self._largest)
         else:
             place, change = assign_torch(self._nodes, *kind, index, values, self._largest)
@@ -383,7 +378,7 @@ class SumSegmentTree(_NamedTree):
         if not self._compiled:
             return descend_torch(self._nodes, self._width, thresholds)
         found = torch.empty(thresholds.shape, dtype=torch.int64)
-        jitted(segment_kernels.descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
+        jitted(segments.descend)(self._nodes.numpy(), self._width, thresholds.numpy(), found.numpy())
         return found
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning import segment_kernels
+from torchrl_lightning.kernels.compiled import prefetch
+from torchrl_lightning.kernels.segments import LEVELS, SUM, climb, descend
 
 NOTHING = np.empty(0, np.int32)
 
@@ -57,10 +58,10 @@ def write(
         change += int(leaf != 0.0) - int(nodes[width + cell] != 0.0)
         nodes[width + cell] = leaf
         last = max(last, cell)
-        parent = (width + cell) >> segment_kernels.LEVELS
+        parent = (width + cell) >> LEVELS
         size += int(parent != above)
         pending[size - 1] = above = parent
-    segment_kernels.climb(nodes, width, segment_kernels.SUM, pending, size)
+    climb(nodes, width, SUM, pending, size)
     return -1, fresh, change, largest, last
 
 
@@ -100,10 +101,10 @@ def draw(
     scale = total / count if stratified else total
     for i in range(count):
         mass[i] = (mass[i] + i if stratified else mass[i]) * scale
-    segment_kernels.descend(nodes, width, mass, cells[:count])
+    descend(nodes, width, mass, cells[:count])
     for i in range(count):
-        segment_kernels.prefetch(generations.ctypes.data + cells[i] * generations.itemsize)
-        segment_kernels.prefetch(priorities.ctypes.data + cells[i] * priorities.itemsize)
+        prefetch(generations.ctypes.data + cells[i] * generations.itemsize)
+        prefetch(priorities.ctypes.data + cells[i] * priorities.itemsize)
     lowest = np.inf
     for i in range(count):
         leaf = nodes[width + cells[i]]

@@ -14,8 +14,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation, RepeatAction, TimeLimit
 
-from torchrl_lightning.collectors.frame_stack import FrameStack
-from torchrl_lightning.collectors.rename import RenameObservation, check_rename
+from torchrl_lightning.environments.frame_stack import FrameStack
+from torchrl_lightning.environments.rename import RenameObservation, check_rename
 from torchrl_lightning.settings import Count, Positive, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
@@ -159,7 +159,7 @@ class EnvironmentRecipe(Settings, Nameable):
 
     def _around_torchrl(self, env: Any) -> Any:
         # Imported here: a process that only steps Gymnasium's environments needs no torch.
-        from torchrl_lightning.collectors.torchrl_recipe import transformed
+        from torchrl_lightning.environments.torchrl_recipe import transformed
 
         apart = ("id", "env_kwargs", "wrappers", "vectorization")
         wrappers = {

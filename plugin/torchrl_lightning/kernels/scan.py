@@ -16,7 +16,6 @@ a small rollout.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -24,50 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.scan_rows import block_of, floats_at, scan_rows
+
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
 
-ELEMENTS = 1024  # of a kernel's block, or one row where that is longer
 BLOCK = 8  # time steps in a block of the two-level scan
 SHORT = 16  # up to here a loop over time is faster than two levels
 
 BOOL = torch.bool
 LIKE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 """The types that the kernels are compiled for; the array tells a kernel which one its addresses point to."""
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel with numba, once per process and cached on disk, without importing numba before it is needed."""
-    import numba
-
-    try:
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
-    except RuntimeError:  # numba finds no folder that it may write its cache to
-        return numba.njit(function, nogil=True, error_model="numpy")
-
-
-@functools.cache
-def row_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel that calls the functions below that are made for kernels, such as :func:`scan_rows`."""
-    # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
-    globals().update(_intrinsics())
-    function.__globals__.update({callee.__name__: compiled(callee) for callee in _CALLEES})
-    return compiled(function)
-
-
-@functools.cache
-def _intrinsics() -> dict[str, Any]:
-    from numba import carray, types  # type: ignore[attr-defined]
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def pointer(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.voidptr(types.intp), generate
-
-    return {"carray": carray, "pointer": pointer}
 
 
 def runs_on_numba(x: Tensor, *others: Tensor) -> bool:
@@ -203,61 +169,10 @@ def _expand(name: str, value: float | Tensor, like: Tensor) -> Tensor:
 def run_rows(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], *factors: float) -> Any:
     """Call a compiled kernel with the addresses of plain tensors, their time steps, size and type, and the factors."""
     x = tensors[0]
-    return row_kernel(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), LIKE[x.dtype], *factors)
+    return jitted(kernel)(*map(Tensor.data_ptr, tensors), x.shape[0], x.numel(), LIKE[x.dtype], *factors)
 
 
 # ----------------------------------------------------------------------------------------------------------- numba
-
-
-carray: Any = None  # these two are numba's once a kernel is compiled
-pointer: Any = None
-
-
-def floats_at(address: int, low: int, high: int, like: Any) -> Any:
-    """View the numbers from ``low`` to ``high`` of an array of the type of ``like``."""
-    return carray(pointer(address + low * like.itemsize), (high - low,), like.dtype)
-
-
-def bools_at(address: int, low: int, high: int) -> Any:
-    """View the flags from ``low`` to ``high`` of an array of bool."""
-    return carray(pointer(address + low), (high - low,), np.bool_)
-
-
-def block_of(steps: int, size: int) -> tuple[int, int]:
-    """Return the length of a row and of a block of whole rows, in elements; at least 1, so that one can step by it."""
-    width = size // max(1, steps)
-    return width, max(1, width, ELEMENTS - ELEMENTS % max(1, width))
-
-
-def row_is_finite(row: Any) -> bool:
-    """Return whether a recurrence that only multiplies has met neither NaN nor infinity: either reaches this row."""
-    zero = row.dtype.type(0.0)
-    check = zero
-    for i in range(len(row)):
-        check += row[i] * zero
-    return bool(check == zero)
-
-
-def scan_rows(y: Any, c: Any, carry: Any, width: int, reverse: bool) -> None:
-    """Run ``y[t] += c[t] * y[t+1]`` in place over flat rows of ``width``; ``carry`` is the row before the first."""
-    rows = len(y) // width
-    if width == 1:  # a chain that never leaves its register
-        previous = carry[0]
-        for k in range(rows):
-            t = rows - 1 - k if reverse else k
-            previous = y[t] + c[t] * previous
-            y[t] = previous
-        return
-    before = carry
-    for k in range(rows):
-        start = (rows - 1 - k if reverse else k) * width
-        y_t, c_t = y[start : start + width], c[start : start + width]
-        for n in range(width):
-            y_t[n] += c_t[n] * before[n]
-        before = y_t
-
-
-_CALLEES = (floats_at, bools_at, block_of, scan_rows, row_is_finite)
 
 
 def _run_numba(x: Tensor, c: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:

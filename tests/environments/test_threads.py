@@ -6,7 +6,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
 from kit.torchrl_envs import Walk
 from torchrl_lightning import EnvironmentRecipe
-from torchrl_lightning.collectors import close_environment, make_environment
+from torchrl_lightning.environments import close_environment, make_environment
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 

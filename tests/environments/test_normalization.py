@@ -8,7 +8,7 @@ from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 
 from torchrl_lightning import EnvironmentSpecs, GymnasiumCollector
-from torchrl_lightning.collectors.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
+from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.moments import Moments
 
 SPECS = EnvironmentSpecs(

@@ -15,12 +15,13 @@ from torch.distributions import Distribution
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
 from torchrl_lightning._compat import new_tensordict, put_entry
-from torchrl_lightning.collectors._loop import policy_outputs
-from torchrl_lightning.collectors._policy import Outputs, Policy, bare_call
-from torchrl_lightning.collectors.specs import EnvironmentSpecs
 from torchrl_lightning.entries import level_of, nested_key, path_of
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
+from torchrl_lightning.environments.specs import EnvironmentSpecs
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.scan import LIKE
+from torchrl_lightning.kernels.scan_rows import floats_at
 from torchrl_lightning.moments import Moments
-from torchrl_lightning.scan import LIKE, floats_at, row_kernel
 from torchrl_lightning.state import check_state, number, same, sequence
 
 EPSILON = 1e-8
@@ -164,7 +165,7 @@ def _scale_into(out: Tensor, value: Tensor, mean: Tensor, factor: Tensor, clip: 
         width = mean.numel()
         rows = value.numel() // width if width else 0
         addresses = value.data_ptr(), out.data_ptr(), mean.data_ptr(), factor.data_ptr()
-        row_kernel(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
+        jitted(_scale_rows)(*addresses, rows, width, LIKE[value.dtype], LIKE[torch.float32], clip)
     else:
         out.copy_(torch.sub(value, mean).mul_(factor).clamp_(-clip, clip))
 

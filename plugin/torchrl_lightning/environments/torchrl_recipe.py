@@ -18,10 +18,10 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from torchrl_lightning.collectors.frame_stack import channels_are_last
-from torchrl_lightning.collectors.rename import WITHIN, new_names
-from torchrl_lightning.collectors.specs import layers, torchrl_specs
-from torchrl_lightning.collectors.threads import close_environment, note_threads
+from torchrl_lightning.environments.frame_stack import channels_are_last
+from torchrl_lightning.environments.rename import WITHIN, new_names
+from torchrl_lightning.environments.specs import layers, torchrl_specs
+from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.keys import NEXT
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.scan import compiled
+from torchrl_lightning.kernels.compiled import prefetch
+from torchrl_lightning.kernels.indices import last_of_each
 
 SUM, MIN, MAX = 0, 1, 2
 OPERATIONS = {"sum": (SUM, 0.0), "min": (MIN, math.inf), "max": (MAX, -math.inf)}
@@ -22,7 +22,6 @@ LEVELS, FAN = 3, 8
 """The compiled walks keep only every third level above the leaves (and the first ones below the root): the eight nodes
 below a kept one share a cache line, so that computing the sums between is faster than fetching them."""
 
-LINE = 64  # bytes of a cache line
 JUMP = 5  # levels that the torch search descends at a time: fewer, larger operations
 
 
@@ -134,99 +133,9 @@ def descend(nodes: Any, width: int, thresholds: Any, found: Any) -> None:
         found[i] -= width
 
 
-@functools.cache
-def _intrinsics() -> dict[str, Any]:
-    from llvmlite import ir
-    from numba import types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-
-    number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-
-    @intrinsic
-    def prefetch(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
-            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
-            # To read, into the nearest cache, data.
-            builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), number(0), number(3), number(1)])
-            return context.get_dummy_value()
-
-        return types.void(types.intp), generate
-
-    @intrinsic
-    def copy_bytes(_: Any, target: Any, source: Any, size: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            there, here = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
-            cgutils.raw_memcpy(builder, there, here, arguments[2], 1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp, types.intp), generate
-
-    @intrinsic
-    def load(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
-
-        return types.int64(types.intp), generate
-
-    return {"prefetch": prefetch, "copy_bytes": copy_bytes, "load": load}
-
-
-# These are numba's once a kernel is compiled:
-prefetch: Any = None  # of an address: asks for its cache line without waiting for it, whatever the address
-copy_bytes: Any = None  # of two addresses, to and from, and a size
-load: Any = None  # of an address: the int64 that lies there
-
-_CALLEES = {"climb": climb, "descend": descend}
-
-
-@functools.cache
-def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a kernel that may call those of this module, without importing numba before it is needed."""
-    # numba resolves what a kernel calls when it compiles it, and wants compiled functions there.
-    globals().update(_intrinsics())
-    globals().update({name: compiled(callee) for name, callee in _CALLEES.items()})
-    return compiled(_CALLEES.get(function.__name__, function))
-
-
-def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Reserve uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
-
-    It begins with a cache line.
-    """
-    if torch.device(device).type != "cpu":
-        return torch.empty(size, dtype=dtype, device=device)
-    raw = np.empty(size * dtype.itemsize + LINE, np.uint8)
-    begin = -raw.ctypes.data % LINE
-    return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
-
-
 def reduce_pairs(code: int, below: Tensor, out: Tensor) -> None:
     """Compute one whole level from the one below it."""
     _PAIRWISE[code](below[0::2], below[1::2], out=out)
-
-
-def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
-    """Read integers of any shape as int64; an empty list is allowed.
-
-    Raises:
-        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
-    """
-    try:
-        found = torch.as_tensor(value, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be integers, got {value!r}.") from error
-    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
-        raise TypeError(f"{name} must be integers, got {found.dtype}.")
-    return found.to(torch.int64)
-
-
-def last_of_each(index: Tensor) -> Tensor:
-    """Return the places of the last occurrence of each distinct index."""
-    unique, inverse = torch.unique(index, return_inverse=True)
-    places = torch.arange(index.numel(), device=index.device)
-    return torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax", include_self=False)
 
 
 def assign_torch(

@@ -14,7 +14,7 @@ from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 
 from kit.images import ImageAlone, Mission
 from torchrl_lightning import EnvironmentRecipe, make_vector_env
-from torchrl_lightning.collectors.frame_stack import FrameStack
+from torchrl_lightning.environments.frame_stack import FrameStack
 
 
 def play(env: Any, steps: int = 3) -> list[Any]:

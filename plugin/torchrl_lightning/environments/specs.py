@@ -17,8 +17,8 @@ from torchrl.data.utils import numpy_to_torch_dtype_dict
 from torchrl.envs import EnvBase, GymWrapper, Transform, TransformedEnv, transforms
 from torchrl.envs.batched_envs import BatchedEnvBase
 
-from torchrl_lightning.collectors.threads import close_environment, note_threads
 from torchrl_lightning.entries import Path, join, path_of
+from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.keys import BOOKKEEPING, DEMO, check_observed
 
 COUNTERS = (

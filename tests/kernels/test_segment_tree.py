@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kit.golden import arrays
 from kit.seeds import generator
 from kit.statistics import chi_square
-from torchrl_lightning.segment_kernels import last_of_each
-from torchrl_lightning.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
+from torchrl_lightning.kernels.indices import last_of_each
+from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 
 KINDS = (SumSegmentTree, MaxSegmentTree, MinSegmentTree)
 BACKENDS = ("numba", "torch")

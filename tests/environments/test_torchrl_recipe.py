@@ -12,7 +12,7 @@ from torchrl.envs import GymWrapper, RewardScaling, SerialEnv, StepCounter
 from kit.images import ImageAlone, Mission
 from kit.torchrl_envs import Walk, still
 from torchrl_lightning import EnvironmentRecipe, environment_specs
-from torchrl_lightning.collectors import make_environment
+from torchrl_lightning.environments import make_environment
 
 CART_POLE = {"_target_": "torchrl.envs.GymEnv", "env_name": "CartPole-v1", "categorical_action_encoding": True}
 SCALED = {"_target_": "torchrl.envs.RewardScaling", "loc": 0.0, "scale": 0.5}

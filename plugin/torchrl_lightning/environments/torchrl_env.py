@@ -24,10 +24,10 @@ from torchrl.envs import (
     VecNormV2,
 )
 
-from torchrl_lightning.collectors._policy import recurrent_primers, rows_as
-from torchrl_lightning.collectors.specs import flat, layers
-from torchrl_lightning.collectors.threads import close_environment, note_threads
-from torchrl_lightning.collectors.vector_env import (
+from torchrl_lightning.environments.policies import recurrent_primers, rows_as
+from torchrl_lightning.environments.specs import flat, layers
+from torchrl_lightning.environments.threads import close_environment, note_threads
+from torchrl_lightning.environments.vector_env import (
     NoGymnasiumEnvironmentError,
     make_vector_env,
     vectorization_of,

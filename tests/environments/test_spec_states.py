@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from torchrl.data import Composite, MultiOneHot
 
-from torchrl_lightning.collectors.specs import space_to_spec, spec_from_state, spec_state
+from torchrl_lightning.environments.specs import space_to_spec, spec_from_state, spec_state
 
 SPACES = [
     spaces.Box(-np.inf, np.inf, (3,), np.float32),

@@ -1,0 +1,108 @@
+"""The one way to compile a kernel.
+
+A kernel is a plain function. What it calls, of ours, is compiled with it, and numba's own functions have a name here:
+numba is imported when the first kernel is needed and not before, which takes half a second.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+PACKAGE = __name__.partition(".")[0]
+
+
+@functools.cache
+def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel with what it calls, once per process and cached on disk.
+
+    Example:
+        >>> def double(x):
+        ...     return 2 * x
+        >>> jitted(double)(1.5)
+        3.0
+    """
+    import numba
+
+    assert isinstance(function, FunctionType)
+    known = function.__globals__
+    called = {name: _callee(known[name]) for name in function.__code__.co_names if name in known}
+    function = FunctionType(function.__code__, {**known, **called}, function.__name__, None, function.__closure__)
+    try:
+        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
+    except RuntimeError:  # numba finds no folder that it may write its cache to
+        return numba.njit(function, nogil=True, error_model="numpy")
+
+
+def _callee(value: Any) -> Any:
+    if isinstance(value, Intrinsic):
+        return _intrinsics()[value.name]
+    if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == PACKAGE:
+        return jitted(value)
+    return value
+
+
+class Intrinsic:
+    """The name of a function that only a compiled kernel can call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Refuse the call: Python cannot do what the processor does."""
+        raise TypeError(f"{self.name} is called by compiled kernels alone; call the kernel through jitted().")
+
+
+prefetch = Intrinsic("prefetch")  # of an address: asks for its cache line without waiting for it, whatever the address
+copy_bytes = Intrinsic("copy_bytes")  # of two addresses, to and from, and a size
+load = Intrinsic("load")  # of an address: the int64 that lies there
+pointer = Intrinsic("pointer")  # of an address, as what ``carray`` takes
+carray = Intrinsic("carray")  # of a pointer, a shape and a dtype: the array there
+
+
+@functools.cache
+def _intrinsics() -> dict[str, Any]:
+    from llvmlite import ir
+    from numba import carray, types  # type: ignore[attr-defined]
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+
+    @intrinsic
+    def prefetch(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
+            # To read, into the nearest cache, data.
+            builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), number(0), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    @intrinsic
+    def copy_bytes(_: Any, target: Any, source: Any, size: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            there, here = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
+            cgutils.raw_memcpy(builder, there, here, arguments[2], 1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.intp), generate
+
+    @intrinsic
+    def load(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+
+        return types.int64(types.intp), generate
+
+    @intrinsic
+    def pointer(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.voidptr(types.intp), generate
+
+    return {"prefetch": prefetch, "copy_bytes": copy_bytes, "load": load, "pointer": pointer, "carray": carray}

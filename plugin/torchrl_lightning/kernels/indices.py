@@ -1,0 +1,30 @@
+"""Indices as every part takes them: whole numbers, of which the last counts where one comes twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def integers(value: Any, name: str, device: torch.device | None = None) -> Tensor:
+    """Read integers of any shape as int64; an empty list is allowed.
+
+    Raises:
+        TypeError: they are fractions, flags or not numbers at all; the message begins with their name.
+    """
+    try:
+        found = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be integers, got {value!r}.") from error
+    if found.numel() and (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {found.dtype}.")
+    return found.to(torch.int64)
+
+
+def last_of_each(index: Tensor) -> Tensor:
+    """Return the places of the last occurrence of each distinct index."""
+    unique, inverse = torch.unique(index, return_inverse=True)
+    places = torch.arange(index.numel(), device=index.device)
+    return torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax", include_self=False)
