@@ -201,7 +201,21 @@ def first_failure(copy: Path, tests: list[str], work: Path, seconds: float = SEC
         import pytest
 
         files = dict.fromkeys(test.split("::")[0] for test in tests)
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.guard.chosen", *files]))
+        os._exit(
+            pytest.main(
+                [
+                    "-x",
+                    "-q",
+                    "-W",
+                    "ignore::pytest.PytestAssertRewriteWarning",
+                    "-p",
+                    "no:cacheprovider",
+                    "-p",
+                    "tests.guard.chosen",
+                    *files,
+                ]
+            )
+        )
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
