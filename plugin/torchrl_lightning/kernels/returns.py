@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_lightning.kernels.scan_rows import scan_rows
+
 
 def write_returns(
     cells: Any, rings: Any, episodes: Any, reward: Any, ends: Any, at_zero: bool, shift: int, factors: Any, out: Any
@@ -57,6 +59,3 @@ def write_returns(
             for f in range(features):
                 out[cell, f] = returns[k * features + f]
     return written
-
-
-scan_rows: Any = None  # that of scan.py, once this kernel is compiled
