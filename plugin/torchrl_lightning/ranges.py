@@ -68,11 +68,11 @@ def one_of(value: Any, name: str, options: Collection[Any]) -> Any:
     return value
 
 
-def optional(check: Check) -> Check:
+def optional(check: Callable[..., Any]) -> Callable[..., Any]:
     """Return a check that lets ``None`` pass; also of an entry of a saved state."""
 
-    def checked(value: Any, name: str) -> Any:
-        return None if value is None else check(value, name)
+    def checked(value: Any, name: str, *here: Any) -> Any:
+        return None if value is None else check(value, name, *here)
 
     return checked
 

@@ -258,7 +258,7 @@ def test_a_factory_takes_the_documented_order() -> None:
 
 def test_envs_of_the_documented_kind_are_attached() -> None:
     class Envs(type(make_vector_env("CartPole-v1", 1))):  # type: ignore[misc]
-        env_kwargs = {"frame_skip": 4}  # noqa: RUF012
+        env_kwargs = {"frame_skip": 4}
 
     env = make_vector_env("CartPole-v1", ENVS)
     env.__class__ = Envs

@@ -9,22 +9,39 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor
 
-from torchrl_lightning.environments.policies import Policy, check_policy, load_weights
+from torchrl_lightning.environments.policies import Policy, check_policy, dotted, load_weights
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.state import Check, check_state, flag, same, whole
+from torchrl_lightning.state import check_state, tensor, whole
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
-_STATE_VERSION = 1
+
+def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
+    return {dotted(key): value for key, value in states.items()}
 
 
-class CollectorBase:
+RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_replays")
+"""The entry of what goes on within a replay."""
+
+
+class CollectorBase(Stated):
     """A collector of ``frames_per_batch`` frames at a time, up to ``total_frames``; its subclasses collect them."""
 
-    _sizes: tuple[str, ...] = ("num_envs", "frames_per_batch")  # on which two collectors of a state must agree
-    _counters: tuple[str, ...] = ("frames", "_batches", "seed")  # that a state restores
+    OWNER, VERSION = "collector", 1
+    STATE = {
+        "num_envs": Fixed(),
+        "frames_per_batch": Fixed(),
+        "frames": Kept(whole()),
+        "batches": Kept(whole(), "_batches"),
+        "seed": Kept(whole()),
+    }
+    _replays = False  # whether there is a replay, which goes on where a restored collector does
+    _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
 
     def __init__(
         self,
@@ -109,28 +126,17 @@ class CollectorBase:
         """Close what is open; may be called any number of times. The arguments are those of TorchRL's collectors."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the seed: scalars only. Saving the policy's weights is up to the learner."""
-        names = (*self._sizes, *self._counters)
-        return {"schema_version": _STATE_VERSION, **{name.lstrip("_"): getattr(self, name) for name in names}}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which a ``state_dict`` was taken, with a reset (of all workers).
-
-        Raises:
-            ValueError: The state comes from a collector of other sizes, or from another version of this class.
-        """
-        check_state(state_dict, self._schema(), "collector", _STATE_VERSION)
-        for name in self._counters:
-            setattr(self, name, state_dict[name.lstrip("_")])
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Go on behind the batch after which a state was taken, with a reset (of all workers)."""
         self.reset()
+        super().put_state(values)
 
-    def _schema(self) -> dict[str, Check]:
-        schema = {name: same(getattr(self, name), "collector") for name in self._sizes}
-        for name in self._counters:
-            schema[name.lstrip("_")] = flag if isinstance(getattr(self, name), bool) else whole()
-        return schema
+    def _read_states(self, value: Any, name: str) -> dict[NestedKey, Tensor]:
+        schema = {dotted(key): tensor(state.dtype, *state.shape) for key, state in self._states.items()}
+        found = check_state(value, schema, f"collector's {name}")
+        return {key: found[dotted(key)] for key in self._states}
 
     def __repr__(self) -> str:
-        sizes = "".join(f", {name}={getattr(self, name)}" for name in (*self._sizes, "frames", "total_frames"))
+        names = "num_envs", "frames_per_batch", "frames", "total_frames"
+        sizes = "".join(f", {name}={getattr(self, name)}" for name in names)
         return f"{type(self).__name__}(env={self._env_source}{sizes})"

@@ -22,6 +22,8 @@ from torchrl_lightning.environments.policies import Policy, load_weights, policy
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.state import whole
+from torchrl_lightning.stated import Fixed, Kept
 
 
 class AsynchronousCollector(CollectorBase):
@@ -73,8 +75,7 @@ class AsynchronousCollector(CollectorBase):
         >>> collector.shutdown()
     """
 
-    _sizes = ("num_workers", *CollectorBase._sizes)
-    _counters = (*CollectorBase._counters, "policy_version")
+    STATE = {"num_workers": Fixed(), **CollectorBase.STATE, "policy_version": Kept(whole())}
 
     def __init__(
         self,

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.environments.played import Array, ReplaySource
-from torchrl_lightning.environments.policies import Policy, dotted, policy_device, recurrent_states
+from torchrl_lightning.environments.policies import Policy, policy_device, recurrent_states
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed, spawn_seeds
 from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.vector_env import check_env_source, make_vector_env, vectorization_of
-from torchrl_lightning.state import Check, check_state, tensor
+from torchrl_lightning.state import array, flag, whole
+from torchrl_lightning.stated import Kept
 
 
 class GymnasiumCollector(CollectorBase):
@@ -81,7 +82,13 @@ class GymnasiumCollector(CollectorBase):
         >>> collector.shutdown()
     """
 
-    _counters = (*CollectorBase._counters, "_trajectories", "_static_seed")
+    STATE = {
+        **CollectorBase.STATE,
+        "trajectories": Kept(whole(), "_trajectories"),
+        "static_seed": Kept(flag, "_static_seed"),
+        "trajectory_ids": Kept(array(torch.int64, "num_envs", low=0), "_ids", only="_replays"),
+        "recurrent_states": RECURRENT_STATES,
+    }
 
     def __init__(
         self,
@@ -116,11 +123,11 @@ class GymnasiumCollector(CollectorBase):
         self.device = None if device is None else torch.device(device)
         self.storing_device = self.device if storing_device is None else torch.device(storing_device)
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
-        self._replay = replay
+        self._replay, self._replays = replay, replay is not None
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
-        self._restored: dict[NestedKey, Tensor] | None = None  # recurrent states of what is resumed
+        self._restored: Mapping[NestedKey, Tensor] | None = None  # recurrent states of what is resumed
         self._static_seed = False
         self._loop: RolloutLoop | None = None
         self._evaluation = EvaluationMode(policy)
@@ -172,7 +179,7 @@ class GymnasiumCollector(CollectorBase):
         loop = self._built()
         memory = None if fresh else self._memory
         if memory is None:
-            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._replay is not None)
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._replays)
             self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
         parameter = self._parameter
@@ -220,41 +227,15 @@ class GymnasiumCollector(CollectorBase):
         """Reset every environment before the next batch."""
         self._needs_reset, self._restored = True, None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the seed, with ``replay`` also what goes on within it: tensors and scalars only."""
-        state = super().state_dict()
-        if self._replay is not None:
-            state["trajectory_ids"] = torch.from_numpy(self._ids.copy())
-            state["recurrent_states"] = {dotted(key): value.clone() for key, value in self._recurrent_states().items()}
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
-
-        What was replayed goes on where it was, recurrent states included, if its source is restored too.
-
-        Raises:
-            ValueError: The state comes from a collector of other sizes, or from another version of this class.
-        """
-        super().load_state_dict(state_dict)
-        if self._replay is not None:
-            states = state_dict["recurrent_states"]
-            self._restored = {key: states[dotted(key)].clone() for key in self._recurrent_states()}
-            self._ids = state_dict["trajectory_ids"].numpy().copy()
-
-    def _schema(self) -> dict[str, Check]:
-        schema = super()._schema()
-        if self._replay is not None:
-            states = self._recurrent_states()
-            shapes = {dotted(key): tensor(state.dtype, *state.shape) for key, state in states.items()}
-            schema["trajectory_ids"] = tensor(torch.int64, self.num_envs, low=0)
-            schema["recurrent_states"] = lambda state, name: check_state(state, shapes, f"collector's {name}")
-        return schema
-
-    def _recurrent_states(self) -> dict[NestedKey, Tensor]:
+    @property
+    def _states(self) -> Mapping[NestedKey, Tensor]:
         if self._restored is not None:
             return self._restored
         return recurrent_states(self.policy, self.num_envs) if self._loop is None else self._loop.recurrent
+
+    @_states.setter
+    def _states(self, states: Mapping[NestedKey, Tensor]) -> None:
+        self._restored = states
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, ``static_seed`` all alike, and return the seed of the last one; a reset follows."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +12,12 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning._modules import EvaluationMode
-from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
 from torchrl_lightning.environments.policies import (
     Policy,
     acted,
     check_finite,
-    dotted,
     policy_device,
     recurrent_states,
     rows_as,
@@ -33,7 +31,8 @@ from torchrl_lightning.environments.torchrl_env import (
     replaying_nothing_yet,
     with_bookkeeping,
 )
-from torchrl_lightning.state import Check, check_state, tensor
+from torchrl_lightning.state import tensor, whole
+from torchrl_lightning.stated import Kept
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector
@@ -72,7 +71,12 @@ class TorchRLCollector(CollectorBase):
         >>> collector.shutdown()
     """
 
-    _counters = (*CollectorBase._counters, "_trajectories")
+    STATE = {
+        **CollectorBase.STATE,
+        "trajectories": Kept(whole(), "_trajectories"),
+        "ended": Kept(tensor(torch.bool, "num_envs"), "_ended", only="_replays"),
+        "recurrent_states": RECURRENT_STATES,
+    }
 
     def __init__(
         self,
@@ -101,7 +105,8 @@ class TorchRLCollector(CollectorBase):
         self._replays = any(True for _ in replaying(env))
         self._going_on = GoingOn()
         # Where episodes ended, and recurrent states, after the last batch.
-        self._ended, self._states = torch.ones(self.num_envs, dtype=torch.bool), self._initial
+        self._ended = torch.ones(self.num_envs, dtype=torch.bool)
+        self._states = self._initial
 
     def rollout(self) -> TensorDict:
         """Collect one batch, even beyond ``total_frames``."""
@@ -206,35 +211,8 @@ class TorchRLCollector(CollectorBase):
         """Reset the environment before the next batch."""
         self._needs_reset, self._resumed = True, False
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on behind the batch after which a ``state_dict`` was taken, with a reset.
-
-        What was replayed goes on where it was, recurrent states included, if its source is restored too.
-
-        Raises:
-            ValueError: The state comes from a collector of other sizes, or from another version of this class.
-        """
-        super().load_state_dict(state_dict)
+    def _loaded(self) -> None:
         self._resumed = self._replays
-        if self._replays:
-            self._ended = state_dict["ended"].clone()
-            self._states = {key: state_dict["recurrent_states"][dotted(key)].clone() for key in self._initial}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the seed, also what goes on within a replay: tensors and scalars only."""
-        state = super().state_dict()
-        if self._replays:
-            state["ended"] = self._ended.clone()
-            state["recurrent_states"] = {dotted(key): value.clone() for key, value in self._states.items()}
-        return state
-
-    def _schema(self) -> dict[str, Check]:
-        schema = super()._schema()
-        if self._replays:
-            shapes = {dotted(key): tensor(value.dtype, *value.shape) for key, value in self._initial.items()}
-            schema["ended"] = tensor(torch.bool, self.num_envs)
-            schema["recurrent_states"] = lambda state, name: check_state(state, shapes, f"collector's {name}")
-        return schema
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment, and return the seed; a reset follows."""

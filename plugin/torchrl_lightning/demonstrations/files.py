@@ -22,7 +22,7 @@ from torchrl_lightning.files import DTYPES, replaced_files
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.seal import checksum
-from torchrl_lightning.state import anything, check_state, flag, mapping, whole, wrong
+from torchrl_lightning.state import Check, anything, check_state, flag, mapping, whole, wrong
 
 SUFFIXES = (".npz", ".safetensors")
 LIMIT = 1 << 30  # bytes
@@ -156,7 +156,7 @@ def _own_fields(data: bytes) -> dict[str, Any]:
     if isinstance(content, dict) and (written := content.pop(_SUM, None)) not in (None, checksum([content, tensors])):
         raise ValueError(f"it is damaged: its checksum is another than {written}, with which it was written")
     ends = dict.fromkeys(("terminated", "truncated"), optional(flag))
-    schema = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
+    schema: dict[str, Check] = {"frame_skip": whole(1), "is_human": flag, "value": anything, "metadata": _metadata}
     if isinstance(content, dict) and content.get("schema_version") == 1:
         content = {**content, **dict.fromkeys(ends), "schema_version": VERSION}
     check_state(content, {**schema, **ends}, _HEADER, VERSION)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.checks import check_tree
+from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.entries import nested_key, path_of, to_tensordict
@@ -21,9 +21,9 @@ from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, DEMO_SERIAL, REWARD
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.writer import time_major
-from torchrl_lightning.state import check_state, mapping, number, same, sequence, whole
+from torchrl_lightning.state import check_state, mapping, sequence, whole
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
-STATE_VERSION = 1
 OWN = -1  # in the place of a serial number, where the environment plays
 
 
@@ -35,7 +35,41 @@ class Replayed:
     value: float
 
 
-class DemonstrationMiner:
+@dataclass(frozen=True)
+class _Episode:
+    """What an environment plays: steps of its own, or those of the demonstration with this number."""
+
+    serial: int
+    value: float = -math.inf
+    parts: tuple[TensorDictBase, ...] = ()
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.serial != OWN
+
+    @property
+    def steps(self) -> TensorDictBase:
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def extended(self, steps: TensorDictBase, value: float) -> _Episode:
+        parts = self.parts if self.is_replayed else (*self.parts, steps)
+        return _Episode(self.serial, max(self.value, value), parts)
+
+    def kept(self) -> _Episode:
+        """Copy what is of the last rollout, whose memory may be written again."""
+        return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a miner's state holds of it, not copied."""
+        steps = self.steps.to_dict() if self.parts else None
+        return {"serial": self.serial, "value": lowest_as_none(self.value), "steps": steps}
+
+
+def _states(running: list[_Episode | None]) -> list[dict[str, Any] | None]:
+    return [None if episode is None else episode.state() for episode in running]
+
+
+class DemonstrationMiner(Stated):
     """Follow every environment's episodes over rollouts, and offer the finished ones to a writer.
 
     Each is offered with the largest value that the critic gave its states, in the order in which they end. Replayed
@@ -62,6 +96,13 @@ class DemonstrationMiner:
         >>> len(miner.writer.storage) > 0
         True
     """
+
+    OWNER, VERSION = "demonstration miner", 1
+    STATE = {
+        "num_envs": Fixed(),
+        "count": Kept(whole(), "_count"),
+        "running": Kept("_read_running", "_running", _states),
+    }
 
     def __init__(
         self,
@@ -159,77 +200,22 @@ class DemonstrationMiner:
     def _mined(self, episode: _Episode, last: TensorDictBase, ends: dict[str, Any]) -> Demonstration:
         return Demonstration(episode.steps, last, value=episode.value, frame_skip=self.frame_skip, **ends)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the episodes that are running: tensors and scalars only. Writer and storage have their own states."""
-        return {
-            "schema_version": STATE_VERSION,
-            "num_envs": self.num_envs,
-            "count": self._count,
-            "running": [episode and episode.state_dict() for episode in self._running],
-        }
+    def _read_running(self, value: Any, name: str) -> list[_Episode | None]:
+        if len(sequence(value, name)) != self.num_envs:
+            raise ValueError(f"The {self.OWNER} state follows {len(value)} of {self.num_envs} environments.")
+        return [each if each is None else self._read_episode(each) for each in value]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly.
-
-        Raises:
-            ValueError: Another version, number of environments or observation, or an entry that no state has.
-        """
-        self._running, self._count = self._checked(state_dict), state_dict["count"]
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        self._checked(state_dict)
-
-    def _checked(self, state: Mapping[str, Any]) -> list[_Episode | None]:
-        owner = "demonstration miner"
-        schema = {"num_envs": same(self.num_envs, owner), "count": whole(), "running": sequence}
-        check_state(state, schema, owner, STATE_VERSION)
-        if len(state["running"]) != self.num_envs:
-            raise ValueError(f"The {owner} state follows {len(state['running'])} of {self.num_envs} environments.")
-        return [each if each is None else self._episode(each, owner) for each in state["running"]]
-
-    def _episode(self, state: Any, owner: str) -> _Episode:
-        schema = {"serial": whole(OWN), "value": optional(number()), "steps": optional(mapping)}
-        check_state(state, schema, owner)
-        value = -math.inf if state["value"] is None else float(state["value"])
-        if state["serial"] != OWN or state["steps"] is None:
-            return _Episode(state["serial"], value)
-        check_tree(state["steps"], torch.Size([]), owner)
-        begun = Demonstration(to_tensordict(state["steps"], torch.Size([])), name="of a running episode")
+    def _read_episode(self, state: Any) -> _Episode:
+        schema = {"serial": whole(OWN), "value": none_as_lowest, "steps": optional(mapping)}
+        serial, value, steps = check_state(state, schema, self.OWNER).values()
+        if serial != OWN or steps is None:
+            return _Episode(serial, value)
+        check_tree(steps, torch.Size([]), self.OWNER)
+        begun = Demonstration(to_tensordict(steps, torch.Size([])), name="of a running episode")
         wanted = ["observation"] if self.specs is None else self.specs.keys
         if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in wanted}:
-            raise ValueError(f"The {owner} state observes {begun.observation_keys}, this {owner} {wanted}.")
+            raise ValueError(f"The {self.OWNER} state observes {begun.observation_keys}, this {self.OWNER} {wanted}.")
         return _Episode(OWN, value, (begun.steps.clone(),))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs}, {self._count} episodes offered, {self.writer})"
-
-
-@dataclass(frozen=True)
-class _Episode:
-    """What an environment plays: steps of its own, or those of the demonstration with this number."""
-
-    serial: int
-    value: float = -math.inf
-    parts: tuple[TensorDictBase, ...] = ()
-
-    @property
-    def is_replayed(self) -> bool:
-        return self.serial != OWN
-
-    @property
-    def steps(self) -> TensorDictBase:
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-
-    def extended(self, steps: TensorDictBase, value: float) -> _Episode:
-        parts = self.parts if self.is_replayed else (*self.parts, steps)
-        return _Episode(self.serial, max(self.value, value), parts)
-
-    def kept(self) -> _Episode:
-        """Copy what is of the last rollout, whose memory may be written again."""
-        return replace(self, parts=(*self.parts[:-1], *(part.clone() for part in self.parts[-1:])))
-
-    def state_dict(self) -> dict[str, Any]:
-        value = None if self.value == -math.inf else self.value
-        steps = self.steps.clone().to_dict() if self.parts else None
-        return {"serial": self.serial, "value": value, "steps": steps}

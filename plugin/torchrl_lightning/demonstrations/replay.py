@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,13 +11,13 @@ from numpy.typing import NDArray
 
 from torchrl_lightning.demonstrations.players import Cast, Player
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
-from torchrl_lightning.demonstrations.storage import DemonstrationStorage, from_state, state_of
+from torchrl_lightning.demonstrations.states import from_state, state_of
+from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.state import check_state, mapping, same, sequence, whole
-
-STATE_VERSION = 1
+from torchrl_lightning.state import check_state, mapping, sequence, whole
+from torchrl_lightning.stated import Fixed, Kept, Nested, Stated
 
 End = Literal["recorded", "terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
@@ -26,7 +25,7 @@ _ENDS = {"recorded": None, "terminated": (True, False), "truncated": (False, Tru
 Array = NDArray[Any]
 
 
-class DemonstrationReplay:
+class DemonstrationReplay(Stated):
     """Replay demonstrations in the collectors of Gymnasium's environments, as their ``replay``.
 
     In a TorchRL environment, a :class:`~torchrl_lightning.DemonstrationReplayTransform` replays them.
@@ -62,6 +61,9 @@ class DemonstrationReplay:
         >>> rollout["action"].tolist(), rollout["next", "reward"].flatten().tolist()
         ([[0, 1, 1, 0, 1, 1]], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     """
+
+    OWNER, VERSION = "demonstration replay", 1
+    STATE = {"num_envs": Fixed(), "playing": Kept("_read_positions", "_positions"), "sampler": Nested()}
 
     def __init__(
         self,
@@ -183,58 +185,34 @@ class DemonstrationReplay:
         self.storage.replace(reward, value, news.successes, news.annealed)
         vars(self.sampler).update(news.options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is being played and where, and the sampler's state: tensors and scalars only.
-
-        The storage has a state of its own; what is being played may not be kept there any more.
-        """
-        playing = [
+    @property
+    def _positions(self) -> list[dict[str, Any]]:
+        """What is being played and where, as states hold it; it may not be kept in the storage any more."""
+        return [
             {"env": env, "position": self._now - player.began, "demonstration": state_of(player.demonstration)}
             for env, player in sorted(self._running.items())
         ]
-        return {
-            "schema_version": STATE_VERSION,
-            "num_envs": self.num_envs,
-            "playing": playing,
-            "sampler": self.sampler.state_dict(),
-        }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: the next call returns the steps that would have come next.
-
-        Raises:
-            ValueError: Another version or number of environments, no state of the sampler, a position that is not
-                within its demonstration, or demonstrations of different environments; nothing was changed.
-        """
-        running = self._checked(state_dict)
-        self.sampler.load_state_dict(state_dict["sampler"])
+    @_positions.setter
+    def _positions(self, running: dict[int, Player]) -> None:
         self._running, self._cast, self._now = running, None, 0
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        self._checked(state_dict)
-
-    def _checked(self, state: Mapping[str, Any]) -> dict[int, Player]:
-        owner = "demonstration replay"
-        schema = {"num_envs": same(self.num_envs, owner), "playing": sequence, "sampler": mapping}
-        check_state(state, schema, owner, STATE_VERSION)
-        self.sampler.check_state(state["sampler"])
+    def _read_positions(self, value: Any, name: str) -> dict[int, Player]:
         running: dict[int, Player] = {}
-        for entry in state["playing"]:
-            of_one = {"env": whole(0, self.num_envs - 1), "position": whole(), "demonstration": mapping}
-            check_state(entry, of_one, owner)
-            player = Player(from_state(entry["demonstration"]), self.frame_stack, -entry["position"])
+        schema = {"env": whole(0, self.num_envs - 1), "position": whole(), "demonstration": mapping}
+        for entry in sequence(value, name):
+            env, position, demonstration = check_state(entry, schema, self.OWNER).values()
+            player = running[env] = Player(from_state(demonstration), self.frame_stack, -position)
             if player.left(0) < 1:
                 raise ValueError(
-                    f"The {owner} state is at position {entry['position']} of demonstration "
+                    f"The {self.OWNER} state is at position {position} of demonstration "
                     f"{player.demonstration.name!r}, which has {player.length} steps."
                 )
-            running[entry["env"]] = player
         for first, other in pairwise(running.values()):
             if other.shapes != first.shapes:
                 raise ValueError(
-                    f"The {owner} state plays {other.demonstration.name!r}, whose steps are {other.shapes}, beside "
-                    f"{first.demonstration.name!r}, whose steps are {first.shapes}."
+                    f"The {self.OWNER} state plays {other.demonstration.name!r}, whose steps are {other.shapes}, "
+                    f"beside {first.demonstration.name!r}, whose steps are {first.shapes}."
                 )
         return running
 

@@ -12,13 +12,11 @@ from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.parts import OwnGenerator
 from torchrl_lightning.ranges import fraction, not_negative
-from torchrl_lightning.state import check_state, number
-from torchrl_lightning.state import generator as generator_state
-
-STATE_VERSION = 1
+from torchrl_lightning.state import number
+from torchrl_lightning.stated import Drawn, Kept, Stated
 
 
-class DemonstrationSampler(OwnGenerator):
+class DemonstrationSampler(Stated, OwnGenerator):
     """Draw, where an episode begins, what is replayed in its place.
 
     It is no TorchRL sampler: those draw batches of cells, this one draws whether there is a demonstration at all.
@@ -41,6 +39,9 @@ class DemonstrationSampler(OwnGenerator):
         >>> sampler.probabilities(storage), sampler.draw(storage)
         ((0.1, 0.3), None)
     """
+
+    OWNER, VERSION = "demonstration sampler", 1
+    STATE = {"rho": Kept(number(0)), "phi": Kept(number(0)), "alpha": Kept(number(0)), "generator": Drawn()}
 
     def __init__(
         self, rho: float = 0.1, phi: float = 0.3, alpha: float = 10, generator: torch.Generator | None = None
@@ -77,27 +78,8 @@ class DemonstrationSampler(OwnGenerator):
         upto = value_probabilities([each.value for each in kept], self.alpha).cumsum(0)
         return kept[int(torch.searchsorted(upto, place * upto[-1], right=True).clamp(max=len(kept) - 1))]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return options and generator: tensors and scalars only."""
-        options = {"rho": self.rho, "phi": self.phi, "alpha": self.alpha}
-        return {"schema_version": STATE_VERSION, **options, "generator": self.generator.get_state().clone()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: the next draw is the one that would have come next.
-
-        Raises:
-            ValueError: Another version, a missing entry, probabilities out of range, or no generator state.
-        """
-        self.check_state(state_dict)
-        self.generator.set_state(state_dict["generator"].cpu())
-        self.rho, self.phi, self.alpha = (state_dict[name] for name in ("rho", "phi", "alpha"))
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {name: number(0) for name in ("rho", "phi", "alpha")}
-        schema["generator"] = generator_state(self.generator.device)
-        check_state(state_dict, schema, "demonstration sampler", STATE_VERSION)
-        _checked(*(state_dict[name] for name in ("rho", "phi", "alpha")))
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        _checked(values["rho"], values["phi"], values["alpha"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rho={self.rho}, phi={self.phi}, alpha={self.alpha})"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
+from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.ranges import boolean, optional
-from torchrl_lightning.state import check_state, number, same
-
-STATE_VERSION = 1
+from torchrl_lightning.ranges import boolean
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
 
-class DemonstrationWriter:
+class DemonstrationWriter(Stated):
     """Offer episodes to a :class:`DemonstrationStorage`.
 
     An episode of the agent whose return reaches the threshold is a success and goes to ``D_R``; if its return is higher
@@ -55,6 +54,13 @@ class DemonstrationWriter:
         >>> storage.reward_demonstrations[0].length, storage.annealed
         (2, 0.5)
     """
+
+    OWNER, VERSION = "demonstration writer", 1
+    STATE = {
+        "threshold": Kept(none_as_lowest, form=lowest_as_none),
+        "annealing": Fixed("annealing.schedule"),
+        "value_capacity": Fixed("annealing.value_capacity"),
+    }
 
     def __init__(
         self,
@@ -178,34 +184,6 @@ class DemonstrationWriter:
     def _raise_threshold(self) -> None:
         returns = [each.total_reward for each in self.storage.reward_demonstrations]
         self.threshold = max(self.threshold, min(returns, default=-math.inf))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the threshold, and how it anneals; the storage has a state of its own."""
-        return {
-            "schema_version": STATE_VERSION,
-            "threshold": None if self.threshold == -math.inf else self.threshold,
-            "annealing": self.annealing.schedule,
-            "value_capacity": self.annealing.value_capacity,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly.
-
-        Raises:
-            ValueError: Another version, annealing or value capacity, or no threshold.
-        """
-        self.check_state(state_dict)
-        threshold = state_dict["threshold"]
-        self.threshold = -math.inf if threshold is None else float(threshold)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {
-            "threshold": optional(number()),
-            "annealing": same(self.annealing.schedule, "demonstration writer"),
-            "value_capacity": same(self.annealing.value_capacity, "demonstration writer"),
-        }
-        check_state(state_dict, schema, "demonstration writer", STATE_VERSION)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(threshold={self.threshold}, {self.annealing})"

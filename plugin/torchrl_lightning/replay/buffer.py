@@ -40,7 +40,7 @@ from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, this_proce
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.state import check_state, generator, mapping, same, sequence, wrong
+from torchrl_lightning.state import Check, check_state, generator, mapping, same, sequence, wrong
 
 
 class ExperienceBuffer(BufferBase):
@@ -477,7 +477,7 @@ class ExperienceBuffer(BufferBase):
                 nothing is changed.
         """
         storage, sampler, writer = self.parts
-        schema = {
+        schema: dict[str, Check] = {
             **dict.fromkeys(("storage", "writer", "sampler", "transform"), mapping),
             "sampler_kind": same(type(sampler).__name__, "buffer", "sampler"),
             "generator": _generator_state,

@@ -1,0 +1,98 @@
+"""How demonstrations, and their values, stand in saved states."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_lightning.checks import check_tree
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.entries import to_tensordict
+from torchrl_lightning.ranges import optional
+from torchrl_lightning.state import NOWHERE, Here, check_state, flag, mapping, number, sequence, whole, wrong
+
+_OWNER = "demonstration"
+
+
+def state_of(demonstration: Demonstration) -> dict[str, Any]:
+    """Return what a demonstration holds: tensors, which are not copied, and scalars."""
+    last = demonstration.last_observation
+    return {
+        "steps": demonstration.steps.to_dict(),
+        "last_observation": None if last is None else last.to_dict(),
+        "is_human": demonstration.is_human,
+        "value": demonstration.value,
+        "frame_skip": demonstration.frame_skip,
+        "terminated": demonstration.terminated,
+        "truncated": demonstration.truncated,
+        "name": demonstration.name,
+        "metadata": dict(demonstration.metadata),
+        "serial": demonstration.serial,
+    }
+
+
+def states_of(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
+    """Return what each demonstration holds."""
+    return [state_of(each) for each in demonstrations]
+
+
+def from_state(state: Any) -> Demonstration:
+    """Return the demonstration of a state, copying it; a ValueError if it is none."""
+    ends = {"terminated": None, "truncated": None}  # earlier states do not say how it ended
+    return Demonstration(**check_state({**ends, **mapping(state, _OWNER)}, _SCHEMA, _OWNER))
+
+
+def from_states(value: Any, name: str, here: Here = NOWHERE) -> tuple[Demonstration, ...]:
+    """Expect what :func:`states_of` returned, and return the demonstrations, copied."""
+    return tuple(map(from_state, sequence(value, name)))
+
+
+def lowest_as_none(value: float) -> float | None:
+    """Return what states hold for a number that may be minus infinity."""
+    return None if value == -math.inf else value
+
+
+def none_as_lowest(value: Any, name: str, here: Here = NOWHERE) -> float:
+    """Expect what :func:`lowest_as_none` returned, and return the number."""
+    found: float = -math.inf if value is None else number()(value, name)
+    return found
+
+
+def _tree(value: Any, name: str, here: Here = NOWHERE) -> TensorDictBase:
+    check_tree(mapping(value, name), torch.Size([]), _OWNER)
+    return to_tensordict(value, torch.Size([])).clone()
+
+
+def _metadata(value: Any, name: str, here: Here = NOWHERE) -> dict[str, Any]:
+    return copy.deepcopy(dict(mapping(value, name)))
+
+
+def _real(value: Any, name: str, here: Here = NOWHERE) -> float:
+    if type(value) is not float or not value < math.inf:
+        raise wrong(value, name, "a number below infinity")
+    return value
+
+
+def _text(value: Any, name: str, here: Here = NOWHERE) -> str:
+    if type(value) is not str:
+        raise wrong(value, name, "a string")
+    return value
+
+
+_SCHEMA = {
+    "steps": _tree,
+    "last_observation": optional(_tree),
+    "is_human": flag,
+    "value": _real,
+    "frame_skip": whole(1),
+    "terminated": optional(flag),
+    "truncated": optional(flag),
+    "name": _text,
+    "metadata": _metadata,
+    "serial": whole(),
+}
