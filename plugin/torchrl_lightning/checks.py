@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_lightning.entries import Path, name_of
-from torchrl_lightning.state import described
+from torchrl_lightning.state import Check, described, mapping
+from torchrl_lightning.stated import Entry, saved
 
 
 def check_tree(data: Any, batch: torch.Size, owner: str, path: Path = ()) -> None:
@@ -38,3 +39,24 @@ def check_transform(transform: nn.Module, state: Mapping[str, Any], storage: Any
         copy.deepcopy(transform, {id(storage): storage}).load_state_dict(dict(state))
     except Exception as error:  # a transform may keep and refuse what it likes
         raise ValueError(f"The state does not fit this buffer's transform: {error}") from error
+
+
+class Transforms(Entry):
+    """Keep the state of TorchRL's transforms, which may read the ``storage`` of the part that has them."""
+
+    def save(self, part: Any, attribute: str, copy: bool) -> Any:
+        """Return the state of the transforms."""
+        return saved(dict(getattr(part, attribute).state_dict()), copy)
+
+    def check(self, part: Any, attribute: str) -> Check:
+        """Expect what the transforms take."""
+
+        def check(value: Any, name: str, here: Any) -> Any:
+            check_transform(getattr(part, attribute), mapping(value, name), part.storage)
+            return value
+
+        return check
+
+    def put(self, part: Any, attribute: str, value: Any) -> None:
+        """Let the transforms load their state."""
+        getattr(part, attribute).load_state_dict(value)

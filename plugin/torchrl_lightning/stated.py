@@ -2,13 +2,14 @@
 
 A part derives from :class:`Stated` and says in ``STATE`` what its state holds, in the order in which it is restored:
 
-===================== ==================================================================================================
+===================== ================================================================================================
 :class:`Kept`         an attribute as it is: a number, a flag, a tensor, an array; or what a check makes of its value
 :class:`Filled`       a tensor or array that is filled in place, because others hold it too
 :class:`Fixed`        what the part was built with; a state of another is refused
 :class:`Nested`       a part that is :class:`Stated` itself, or None
 :class:`Drawn`        a random generator
-===================== ==================================================================================================
+``checks.Transforms`` the transforms of a buffer
+===================== ================================================================================================
 
 Checks are those of :mod:`torchrl_lightning.state`. A bound in them is a number, the name of an attribute of the part,
 or a function of the part and of the state (whose earlier entries have been checked by then)::
