@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 from torch import Tensor, nn, tensor
 
-from torchrl_lightning.settings import Count, Positive, Settings, among, derived, setting
+from torchrl_lightning.settings import Count, Positive, Settings, among, derived, otherwise, setting
 
 
 class Rated(Settings, nn.Module):
@@ -141,3 +141,25 @@ def test_two_lines_of_settings_meet():
 def test_copies_have_the_same_settings(renewed):
     part = renewed(Part(nn.Linear(1, 1), kind="b"))
     assert (part.kind, part.double_q, part.network.in_features, float(part.weight)) == ("b", True, 1, 1.0)
+
+
+class Layered(Settings):
+    layers: Annotated[list[int], otherwise(lambda: [8])] = setting(default=None, kw_only=False)
+    rate: Positive = 0.1
+
+
+class Fixed(Layered):
+    rate: Positive = derived()
+
+
+def test_none_stands_for_what_is_made_anew():
+    assert Layered().layers == Layered(None).layers == [8]
+    assert Layered().layers is not Layered().layers
+    assert Layered([2]).layers == [2]
+    assert Layered.__init__.__annotations__["layers"] == list[int] | None
+
+
+def test_a_setting_that_a_subclass_derives_is_none_of_its_own_any_more():
+    assert list(inspect.signature(Fixed).parameters) == ["layers"]
+    with pytest.raises(TypeError, match="rate"):
+        Fixed(rate=1.0)

@@ -40,6 +40,11 @@ def among(*options: Any) -> Check:
     return lambda value, name: one_of(value, name, options)
 
 
+def otherwise(make: Callable[[], Any]) -> Check:
+    """Return what puts a default that ``make`` builds in the place of None, for an annotation."""
+    return lambda value, name: make() if value is None else value
+
+
 @dataclass(frozen=True)
 class Setting:
     """A setting of a class: its type and default, what checks it, and the attribute that keeps it.
@@ -109,7 +114,7 @@ def setting(
 
 
 def derived(*, init: Literal[False] = False) -> Any:
-    """Declare an attribute that is no setting: what the object makes of them."""
+    """Declare an attribute that is no setting, also where a base has one: what the object makes of them."""
     return _Written(init=init)
 
 
@@ -145,10 +150,11 @@ class Settings:
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
         if issubclass(owner, Settings) and not hasattr(owner.__init__, _MADE):
             return  # a constructor of the subclass's own
-        found = _own_settings(cls)
-        for base in cls.__mro__[1:]:
-            for name, each in vars(base).get("settings_of_class", {}).items():
-                found.setdefault(name, each)
+        found, made = _own_settings(cls)
+        for base in cls.__bases__:
+            for name, each in getattr(base, "settings_of_class", {}).items():
+                if each.attribute not in made:
+                    found.setdefault(name, each)
         cls.settings_of_class = found
         cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
@@ -156,9 +162,13 @@ class Settings:
         """Do what is left once the settings are there; call ``super().__post_init__()`` first."""
 
 
-def _own_settings(cls: type) -> dict[str, Setting]:
-    """Return the settings that a class declares, and take them off it, where they would hide attributes of a base."""
+def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
+    """Return the settings that a class declares, and the attributes that are none.
+
+    All are taken off the class, where they would hide attributes of a base.
+    """
     found: dict[str, Setting] = {}
+    made = set[str]()
     for name, annotation in inspect.get_annotations(cls).items():
         if name not in vars(cls) or name.startswith("_") or str(annotation).startswith("ClassVar"):
             continue
@@ -168,7 +178,9 @@ def _own_settings(cls: type) -> dict[str, Setting]:
         if written.init:
             called, kind = written.alias or name, _meant(annotation, cls)
             found[called] = Setting(called, name, annotation, kind, written.default, written.make, written.kw_only)
-    return found
+        else:
+            made.add(name)
+    return found, made
 
 
 def _constructor(cls: type) -> Callable[..., None]:
@@ -193,7 +205,7 @@ def _constructor(cls: type) -> Callable[..., None]:
 
     __init__.__doc__ = "Take the settings."
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
-    __init__.__annotations__ = {name: _plain(each.kind) for name, each in settings.items()} | {"return": None}
+    __init__.__annotations__ = {name: _taken(each) for name, each in settings.items()} | {"return": None}
     vars(__init__).update(__signature__=signature, **{_MADE: True})
     return __init__
 
@@ -215,6 +227,12 @@ def _check_of(kind: Any) -> Check | None:
     if len(checks) != 1:
         return None
     return optional(checks[0]) if type(None) in members else checks[0]
+
+
+def _taken(each: Setting) -> Any:
+    """Return the type of what a setting may be given, which its default always may."""
+    kind = _plain(each.kind)
+    return kind | None if each.default is None else kind
 
 
 def _plain(kind: Any) -> Any:

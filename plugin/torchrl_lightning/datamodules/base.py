@@ -38,8 +38,8 @@ from torchrl_lightning.environments.origins import RowOrigins
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, state_of_rank
+from torchrl_lightning.settings import Count, Positive, Settings, setting
 from torchrl_lightning.state import check_state, mapping, sequence
 from torchrl_lightning.updates import UpdateBatches
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 STATE_VERSION = 2
 
 
-class ExperienceDataModule(L.LightningDataModule):
+class ExperienceDataModule(Settings, L.LightningDataModule):
     """Own the environment, the collector and the count of environment frames of a run.
 
     The LightningModule owns policy, losses and optimizers. It has a ``policy`` (a TensorDict module that writes the
@@ -88,47 +88,37 @@ class ExperienceDataModule(L.LightningDataModule):
         ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        num_envs: int = 8,
-        frames_per_batch: int = 1024,
-        total_frames: int = -1,
-        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
-        reset_at_each_batch: bool = False,
-        eval_env: Any = None,
-        eval_episodes: int = 10,
-        eval_num_envs: int = 10,
-        normalize_observation: bool | Sequence[NestedKey] = False,
-        normalize_reward: bool = False,
-        normalize_clip: float = 10.0,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_envs = integer(num_envs, "num_envs")
-        self.frames_per_batch = integer(frames_per_batch, "frames_per_batch")
-        self.eval_episodes = integer(eval_episodes, "eval_episodes")
-        self.eval_num_envs = min(integer(eval_num_envs, "eval_num_envs"), eval_episodes)
-        check_frames(frames_per_batch, num_envs, reset_at_each_batch)
-        self._environments = RunEnvironments(env, num_envs, eval_env)
-        self.env, self.eval_env = env, self._environments.eval_env
-        self.total_frames = total_frames
-        self.reset_at_each_batch = reset_at_each_batch
-        self.seed = seed
+    env: Any = setting(kw_only=False)
+    num_envs: Count = 8
+    frames_per_batch: Count = 1024
+    total_frames: int = -1
+    make_collector: Callable[..., Iterable[TensorDictBase]] | None = setting(default=None, alias="collector")
+    reset_at_each_batch: bool = False
+    eval_env: Any = None
+    eval_episodes: Count = 10
+    eval_num_envs: Count = 10
+    normalize_observation: bool | Sequence[NestedKey] = False
+    normalize_reward: bool = False
+    normalize_clip: Positive = 10.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_frames(self.frames_per_batch, self.num_envs, self.reset_at_each_batch)
+        self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)
+        self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.frames = 0
         self._replayed = ReplayedSteps()
         self.collector: Any = None
         self.buffer: Any = None
-        self._make_collector = collector
         self._stream: Iterator[TensorDictBase] | None = None
         self._until_closed = ExitStack()
         self._origins = RowOrigins(None)
         self._acting = EvaluationMode()
         self._restored: dict[str, Any] | None = None
         self._num_evaluations = 0
-        self._episodes = FinishedEpisodes(num_envs)
-        self._normalization = Normalization(normalize_observation, normalize_reward, normalize_clip)
+        self._episodes = FinishedEpisodes(self.num_envs)
+        self._normalization = Normalization(self.normalize_observation, self.normalize_reward, self.normalize_clip)
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the LightningModule reads
@@ -170,7 +160,7 @@ class ExperienceDataModule(L.LightningDataModule):
         if stage == "fit":
             self._own_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
-            if self._make_collector is None and trainer is not None:
+            if self.make_collector is None and trainer is not None:
                 self._warn_of(self._environments.check_evaluation())
 
     def train_dataloader(self) -> Batches:
@@ -286,9 +276,9 @@ class ExperienceDataModule(L.LightningDataModule):
             "action": f"{type(specs.action).__name__}{tuple(specs.action.shape)}",
             "num_envs": self.num_envs,
             "frames_per_batch": self.frames_per_batch,
-            "normalize_observation": self._normalization.observation,
-            "normalize_reward": self._normalization.reward,
-            "normalize_clip": self._normalization.clip,
+            "normalize_observation": self.normalize_observation,
+            "normalize_reward": self.normalize_reward,
+            "normalize_clip": float(self.normalize_clip),
         }
 
     def _rank_state(self) -> dict[str, Any]:
@@ -367,7 +357,7 @@ class ExperienceDataModule(L.LightningDataModule):
 
     def _own_collector_options(self) -> dict[str, Any]:
         """Return the arguments for the user's collector, if there is one."""
-        make, seed = self._make_collector, self._spawn_seed("collector")
+        make, seed = self.make_collector, self._spawn_seed("collector")
         return collector_options(make, seed, self.reset_at_each_batch, self.world_size) if make is not None else {}
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
@@ -384,9 +374,9 @@ class ExperienceDataModule(L.LightningDataModule):
             if self._restored is not None and "rng" not in self._restored:
                 # The run continues already; building a collector must not draw from its generator.
                 self._restored["rng"] = torch.get_rng_state()
-            env: Any = self._wrap_env(self._environments.built()) if self._make_collector is None else None
+            env: Any = self._wrap_env(self._environments.built()) if self.make_collector is None else None
             policy = self._of_raw(self._wrap_policy(policy))
-            if self._make_collector is None:
+            if self.make_collector is None:
                 frames, options = self.frames_per_batch, self._collector_options()
                 self.collector = (
                     TorchRLCollector(env, policy, frames_per_batch=frames, **options)
@@ -395,12 +385,12 @@ class ExperienceDataModule(L.LightningDataModule):
                 )
             else:
                 self._until_closed.enter_context(kept_threads())  # some of TorchRL's take threads of this process
-                self.collector = call_with_policy(self._make_collector, policy, **self._own_collector_options())
+                self.collector = call_with_policy(self.make_collector, policy, **self._own_collector_options())
             self._origins = RowOrigins(self.collector)
             # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
-            self._acting = EvaluationMode(policy if self._make_collector is not None else None)
+            self._acting = EvaluationMode(policy if self.make_collector is not None else None)
             stream = self._rollouts(self.collector)
-            if self._make_collector is not None:
+            if self.make_collector is not None:
                 view = view_of_collector(self.collector)
                 if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
                     self._warn_of(self._environments.check_evaluation(view))
@@ -451,7 +441,7 @@ class ExperienceDataModule(L.LightningDataModule):
     def _next_rollout(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
         stream = self._start(policy)
-        if self._make_collector is not None and hasattr(self.collector, "update_policy_weights_"):
+        if self.make_collector is not None and hasattr(self.collector, "update_policy_weights_"):
             self.collector.update_policy_weights_()
         with self._acting:
             rollout = next(stream, None)

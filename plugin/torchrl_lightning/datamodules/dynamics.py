@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
@@ -24,9 +24,9 @@ from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.settings import Count, Positive, derived, setting
 
 ROWS_AT_ONCE = 8192  # read for several small batches together
 
@@ -100,50 +100,33 @@ class DynamicsDataModule(ExperienceDataModule):
         >>> data.close()
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        buffer: ReplayBufferFactory,
-        batch_size: int = 256,
-        num_members: int = 1,
-        frames_per_fit: int = 250,
-        warmup_frames: int = 1000,
-        max_epochs_per_fit: int = 100,
-        validation_fraction: float = 0.2,
-        max_validation: int = 5000,
-        observation_keys: Sequence[NestedKey] | None = None,
-        reward: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-        terminated: bool = False,
-        frames_per_batch: int | None = None,
-        num_envs: int = 1,
-        total_frames: int = -1,
-        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
-        reset_at_each_batch: bool = False,
-        eval_env: Any = None,
-        eval_episodes: int = 10,
-        eval_num_envs: int = 10,
-        seed: int | None = None,
-    ) -> None:
-        integer(frames_per_fit, "frames_per_fit")
-        if frames_per_batch is None:
-            frames_per_batch = -(-frames_per_fit // integer(num_envs, "num_envs")) * num_envs
-        super().__init__(**passed_on(ExperienceDataModule, locals()))
-        self.batch_size = integer(batch_size, "batch_size")
-        self.num_members = integer(num_members, "num_members")
-        self.frames_per_fit = frames_per_fit
-        self.warmup_frames = integer(warmup_frames, "warmup_frames")
-        self.max_epochs_per_fit = integer(max_epochs_per_fit, "max_epochs_per_fit")
-        self.split = HoldoutSplit(validation_fraction, max_validation)
+    make_buffer: ReplayBufferFactory = setting(alias="buffer")
+    batch_size: Count = 256
+    num_members: Count = 1
+    frames_per_fit: Count = 250
+    warmup_frames: Count = 1000
+    max_epochs_per_fit: Count = 100
+    validation_fraction: float = 0.2
+    max_validation: int = 5000
+    observation_keys: Sequence[NestedKey] | None = None
+    reward: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    terminated: bool = False
+    frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
+    num_envs: Count = 1
+    normalize_observation: bool | Sequence[NestedKey] = derived()
+    normalize_reward: bool = derived()
+    normalize_clip: Positive = derived()
+
+    def __post_init__(self) -> None:
+        if self.frames_per_batch is None:
+            self.frames_per_batch = -(-self.frames_per_fit // self.num_envs) * self.num_envs
+        # The scalers of the targets standardise here.
+        self.normalize_observation, self.normalize_reward, self.normalize_clip = False, False, 10.0
+        super().__post_init__()
+        self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self.epochs_of_fit = 0
         self.buffer: ExperienceBuffer | None = None
-        self._make_buffer = buffer
-        self._target_options: dict[str, Any] = {
-            "observation_keys": observation_keys,
-            "reward": reward,
-            "terminated": terminated,
-        }
         self._targets: DynamicsTargets | None = None
         self._order_seed = 0
         self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
@@ -161,7 +144,13 @@ class DynamicsDataModule(ExperienceDataModule):
         """What makes inputs and targets of transitions, with the scalers of the last fit."""
         if self._targets is None:
             specs = self.specs
-            self._targets = DynamicsTargets(specs.observation, specs.action, **self._target_options)
+            self._targets = DynamicsTargets(
+                specs.observation,
+                specs.action,
+                observation_keys=self.observation_keys,
+                reward=self.reward,
+                terminated=self.terminated,
+            )
         return self._targets
 
     @property
@@ -187,7 +176,7 @@ class DynamicsDataModule(ExperienceDataModule):
         if stage != "fit":
             return
         if self.buffer is None:
-            self.buffer = build_buffer(self._make_buffer, self._learner, num_envs=self.num_envs)
+            self.buffer = build_buffer(self.make_buffer, self._learner, num_envs=self.num_envs)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.split.seed, self._order_seed = self._spawn_seed("split"), self._spawn_seed("order")
@@ -351,7 +340,7 @@ class DynamicsDataModule(ExperienceDataModule):
         """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
         buffer = self.buffer
         if buffer is None:
-            buffer = build_buffer(self._make_buffer, learner or self._learner, trial=True, num_envs=self.num_envs)
+            buffer = build_buffer(self.make_buffer, learner or self._learner, trial=True, num_envs=self.num_envs)
         names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
         return {
             **super().fingerprint(learner),

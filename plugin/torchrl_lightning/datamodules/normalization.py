@@ -15,7 +15,6 @@ from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer, normalizes
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
-from torchrl_lightning.ranges import positive
 from torchrl_lightning.ranks import gathered
 from torchrl_lightning.state import check_state, mapping, sequence, whole
 
@@ -32,14 +31,10 @@ class Normalization:
         observation: True for all entries of the observation, or the names of some.
         reward: whether rewards are scaled.
         clip: largest absolute value of what comes out.
-
-    Raises:
-        ValueError: ``clip`` is not positive.
     """
 
     def __init__(self, observation: bool | Sequence[NestedKey], reward: bool, clip: float) -> None:
-        self.observation, self.reward = observation, reward
-        self.clip = float(positive(clip, "normalize_clip"))
+        self.observation, self.reward, self.clip = observation, reward, float(clip)
         self._normalizer: ObservationNormalizer | None = None
         self._scale = RewardScale(self.clip)
         self._rows: dict[NestedKey, list[Tensor]] = {}  # observations that were noted

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Annotated, Any, Protocol
 
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector
@@ -18,9 +17,9 @@ from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
+from torchrl_lightning.settings import Count, setting
 
 
 class RolloutBufferFactory(Protocol):
@@ -62,34 +61,16 @@ class OnPolicyDataModule(ExperienceDataModule):
         4
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        buffer: RolloutBufferFactory = GAEBuffer,
-        num_epochs: int = 4,
-        mini_batch_size: int | None = None,
-        num_mini_batch: int | None = None,
-        shuffle: bool = True,
-        num_envs: int = 8,
-        frames_per_batch: int = 1024,
-        total_frames: int = -1,
-        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
-        reset_at_each_batch: bool = False,
-        eval_env: Any = None,
-        eval_episodes: int = 10,
-        eval_num_envs: int = 10,
-        normalize_observation: bool | Sequence[NestedKey] = False,
-        normalize_reward: bool = False,
-        normalize_clip: float = 10.0,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(**passed_on(ExperienceDataModule, locals()))
-        self.num_epochs = integer(num_epochs, "num_epochs")
-        self.shuffle = shuffle
-        self.num_mini_batch, self.mini_batch_size = self._mini_batches(num_mini_batch, mini_batch_size)
+    make_buffer: RolloutBufferFactory = setting(default=GAEBuffer, alias="buffer")
+    num_epochs: Count = 4
+    mini_batch_size: Count | None = None
+    num_mini_batch: Annotated[int, optional(integer)] = setting(default=None)
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
         self.buffer: VanillaOnPolicyBuffer | None = None
-        self._make_buffer = buffer
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
@@ -109,7 +90,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         if stage == "fit" and self.buffer is not None:
             check_discount(self.buffer, self._learner)  # it was built for another learner's fit
         elif stage == "fit":
-            self.buffer = build_buffer(self._make_buffer, self._learner, size=self.rollout_length)
+            self.buffer = build_buffer(self.make_buffer, self._learner, size=self.rollout_length)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.num_envs)
 
@@ -128,7 +109,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         """Return the buffer, or one like it as long as there is none."""
         if self.buffer is not None:
             return self.buffer
-        return build_buffer(self._make_buffer, learner or self._learner, size=self.rollout_length)
+        return build_buffer(self.make_buffer, learner or self._learner, size=self.rollout_length)
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
@@ -228,8 +209,6 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _mini_batches(self, number: int | None, size: int | None) -> tuple[int, int | None]:
         frames = self.frames_per_batch
-        optional(integer)(number, "num_mini_batch")
-        optional(integer)(size, "mini_batch_size")
         if size is not None and size > frames:
             raise ValueError(f"mini_batch_size={size} is larger than a rollout of frames_per_batch={frames}.")
         if number is None:
@@ -252,9 +231,9 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _own_collector_options(self) -> dict[str, Any]:
         options = super()._own_collector_options()
         replay = None if self.buffer is None else self.buffer.replay
-        if self._make_collector is None or replay is None:
+        if self.make_collector is None or replay is None:
             return options
-        if "replay" not in inspect.signature(self._make_collector).parameters:
+        if "replay" not in inspect.signature(self.make_collector).parameters:
             raise ValueError(
                 f"{type(self.buffer).__name__} replays demonstrations, but collector= takes no `replay`. Give it "
                 "such a parameter, as GymnasiumCollector and AsynchronousCollector have one."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -27,12 +27,12 @@ from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import integer, not_negative, one_of, positive
+from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.episode_transform import tell
 from torchrl_lightning.replay.prepared import PreparedRows
+from torchrl_lightning.settings import Count, among, setting
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -100,62 +100,38 @@ class ReplayDataModule(ExperienceDataModule):
         100
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        buffer: ReplayBufferFactory,
-        source: Callable[[ExperienceBuffer], BatchSource] | None = None,
-        dataset: Any = None,
-        batch_size: int = 256,
-        updates_per_epoch: int = 1000,
-        updates_per_step: int = 1,
-        frames_per_update: float | None = None,
-        warmup_frames: int | None = None,
-        write_back: Sequence[NestedKey] | None = None,
-        checkpoint_buffer: str = "inside",
-        buffer_dir: str | Path | None = None,
-        frames_per_batch: int | None = None,
-        num_envs: int = 1,
-        total_frames: int = -1,
-        collector: Callable[..., Iterable[TensorDictBase]] | None = None,
-        reset_at_each_batch: bool = False,
-        eval_env: Any = None,
-        eval_episodes: int = 10,
-        eval_num_envs: int = 10,
-        normalize_observation: bool | Sequence[NestedKey] = False,
-        normalize_reward: bool = False,
-        normalize_clip: float = 10.0,
-        seed: int | None = None,
-    ) -> None:
-        frames, warmup = (1.0, 1000) if dataset is None else (0.0, 0)
-        frames_per_update = frames if frames_per_update is None else frames_per_update
-        warmup_frames = warmup if warmup_frames is None else warmup_frames
-        not_negative(warmup_frames, "warmup_frames")
-        if dataset is None:
-            positive(frames_per_update, "frames_per_update")
-        elif not not_negative(frames_per_update, "frames_per_update"):
-            refuse_collection(collector, warmup_frames, total_frames)
-            num_envs = num_envs if is_ready(env) else 1  # one ring holds an episode of any length
-        frames_per_batch = num_envs if frames_per_batch is None else frames_per_batch
-        super().__init__(**passed_on(ExperienceDataModule, locals()))
-        self.batch_size = integer(batch_size, "batch_size")
-        self.updates_per_epoch = integer(updates_per_epoch, "updates_per_epoch")
-        self.updates_per_step = integer(updates_per_step, "updates_per_step")
-        self.frames_per_update = frames_per_update
-        self.warmup_frames = warmup_frames
-        self.write_back = None if write_back is None else list(write_back)
-        self.checkpoint_buffer = one_of(checkpoint_buffer, "checkpoint_buffer", ("inside", "beside", "none"))
-        self.buffer_dir = buffer_dir
+    make_buffer: ReplayBufferFactory = setting(alias="buffer")
+    make_source: Callable[[ExperienceBuffer], BatchSource] | None = setting(default=None, alias="source")
+    dataset: Any = None
+    batch_size: Count = 256
+    updates_per_epoch: Count = 1000
+    updates_per_step: Count = 1
+    frames_per_update: Annotated[float, optional(not_negative)] = setting(default=None)
+    warmup_frames: int = setting(default=None)
+    write_back: Sequence[NestedKey] | None = None
+    checkpoint_buffer: Annotated[str, among("inside", "beside", "none")] = "inside"
+    buffer_dir: str | Path | None = None
+    frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
+    num_envs: Count = 1
+
+    def __post_init__(self) -> None:
+        frames, warmup = (1.0, 1000) if self.dataset is None else (0.0, 0)
+        self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
+        self.warmup_frames = warmup if self.warmup_frames is None else self.warmup_frames
+        not_negative(self.warmup_frames, "warmup_frames")
+        if self.dataset is None:
+            positive(self.frames_per_update, "frames_per_update")
+        elif not self.frames_per_update:
+            refuse_collection(self.make_collector, self.warmup_frames, self.total_frames)
+            self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
+        self.frames_per_batch = self.num_envs if self.frames_per_batch is None else self.frames_per_batch
+        super().__post_init__()
         self.updates = 0
         self.buffer: ExperienceBuffer | None = None
-        self.dataset = dataset
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
-        self._make_buffer = buffer
-        self._make_source = source
         self._source: BatchSource | None = None
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
-        self._ratio = Fraction(frames_per_update).limit_denominator(1_000_000)
+        self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)
         self._refilled = self._in_step = 0  # frames collected anew; updates that an unfinished step has made
         self._rows: TensorDictBase | None = None  # that were written last
         self._rollout: TensorDictBase | None = None  # the same memory as [N, T]
@@ -380,7 +356,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any = None) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
-        source = buffer if self._make_source is None else self._make_source(buffer)
+        source = buffer if self.make_source is None else self.make_source(buffer)
         check_discount(source, learner or self._learner)
         wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
         if lacking := [name for name in wanted if not hasattr(source, name)]:
@@ -419,7 +395,7 @@ class ReplayDataModule(ExperienceDataModule):
         """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
         if self.buffer is not None:
             return self.buffer
-        return build_buffer(self._make_buffer, learner or self._learner, trial=trial, num_envs=self.num_envs)
+        return build_buffer(self.make_buffer, learner or self._learner, trial=trial, num_envs=self.num_envs)
 
     def _rank_state(self) -> dict[str, Any]:
         state = super()._rank_state()
@@ -429,7 +405,7 @@ class ReplayDataModule(ExperienceDataModule):
         state["refilled"] = self._refilled
         if self.buffer is None or self._kept == "none":
             return state
-        if self._make_source is not None:
+        if self.make_source is not None:
             state["source"] = self._require_source().state_dict()
         if self._kept == "inside":
             state["buffer"] = self.buffer.state_dict()

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.settings import Positive, Switch, setting
+from torchrl_lightning.settings import Positive, Switch, otherwise, setting
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ActorCriticModule(TermsModule):
 
     adam_eps: ClassVar[float] = 1e-5
 
-    network: Network | None = setting(default=None, kw_only=False)
+    network: Annotated[Network, otherwise(MLPNetwork)] = setting(default=None, kw_only=False)
     critic_coeff: float = 0.5
     loss_critic_type: Distance = "l2"
     clip_value: Positive | None = None
@@ -75,7 +75,6 @@ class ActorCriticModule(TermsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.network = self.network or MLPNetwork()
         self._standardizes = self.normalize_advantage is not False  # until a DataModule says that its buffer does
         self.actor_network: Actor | None = None
         self.critic_network: Critic | None = None
@@ -121,9 +120,10 @@ class ActorCriticModule(TermsModule):
     def build(self, specs: Any) -> Self:
         """Build the networks for an environment's specs, once; return the module."""
         if self.actor_network is None:
-            network = cast(Network, self.network)
-            actor = build_actor(specs, network, distribution=self.distribution, initial_std=self.initial_std)
-            critic = build_critic(specs, network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics)
+            actor = build_actor(specs, self.network, distribution=self.distribution, initial_std=self.initial_std)
+            critic = build_critic(
+                specs, self.network, out_keys=self.value_keys, actor=actor, separate=self.separate_critics
+            )
             if self.intrinsic is not None:
                 self.intrinsic.build(specs)
             self.actor_network, self.critic_network = actor, critic

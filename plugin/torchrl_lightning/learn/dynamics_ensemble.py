@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self
 
 import torch
 from lightning import LightningDataModule
@@ -21,7 +21,7 @@ from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanne
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
-from torchrl_lightning.settings import Count
+from torchrl_lightning.settings import Count, otherwise, setting
 
 STATE = "dynamics_ensemble"
 Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
@@ -64,11 +64,10 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     """
 
     num_elites: Count | None = None
-    planner: Planner | None = None
+    planner: Annotated[Planner, otherwise(lambda: CrossEntropyPlanner)] = setting(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.planner = self.planner or CrossEntropyPlanner
         self.ensemble: GaussianEnsemble | None = None
         self.world_model: WorldModel | None = None
         # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
@@ -128,7 +127,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         planner = self.__dict__.get("_policy")
         if planner is None or self.__dict__["_policy_device"] != model.elites.device:
             # Not registered: a state dict holds the networks once.
-            built = cast(Planner, self.planner)(WorldModelEnvironment(model, model.elites.device))
+            built = self.planner(WorldModelEnvironment(model, model.elites.device))
             if isinstance(built, ShootingPlanner):
                 self._seed_planner(built, planner)
             planner = built

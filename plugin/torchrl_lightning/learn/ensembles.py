@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,14 @@ from torchrl_lightning.learn.networks import ACTIVATIONS
 from torchrl_lightning.ranges import integer, one_of
 
 FIRST_LOG_VARIANCES = (-10.0, 0.5)
+
+
+def widths(value: Any, name: str) -> list[int]:
+    """Return the widths of layers."""
+    return [integer(width, name) for width in value]
+
+
+Widths = Annotated[Sequence[int], widths]
 
 
 class GaussianEnsemble(nn.Module):
@@ -56,10 +65,10 @@ class GaussianEnsemble(nn.Module):
         self.num_members, self.inputs, self.outputs = integer(num_members, "num_members"), inputs, outputs
         self.probabilistic = probabilistic
         self.activation = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)]()
-        widths = [inputs, *(integer(width, "hidden_sizes") for width in hidden_sizes)]
+        sizes = [inputs, *widths(hidden_sizes, "hidden_sizes")]
         last = outputs * 2 if probabilistic else outputs
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for width, following in zip(widths, [*widths[1:], last], strict=True):
+        for width, following in zip(sizes, [*sizes[1:], last], strict=True):
             std = 0.5 / math.sqrt(width)
             # [M, in, out]: products and gradients of this layout need no copies.
             weight = nn.init.trunc_normal_(torch.empty(num_members, width, following), 0.0, std, -2 * std, 2 * std)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,7 +12,7 @@ from torchrl_lightning.learn.networks import RecurrentNetwork
 from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
-from torchrl_lightning.settings import derived
+from torchrl_lightning.settings import derived, otherwise, setting
 from torchrl_lightning.updates import UpdateBatches
 
 
@@ -41,7 +41,7 @@ class MBPOModule(SACModule):
         torch.Size([12, 1])
     """
 
-    dynamics: WorldModelFit | None = None
+    dynamics: Annotated[WorldModelFit, otherwise(WorldModelFit)] = setting(default=None)
     errors: Tensor = derived()
     epochs_of_fit: Tensor = derived()
 
@@ -49,7 +49,6 @@ class MBPOModule(SACModule):
         super().__post_init__()
         if isinstance(self.network, RecurrentNetwork):
             raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
-        self.dynamics = self.dynamics or WorldModelFit()
         self.world_model: WorldModel | None = None
         # Of the last fit: the elites' errors on held out rows, infinite before the first; and its epochs.
         self.register_buffer("errors", torch.full((self.dynamics.num_elites,), torch.inf))
@@ -59,7 +58,7 @@ class MBPOModule(SACModule):
         """Build networks, targets and world model for an environment's specs, once; return the module."""
         if self.world_model is None:
             super().build(specs)
-            self.world_model = cast(WorldModelFit, self.dynamics).build(specs)
+            self.world_model = self.dynamics.build(specs)
         return self
 
     def setup(self, stage: str) -> None:
@@ -75,8 +74,7 @@ class MBPOModule(SACModule):
 
     def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
         """Fit the world model to transitions ``[N]``, judged by others ``[V]``; see :meth:`WorldModelFit.fit`."""
-        dynamics = cast(WorldModelFit, self.dynamics)
-        errors, epochs = dynamics.fit(self.require_built(self.world_model), training, validation)
+        errors, epochs = self.dynamics.fit(self.require_built(self.world_model), training, validation)
         self.errors.copy_(errors)
         self.epochs_of_fit.fill_(epochs)
 

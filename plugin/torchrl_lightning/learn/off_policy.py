@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwo
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
-from torchrl_lightning.settings import Count, Fraction, Share, setting
+from torchrl_lightning.settings import Count, Fraction, Share, otherwise, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
@@ -41,7 +41,7 @@ class OffPolicyModule(TermsModule):
     and say in ``terms`` what they minimise, in functions of :mod:`torchrl_lightning.learn.losses`.
 
     Args:
-        network: Network in front of the heads; the subclass's ``default_network()`` by default.
+        network: Network in front of the heads; two layers of 256 rectified units by default.
         gamma: Discount of one step.
         critic_optimizer: A separate optimizer for the critics' parameters; optional.
         tau: Fraction by which the target networks move towards the online ones at each of their updates.
@@ -58,7 +58,9 @@ class OffPolicyModule(TermsModule):
 
     followed: ClassVar[Sequence[str]]
 
-    network: Network | None = setting(default=None, kw_only=False)
+    network: Annotated[Network, otherwise(lambda: MLPNetwork([256, 256], "relu"))] = setting(
+        default=None, kw_only=False
+    )
     gamma: Fraction = 0.99
     critic_optimizer: OptimizerFactory | None = None
     tau: Share = 0.005
@@ -67,7 +69,6 @@ class OffPolicyModule(TermsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.network = self.network or self.default_network()
         if self.refresh_states and not isinstance(self.network, RecurrentNetwork):
             raise ValueError(
                 f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
@@ -79,11 +80,6 @@ class OffPolicyModule(TermsModule):
         self._keys: list[NestedKey] = []
         self._state_keys: list[NestedKey] = []
         self._rewritten: tuple[TensorDictBase | None, list[NestedKey]] = None, []
-
-    @classmethod
-    def default_network(cls) -> Network:
-        """Return the network in front of the heads that is built by default."""
-        return MLPNetwork([256, 256], "relu")
 
     @abstractmethod
     def build_networks(self, specs: Any, network: Network) -> ExploringPolicy:
@@ -115,7 +111,7 @@ class OffPolicyModule(TermsModule):
         """
         if self.targets is None:
             keys, entries = observation_entries(specs)
-            self._keys, network = list(keys), cast(Network, self.network)
+            self._keys, network = list(keys), self.network
             if isinstance(network, RecurrentNetwork):
                 self.memory = network.trunk(keys, entries)
                 self._state_keys = list(self.memory.state_keys)

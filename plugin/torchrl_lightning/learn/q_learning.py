@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.settings import Count, Fraction, Positive, derived, setting
+from torchrl_lightning.settings import Count, Fraction, Positive, derived, otherwise, setting
 
 
 class DQNModule(OffPolicyModule):
@@ -55,6 +55,7 @@ class DQNModule(OffPolicyModule):
 
     followed = ("q_network",)
 
+    network: Annotated[Network, otherwise(lambda: MLPNetwork([64, 64], "relu"))] = setting(default=None, kw_only=False)
     double_q: bool = setting(default=True, alias="double")
     dueling: bool = False
     loss_function: Distance = "smooth_l1"
@@ -67,11 +68,6 @@ class DQNModule(OffPolicyModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.epsilon = FramesDecay(self.epsilon_start, self.epsilon_end, self.epsilon_frames)
-
-    @classmethod
-    def default_network(cls) -> Network:
-        """Return two layers of 64 rectified units."""
-        return MLPNetwork([64, 64], "relu")
 
     def build_networks(self, specs: Any, network: Network) -> EpsilonGreedyPolicy:
         """Build the action values and the policy."""

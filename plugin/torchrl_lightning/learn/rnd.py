@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Annotated, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +14,7 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.entries import next_key
 from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
-from torchrl_lightning.settings import Count, Settings, Share, derived, setting
+from torchrl_lightning.settings import Count, Settings, Share, derived, otherwise, setting
 
 
 class RandomNetworkDistillation(Settings, nn.Module):
@@ -44,7 +44,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         torch.Size([5, 2, 1])
     """
 
-    network: Network | None = setting(default=None, kw_only=False)
+    network: Annotated[Network, otherwise(lambda: MLPNetwork([64, 64], "relu"))] = setting(default=None, kw_only=False)
     embedding_size: Count = 64
     clip: float = 5.0
     update_fraction: Share = 1.0
@@ -53,7 +53,6 @@ class RandomNetworkDistillation(Settings, nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.network = self.network or MLPNetwork([64, 64], "relu")
         self.keys: list[Any] = []
         self.target: nn.Module | None = None
         self.predictor: nn.Module | None = None
@@ -75,7 +74,7 @@ class RandomNetworkDistillation(Settings, nn.Module):
         return self
 
     def _embedding(self, entries: list[Any]) -> nn.Module:
-        encoder = cast(Network, self.network).encoder(entries)
+        encoder = self.network.encoder(entries)
         return _Embedding(encoder, orthogonal(nn.Linear(encoder.features, self.embedding_size)))  # type: ignore[arg-type]
 
     def predictor_parameters(self) -> Iterator[nn.Parameter]:

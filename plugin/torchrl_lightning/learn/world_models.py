@@ -10,24 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchrl_lightning.dynamics import DynamicsTargets
-from torchrl_lightning.learn.ensembles import GaussianEnsemble, softly_bounded
-from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.learn.ensembles import GaussianEnsemble, Widths, softly_bounded
 from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
 Terminated = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps observations, actions and next observations ``[R, D]``, as the columns of :class:`DynamicsTargets` show them, to
 whether the episode has terminated, ``[R]`` or ``[R, 1]`` bool."""
-PROPAGATION = ("step", "trajectory")
-Propagation = Annotated[str, among(*PROPAGATION)]
-
-
-def widths(value: Any, name: str) -> list[int]:
-    """Return the widths of layers."""
-    return [integer(width, name) for width in value]
-
-
-Widths = Annotated[Sequence[int], widths]
+propagations = among("step", "trajectory")
+Propagation = Annotated[str, propagations]
 
 
 class OutsideBox(Nameable):
@@ -132,7 +123,7 @@ class WorldModel(nn.Module):
     ) -> None:
         super().__init__()
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
-        self.propagation = one_of(propagation, "propagation", PROPAGATION)
+        self.propagation = propagations(propagation, "propagation")
         self.observations = len(targets.observation_columns)
         # Not registered: the state of the transform is its owner's.
         self.__dict__["targets"] = targets
