@@ -64,7 +64,7 @@ class ExperienceLog(SparseCallback):
         if clock is None or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         now, (count, unit) = time.perf_counter(), clock
-        metrics = dict(data.metrics()) if hasattr(data, "metrics") else {}
+        metrics = dict(getattr(data, "metrics", dict)())
         metrics[f"{unit}_per_second"] = (count - self._counted) / max(now - self._began, 1e-9)
         self._began, self._counted = now, count
         for logger in trainer.loggers:

@@ -104,7 +104,7 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         bar, data = self._bar, self._data(trainer)
         if bar is None or data is None:
             return
-        metrics = data.metrics() if hasattr(data, "metrics") else {}
+        metrics: dict[str, Any] = getattr(data, "metrics", dict)()
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
         text |= {name.removeprefix(DEMOS): f"{x:.3g}" for name, x in metrics.items() if name.startswith(DEMOS)}
@@ -130,4 +130,4 @@ class FramesProgressBar(SparseCallback, ProgressBar):
     @staticmethod
     def _data(trainer: Trainer) -> Any:
         data = getattr(trainer, "datamodule", None)
-        return data if hasattr(data, "frames") and hasattr(data, "total_frames") else None
+        return None if clock_of(data) is None or getattr(data, "total_frames", None) is None else data

@@ -25,7 +25,7 @@ def _by_dotted_name(states: Mapping[NestedKey, Tensor]) -> dict[str, Tensor]:
     return {dotted(key): value for key, value in states.items()}
 
 
-RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_replays")
+RECURRENT_STATES = Kept("_read_states", "_states", _by_dotted_name, only="_plays")
 """The entry of what goes on within a replay."""
 
 
@@ -40,7 +40,7 @@ class CollectorBase(Stated):
         "batches": Kept(whole(), "_batches"),
         "seed": Kept(whole()),
     }
-    _replays = False  # whether there is a replay, which goes on where a restored collector does
+    _plays = False  # whether there is a replay, which goes on where a restored collector does
     _states: Mapping[NestedKey, Tensor]  # recurrent states of what goes on
 
     def __init__(

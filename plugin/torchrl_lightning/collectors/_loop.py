@@ -16,7 +16,7 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
 from torchrl_lightning.environments.faults import EnvironmentFault
-from torchrl_lightning.environments.played import Array, Replay, ReplayedRows, ReplaySource
+from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
 from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import FLAGS, LOG_PROB
@@ -42,7 +42,7 @@ class RolloutLoop:
         self.stepper, self.specs, self.policy, self.states = stepper, specs, policy, dict(states)
         self.clip_actions = clip_actions
         num_envs = specs.num_envs
-        self._replay = None if replay is None else Replay(replay, num_envs)
+        self._playing = None if replay is None else Playing(replay, num_envs)
         self._action_spec = specs.action.expand(num_envs, *specs.action.shape)
         self._action_shape = tuple(self._action_spec.shape)
         flags = {name: torch.zeros(num_envs, 1, dtype=torch.bool) for name in (*FLAGS, "is_init")}
@@ -74,8 +74,8 @@ class RolloutLoop:
         self._starts[:] = True
         for key, value in self.states.items():
             self.recurrent[key].copy_(value)
-        if resumed is not None and self._replay is not None:
-            going_on = self._replay.resume()
+        if resumed is not None and self._playing is not None:
+            going_on = self._playing.resume()
             self._starts[going_on] = False
             for key, value in resumed.items():
                 self.recurrent[key][going_on] = value[going_on]
@@ -104,12 +104,12 @@ class RolloutLoop:
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
         act = self._draw if random or self.policy is None else self._actor(device)
-        if self._replay is not None:
+        if self._playing is not None:
             memory.clear_marks()
         for t in range(memory.steps):
-            replayed = None if self._replay is None else self._replay.next_rows(self._starts)
-            if replayed is not None:
-                self._put(self._observations, replayed.observation)
+            played = None if self._playing is None else self._playing.next_rows(self._starts)
+            if played is not None:
+                self._put(self._observations, played.observation)
             for source, target in zip(self._observations, memory.observations[t], strict=True):
                 np.copyto(target, source)
             memory.starts[t][:] = self._starts
@@ -124,11 +124,11 @@ class RolloutLoop:
                 if value is None:
                     raise KeyError(f"The policy wrote {key!r} at the first step of a rollout, but not at step {t}.")
                 views[t].copy_(value)
-            if replayed is not None:
-                self._write_replayed(memory, t, replayed, device)
+            if played is not None:
+                self._write_played(memory, t, played, device)
             for key, state in self.recurrent.items():
                 state.copy_(outputs[self._next_states[key]])
-            self._advance(memory, t, replayed)
+            self._advance(memory, t, played)
             if self.recurrent and self._starts.any():
                 for key, state in self.recurrent.items():
                     state[self._starts] = self.states[key][self._starts]
@@ -176,11 +176,11 @@ class RolloutLoop:
                 "(torch.distributions.Categorical, or TorchRL's categorical_action_encoding=True)."
             )
 
-    def _write_replayed(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
-        """Mark the replayed rows of step ``t``, and put their actions in the place of the policy's."""
-        assert self._replay is not None
-        where, actions = self._replay.where, memory.actions[t]
-        memory.replayed[t][where], memory.serials[t][where] = True, rows.serial
+    def _write_played(self, memory: RolloutMemory, t: int, rows: ReplayedRows, device: torch.device) -> None:
+        """Mark the played rows of step ``t``, and put their actions in the place of the policy's."""
+        assert self._playing is not None
+        where, actions = self._playing.where, memory.actions[t]
+        memory.played[t][where], memory.serials[t][where] = True, rows.serial
         actions[where] = rows.action.reshape(len(where), *actions.shape[1:])
         written = memory.log_probs
         if written is None:
@@ -199,7 +199,7 @@ class RolloutLoop:
         read, action = self._step[places].to(device), memory.outputs["action"][t][places].to(device)
         written[t][where] = get_dist(read).log_prob(action).cpu().numpy()
 
-    def _advance(self, memory: RolloutMemory, t: int, replayed: ReplayedRows | None) -> None:
+    def _advance(self, memory: RolloutMemory, t: int, played: ReplayedRows | None) -> None:
         """Step the environment with the actions of step ``t``, and write what comes of it."""
         stepper = self.stepper
         action = memory.actions[t]
@@ -213,7 +213,7 @@ class RolloutLoop:
             action = action.astype(stepper.action_dtype)
         if self.clip_actions and stepper.bounds is not None:
             action = np.clip(action, *stepper.bounds)
-        resting = None if replayed is None else replayed.mask
+        resting = None if played is None else played.mask
         leaves, memory.rewards[t][:], terminated, truncated, self.info = stepper.step(action, resting)
         memory.terminated[t][:], memory.truncated[t][:] = terminated, truncated
         done = np.logical_or(terminated, truncated, out=self._starts)
@@ -228,12 +228,12 @@ class RolloutLoop:
                     target[index] = source
         for source, target in zip(leaves, self._observations, strict=True):
             np.copyto(target, source)
-        if replayed is not None and self._replay is not None:
-            where = self._replay.where
-            memory.rewards[t][where] = replayed.reward
-            memory.terminated[t][where], memory.truncated[t][where] = replayed.terminated, replayed.truncated
-            done[where] = memory.done[t][where] = over = replayed.terminated | replayed.truncated
-            self._put(successor, replayed.next_observation)
+        if played is not None and self._playing is not None:
+            where = self._playing.where
+            memory.rewards[t][where] = played.reward
+            memory.terminated[t][where], memory.truncated[t][where] = played.terminated, played.truncated
+            done[where] = memory.done[t][where] = over = played.terminated | played.truncated
+            self._put(successor, played.next_observation)
             if not stepper.can_rest and over.any():
                 # Its own episode has gone on unseen.
                 ended = where[over]
@@ -243,9 +243,9 @@ class RolloutLoop:
                     target[ended] = source[ended]
 
     def _put(self, targets: Sequence[Array], values: Mapping[NestedKey, Array]) -> None:
-        """Write observations of what is replayed, in place of those of the environments that replay it."""
-        assert self._replay is not None
-        where = self._replay.where
+        """Write observations of what is played, in place of those of the environments that replay it."""
+        assert self._playing is not None
+        where = self._playing.where
         for key, target in zip(self.stepper.keys, targets, strict=True):
             target[where] = values[key].reshape(len(where), *target.shape[1:])
 
@@ -267,7 +267,7 @@ class RolloutMemory:
     """Tensors of one rollout, ``[T, N, *F]``, with a view of every step, made once; it may serve any number of them.
 
     The stepper says in which order and shapes observations come; ``states`` are recurrent ones, ``[N, *state]`` each.
-    Where steps may be replayed, it also holds which of them are, and the numbers of what is replayed.
+    Where steps may be played, it also holds which of them are, and the numbers of what is played.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class RolloutMemory:
         stepper: VectorStepper,
         steps: int,
         states: Mapping[NestedKey, Tensor],
-        replays: bool = False,
+        plays: bool = False,
     ) -> None:
         self.steps, self.num_envs = steps, specs.num_envs
         self._entries: dict[Path, Tensor] = {}
@@ -287,11 +287,11 @@ class RolloutMemory:
         for name in FLAGS:
             self._reserve(("next", name), torch.bool, 1)
         self.trajectories = self._reserve(("collector", "traj_ids"), torch.int64).numpy()
-        self._replays = replays
-        if replays:
+        self._plays = plays
+        if plays:
             self._reserve(("demo", "mask"), torch.bool, 1)
             self._reserve(("demo", "serial"), torch.int64, 1)
-            self.replayed, self.serials = self._views(("demo", "mask")), self._views(("demo", "serial"))
+            self.played, self.serials = self._views(("demo", "mask")), self._views(("demo", "serial"))
         for key in stepper.keys:
             spec = specs.observation[key]
             for path in (path_of(key), next_key(key)):
@@ -332,7 +332,7 @@ class RolloutMemory:
         return list(zip(*(self._views(path, shape) for path, shape in zip(paths, shapes, strict=True)), strict=True))
 
     def clear_marks(self) -> None:
-        """Forget which steps were replayed in the rollout before."""
+        """Forget which steps were played in the rollout before."""
         self._entries["demo", "mask"].zero_()
         self._entries["demo", "serial"].fill_(-1)
 
@@ -364,7 +364,7 @@ class RolloutMemory:
         }
         self.outputs = {key: value.unbind(0) for key, value in self._written.items()}
         self.actions = list(self._written["action"].numpy().reshape(self.steps, *self._action_shape))
-        if self._replays and LOG_PROB in self._written:
+        if self._plays and LOG_PROB in self._written:
             self.log_probs = list(self._written[LOG_PROB].numpy())
         self._ready.clear()
 

@@ -111,7 +111,7 @@ class AsynchronousCollector(CollectorBase):
                 f"replay= is for {len(replay.playing)} environments, but each worker has num_envs={num_envs}; build it "
                 "for these."
             )
-        self._replay = replay
+        self._player = replay
         self._told: Any = None  # what the workers know of its contents
         self.env = env
         self.num_workers, self.rollouts_in_flight = num_workers, rollouts_in_flight
@@ -152,8 +152,8 @@ class AsynchronousCollector(CollectorBase):
         policy = self.policy
         if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
             policy = copy.deepcopy(policy).cpu()
-        name = f"The policy ({type(policy).__name__})" + ("" if self._replay is None else " or the replay")
-        self._told = None if self._replay is None else self._replay.contents()
+        name = f"The policy ({type(policy).__name__})" + ("" if self._player is None else " or the replay")
+        self._told = None if self._player is None else self._player.contents()
         workers = range(self.num_workers)
         payloads = [_pickled((self.env, policy, self._worker_options(worker)), name) for worker in workers]
         # Worker w yields batches w, w + num_workers, ...
@@ -166,16 +166,16 @@ class AsynchronousCollector(CollectorBase):
 
     def _worker_options(self, worker: int) -> dict[str, Any]:
         options = {**self._kwargs, "seed": spawn_seed(self.seed, "worker", worker)}
-        if self._replay is not None:
-            options["replay"] = self._replay.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
+        if self._player is not None:
+            options["replay"] = self._player.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
         return options
 
     def _tell_workers(self) -> None:
-        if self._pool is None or self._replay is None:
+        if self._pool is None or self._player is None:
             return
-        contents = self._replay.contents()
+        contents = self._player.contents()
         if contents != self._told:
-            self._pool.tell(pickle.dumps(self._replay.news(self._told)))
+            self._pool.tell(pickle.dumps(self._player.news(self._told)))
             self._told = contents
 
     def _stop(self) -> None:

@@ -86,7 +86,7 @@ class GymnasiumCollector(CollectorBase):
         **CollectorBase.STATE,
         "trajectories": Kept(whole(), "_trajectories"),
         "static_seed": Kept(flag, "_static_seed"),
-        "trajectory_ids": Kept(array(torch.int64, "num_envs", low=0), "_ids", only="_replays"),
+        "trajectory_ids": Kept(array(torch.int64, "num_envs", low=0), "_ids", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
 
@@ -123,7 +123,7 @@ class GymnasiumCollector(CollectorBase):
         self.device = None if device is None else torch.device(device)
         self.storing_device = self.device if storing_device is None else torch.device(storing_device)
         self.return_same_td, self.clip_actions = return_same_td, clip_actions
-        self._replay, self._replays = replay, replay is not None
+        self._player, self._plays = replay, replay is not None
         self._spawned = (-1, 0)  # a seed, and that of the policy's stream
         self._trajectories = 0
         self._needs_reset = True
@@ -150,7 +150,7 @@ class GymnasiumCollector(CollectorBase):
             try:
                 specs = self._specs = environment_specs(stepper.env)
                 states = recurrent_states(self.policy, self.num_envs)
-                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions, self._replay)
+                self._loop = RolloutLoop(stepper, specs, self.policy, states, self.clip_actions, self._player)
             except BaseException:
                 stepper.close()
                 raise
@@ -179,7 +179,7 @@ class GymnasiumCollector(CollectorBase):
         loop = self._built()
         memory = None if fresh else self._memory
         if memory is None:
-            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._replays)
+            memory = RolloutMemory(loop.specs, loop.stepper, self.steps, loop.states, self._plays)
             self._memory = None if fresh else memory
         random = self.policy is None or self.frames < self.init_random_frames
         parameter = self._parameter

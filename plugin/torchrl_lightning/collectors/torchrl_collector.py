@@ -27,8 +27,8 @@ from torchrl_lightning.environments.specs import environment_specs
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.torchrl_env import (
     GoingOn,
-    replaying,
-    replaying_nothing_yet,
+    playing_nothing_yet,
+    playing_transforms,
     with_bookkeeping,
 )
 from torchrl_lightning.state import tensor, whole
@@ -74,7 +74,7 @@ class TorchRLCollector(CollectorBase):
     STATE = {
         **CollectorBase.STATE,
         "trajectories": Kept(whole(), "_trajectories"),
-        "ended": Kept(tensor(torch.bool, "num_envs"), "_ended", only="_replays"),
+        "ended": Kept(tensor(torch.bool, "num_envs"), "_ended", only="_plays"),
         "recurrent_states": RECURRENT_STATES,
     }
 
@@ -102,7 +102,7 @@ class TorchRLCollector(CollectorBase):
         self._trajectories = self._shift = 0
         self._initial = recurrent_states(policy, self.num_envs)
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
-        self._replays = any(True for _ in replaying(env))
+        self._plays = any(True for _ in playing_transforms(env))
         self._going_on = GoingOn()
         # Where episodes ended, and recurrent states, after the last batch.
         self._ended = torch.ones(self.num_envs, dtype=torch.bool)
@@ -125,10 +125,10 @@ class TorchRLCollector(CollectorBase):
                 self._seed_environment()
             if self._resumed and not self.reset_at_each_batch:
                 playing = np.zeros(self.num_envs, dtype=bool)
-                for transform in replaying(self.env):
+                for transform in playing_transforms(self.env):
                     transform.resume()
                     playing |= transform.replay.playing
-                self._going_on.where, self._going_on.states = torch.from_numpy(playing) & ~self._ended, self._states
+                self._going_on.resume(torch.from_numpy(playing) & ~self._ended, self._states)
             batch = collector.rollout()
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
             check_finite({"reward": batch["next", "reward"], **returned})
@@ -139,7 +139,7 @@ class TorchRLCollector(CollectorBase):
         if batch.ndim == 1:  # of an environment without a batch
             batch = batch.unsqueeze(0)
             batch.names = [None, "time"]
-        if self._replays:
+        if self._plays:
             self._ended = batch["next", "done"][:, -1, 0].cpu()
             self._states = {
                 key: initial.where(rows_as(self._ended, initial), batch.get(next_key(key))[:, -1].cpu())
@@ -161,9 +161,9 @@ class TorchRLCollector(CollectorBase):
             from torchrl.collectors import Collector  # takes time to import, and most runs never need it
 
             env = with_bookkeeping(self.env, self.policy)
-            if self._replays:
+            if self._plays:
                 env = TransformedEnv(env, self._going_on, auto_unwrap=False)
-            with replaying_nothing_yet(self.env):  # it is reset again before the first step
+            with playing_nothing_yet(self.env):  # it is reset again before the first step
                 self._collector = Collector(
                     env,
                     self._act,
@@ -195,7 +195,7 @@ class TorchRLCollector(CollectorBase):
         """Refuse an environment that would begin otherwise in a resumed run."""
         starts = []
         for _ in range(2):
-            with torch.no_grad(), IsolatedRng(stream, device), replaying_nothing_yet(self.env):
+            with torch.no_grad(), IsolatedRng(stream, device), playing_nothing_yet(self.env):
                 self._seed_environment()
                 starts.append(self.env.reset().select(*self.specs.keys).clone())
         for key in self.specs.keys:
@@ -212,7 +212,7 @@ class TorchRLCollector(CollectorBase):
         self._needs_reset, self._resumed = True, False
 
     def _loaded(self) -> None:
-        self._resumed = self._replays
+        self._resumed = self._plays
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment, and return the seed; a reset follows."""

@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from torchrl_lightning.demonstrations.files import as_environment
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.environments import EnvironmentRecipe
-from torchrl_lightning.environments.recipe import plain
+from torchrl_lightning.environments.recipe import plain, recipe_of
 from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
@@ -55,8 +54,7 @@ def play_demonstrations(
     except gym.error.DependencyNotInstalled as error:
         raise ImportError("The keyboard needs pygame: pip install 'torchrl-lightning[video]'.") from error
     specs, frame_skip = demonstration_specs(env)
-    recipe = copy.copy(env) if isinstance(env, EnvironmentRecipe) else EnvironmentRecipe(env)
-    recipe.frame_stack = 1
+    recipe = recipe_of(env).with_settings(frame_stack=1)
     made = recipe(render_mode="rgb_array")
     if not isinstance(made, gym.Env):
         raise ValueError("the keyboard plays Gymnasium's environments, but this one is TorchRL's.")

@@ -28,7 +28,7 @@ OWN = -1  # in the place of a serial number, where the environment plays
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Played:
     """A demonstration that was replayed to its end: its serial number, and the largest value of its states now."""
 
     serial: int
@@ -44,7 +44,7 @@ class _Episode:
     parts: tuple[TensorDictBase, ...] = ()
 
     @property
-    def is_replayed(self) -> bool:
+    def is_played(self) -> bool:
         return self.serial != OWN
 
     @property
@@ -52,7 +52,7 @@ class _Episode:
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
     def extended(self, steps: TensorDictBase, value: float) -> _Episode:
-        parts = self.parts if self.is_replayed else (*self.parts, steps)
+        parts = self.parts if self.is_played else (*self.parts, steps)
         return _Episode(self.serial, max(self.value, value), parts)
 
     def kept(self) -> _Episode:
@@ -130,14 +130,14 @@ class DemonstrationMiner(Stated):
         for finished in self.finished(rollout):
             self.offer(finished)
 
-    def offer(self, finished: Demonstration | Replayed) -> None:
+    def offer(self, finished: Demonstration | Played) -> None:
         """Give a finished episode to the writer: one of the agent's as a candidate, a replayed one for its value."""
         if isinstance(finished, Demonstration):
             self.writer.add(finished)
         elif (demonstration := self.writer.storage.find(finished.serial)) is not None:
             self.writer.refresh(demonstration, finished.value)
 
-    def finished(self, rollout: TensorDictBase) -> list[Demonstration | Replayed]:
+    def finished(self, rollout: TensorDictBase) -> list[Demonstration | Played]:
         """Read a rollout like :meth:`mine`, and return the episodes that end in it instead of offering them.
 
         They come in the order in which they end, over the rollout's memory. Replayed ones whose values are unknown are
@@ -172,17 +172,17 @@ class DemonstrationMiner(Stated):
         ended.sort(key=lambda each: each[:2])
         after = rows.get("next")
         own = [
-            None if each.is_replayed else self._mined(each, following[end - 1, env], ends_at(after, end - 1, env))
+            None if each.is_played else self._mined(each, following[end - 1, env], ends_at(after, end - 1, env))
             for end, env, each in ended
         ]
         self._running = [episode and episode.kept() for episode in running]
-        finished: list[Demonstration | Replayed] = []
+        finished: list[Demonstration | Played] = []
         for (*_, episode), mined in zip(ended, own, strict=True):
             if mined is not None:
                 self._count += 1
                 finished.append(replace(mined, name=f"episode {self._count}"))
             elif episode.value > -math.inf:
-                finished.append(Replayed(episode.serial, episode.value))
+                finished.append(Played(episode.serial, episode.value))
         return finished
 
     def _observed(self, rows: TensorDictBase) -> TensorDictBase:

@@ -35,6 +35,10 @@ class Player:
         self.rewards: Array = demonstration.rewards.numpy()
         self._frame_stack = frame_stack
 
+    def wait(self) -> None:
+        """Stay where it is for one call."""
+        self.began += 1
+
     @property
     def shapes(self) -> dict[NestedKey, tuple[int, ...]]:
         """The shapes of a step's observations and of its action: all that play at the same time have the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from torchrl.envs import EnvBase
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.environments import (
-    EnvironmentRecipe,
     EnvironmentSpecs,
     close_environment,
     environment_specs,
@@ -22,7 +20,7 @@ from torchrl_lightning.environments import (
 )
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.policies import Policy
-from torchrl_lightning.environments.recipe import plain
+from torchrl_lightning.environments.recipe import plain, recipe_of
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 
@@ -39,19 +37,19 @@ def demonstration_specs(env: Environment | VectorEnv | EnvBase) -> tuple[Environ
             skip, only the ``action_repeat`` of a recipe is known.
 
     Example:
+        >>> from torchrl_lightning import EnvironmentRecipe
         >>> specs, frame_skip = demonstration_specs(EnvironmentRecipe("CartPole-v1", action_repeat=2))
         >>> specs.action.n, frame_skip
         (2, 2)
     """
-    repeat = 1
     if isinstance(env, VectorEnv | EnvBase):  # a ready one, which is not ours to close
-        return environment_specs(env), repeat
-    if isinstance(env, EnvironmentRecipe):
-        repeat, env = env.action_repeat, copy.copy(env)
-        env.frame_stack = 1
+        return environment_specs(env), 1
+    recipe = recipe_of(env)
+    if recipe.frame_stack > 1:
+        env = recipe.with_settings(frame_stack=1)
     made = make_environment(env, 1, vectorization="sync", own_number=True)
     try:
-        return environment_specs(made), repeat
+        return environment_specs(made), recipe.action_repeat
     finally:
         close_environment(made)
 
@@ -82,11 +80,10 @@ def record_demonstrations(
     """
     integer(num_episodes, "num_episodes")
     specs, frame_skip = demonstration_specs(env)
-    known: dict[str, str | int | float] = {
-        "environment": str(plain(env.id if isinstance(env, EnvironmentRecipe) else env))
-    }
-    if isinstance(env, EnvironmentRecipe) and env.frame_stack > 1:
-        known["frame_stack"] = env.frame_stack
+    recipe = recipe_of(env)
+    known: dict[str, str | int | float] = {"environment": str(plain(recipe.id))}
+    if recipe.frame_stack > 1:
+        known["frame_stack"] = recipe.frame_stack
     for number, episode in enumerate(_episodes(env, policy, num_episodes, seed)):
         steps, last = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
         for key in (ACTION, REWARD):

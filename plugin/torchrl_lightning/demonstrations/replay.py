@@ -135,7 +135,7 @@ class DemonstrationReplay(Stated):
         """Go on by one step in some of the environments (``[num_envs]`` bool) that replay."""
         for env, player in self._running.items():
             if not envs[env]:
-                player.began += 1
+                player.wait()
                 self._cast = None
         self._go_on()
 
@@ -148,18 +148,16 @@ class DemonstrationReplay(Stated):
 
     def for_worker(self, seed: int) -> DemonstrationReplay:
         """Return a copy for another process, which plays nothing yet, with a sampler of its own."""
-        copied = copy.copy(self)
-        copied._running, copied._now, copied._cast, copied._next = {}, 0, None, None
-        copied.sampler = copy.deepcopy(self.sampler)
-        copied.sampler.generator.manual_seed(seed)
-        return copied
+        sampler = copy.deepcopy(self.sampler)
+        sampler.generator.manual_seed(seed)
+        options: dict[str, Any] = {"ends": self.ends, "log_prob": self.log_prob, "frame_stack": self.frame_stack}
+        return type(self)(self.storage, sampler, self.num_envs, **options)
 
     def contents(self) -> _Contents:
         """Return what the storage keeps, and the options of the sampler."""
         storage, sampler = self.storage, self.sampler
-        options = {"rho": sampler.rho, "phi": sampler.phi, "alpha": sampler.alpha}
         kept = storage.reward_demonstrations, storage.value_demonstrations
-        return _Contents(*kept, storage.successes, storage.annealed, options)
+        return _Contents(*kept, storage.successes, storage.annealed, (sampler.rho, sampler.phi, sampler.alpha))
 
     def news(self, since: _Contents) -> _Contents:
         """Return the contents for a copy that has those of before; what it has is told without its steps."""
@@ -183,7 +181,7 @@ class DemonstrationReplay(Stated):
 
         reward, value = ([*map(found, part)] for part in (news.reward, news.value))
         self.storage.replace(reward, value, news.successes, news.annealed)
-        vars(self.sampler).update(news.options)
+        self.sampler.set_probabilities(*news.probabilities)
 
     @property
     def _positions(self) -> list[dict[str, Any]]:
@@ -228,4 +226,4 @@ class _Contents(NamedTuple):
     value: tuple[Any, ...]
     successes: int
     annealed: float
-    options: dict[str, float]
+    probabilities: tuple[float, float, float]

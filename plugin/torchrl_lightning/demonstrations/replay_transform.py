@@ -11,16 +11,17 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Binary, Composite, TensorSpec, Unbounded
-from torchrl.envs import ConditionalSkip, EnvBase, Transform, TransformedEnv
+from torchrl.envs import ConditionalSkip, EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 
 from torchrl_lightning.demonstrations.miner import OWN
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay
 from torchrl_lightning.environments import ReplayedRows
+from torchrl_lightning.environments.torchrl_env import PlayingTransform
 from torchrl_lightning.keys import ACTION, DEMO_ACTION, DEMO_SERIAL, REPLAYED
 
 
-class DemonstrationReplayTransform(Transform):
+class DemonstrationReplayTransform(PlayingTransform):
     """Replay demonstrations in a TorchRL environment, which :meth:`wrap` lays around it.
 
     Where an episode begins, the replay draws whether a demonstration is played in its place. What the policy sees

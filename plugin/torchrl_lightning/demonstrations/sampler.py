@@ -53,14 +53,16 @@ class DemonstrationSampler(Stated, OwnGenerator):
         """Return rho and phi as the successes in the storage have left them."""
         return self.rho + storage.annealed * self.phi, self.phi * (1.0 - storage.annealed)
 
-    def set_probabilities(self, rho: float | None = None, phi: float | None = None) -> None:
-        """Set rho or phi before the first success.
+    def set_probabilities(self, rho: float | None = None, phi: float | None = None, alpha: float | None = None) -> None:
+        """Set rho or phi before the first success, or alpha.
 
         Raises:
-            ValueError: One of them or their sum is outside ``[0, 1]``; nothing was changed.
+            ValueError: One of them or the sum of rho and phi is out of range; nothing was changed.
         """
-        rho, phi = self.rho if rho is None else rho, self.phi if phi is None else phi
-        self.rho, self.phi, _ = _checked(rho, phi, self.alpha)
+        given, own = (rho, phi, alpha), (self.rho, self.phi, self.alpha)
+        self.rho, self.phi, self.alpha = _checked(
+            *(old if new is None else new for new, old in zip(given, own, strict=True))
+        )
 
     def draw(self, storage: DemonstrationStorage) -> Demonstration | None:
         """Draw what is replayed in the episode that begins; None if the environment plays it.

@@ -109,7 +109,7 @@ class ResumableVectorEnv(SyncVectorEnv):
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
 
 
-class Replay:
+class Playing:
     """Follows which of ``num_envs`` environments replay steps of a source; ``where`` are their numbers, ``[M]``."""
 
     def __init__(self, source: ReplaySource, num_envs: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -171,9 +170,16 @@ class EnvironmentRecipe(Settings, Nameable):
 
     def for_evaluation(self) -> EnvironmentRecipe:
         """Return the recipe with unclipped rewards."""
-        made = copy.copy(self)
-        made.clip_reward = None
-        return made
+        return self.with_settings(clip_reward=None)
+
+    def with_settings(self, **settings: Any) -> EnvironmentRecipe:
+        """Return a recipe with other values of some settings.
+
+        Example:
+            >>> EnvironmentRecipe("CartPole-v1", time_limit=9).with_settings(time_limit=None)
+            EnvironmentRecipe('CartPole-v1')
+        """
+        return type(self)(**{**vars(self), **settings})
 
     def __repr__(self) -> str:
         id, *settings = self.settings().items()
@@ -196,6 +202,11 @@ class EnvironmentRecipe(Settings, Nameable):
         if self.wrappers:
             given["wrappers"] = [_target(_resolved(wrapper, "wrappers")) for wrapper in self.wrappers]
         return given
+
+
+def recipe_of(env: str | Callable[..., Any]) -> EnvironmentRecipe:
+    """Return the recipe of an environment: itself, or one that has an id or a factory alone."""
+    return env if isinstance(env, EnvironmentRecipe) else EnvironmentRecipe(env)
 
 
 class SelectObservation(gym.ObservationWrapper[Any, Any, Any]):

@@ -110,26 +110,42 @@ def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
     return env
 
 
-def replaying(env: EnvBase) -> Iterator[Any]:
-    """Yield the transforms around an environment that replay steps of a source, their ``replay``."""
+class PlayingTransform(Transform):
+    """A transform that plays recorded steps of a source, its ``replay``, in the place of the environment's.
+
+    What a restored source plays goes on through the resets before the next step, once :meth:`resume` was called.
+    """
+
+    replay: Any
+
+    def resume(self) -> None:
+        """Let what is being played go on through the next reset."""
+        raise NotImplementedError
+
+
+def playing_transforms(env: EnvBase) -> Iterator[PlayingTransform]:
+    """Yield the transforms around an environment that play recorded steps."""
     while isinstance(env, TransformedEnv):
-        yield from (transform for transform in flat(env.transform) if hasattr(transform, "replay"))
+        yield from (transform for transform in flat(env.transform) if isinstance(transform, PlayingTransform))
         env = env.base_env
 
 
 class GoingOn(Transform):
-    """Take back that the next reset begins episodes in some environments, if it is told ``where``, ``[N]``.
+    """Take back, if it is told, that the next reset begins episodes in some environments."""
 
-    The recurrent states there are ``states`` then, ``[N, *state]`` each.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._where: Tensor | None = None
+        self._states: Mapping[NestedKey, Tensor] = {}
 
-    where: Tensor | None = None
-    states: Mapping[NestedKey, Tensor] = {}
+    def resume(self, where: Tensor, states: Mapping[NestedKey, Tensor]) -> None:
+        """Let episodes go on (``where``, ``[N]``) through the next reset, with recurrent states ``[N, *state]``."""
+        self._where, self._states = where, states
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        where, self.where = self.where, None
+        where, self._where = self._where, None
         if where is not None:
-            for key, value in {"is_init": torch.zeros(len(where), 1, dtype=torch.bool), **self.states}.items():
+            for key, value in {"is_init": torch.zeros(len(where), 1, dtype=torch.bool), **self._states}.items():
                 reset = tensordict_reset[key]
                 kept = value.where(rows_as(where, value), reset.cpu().reshape(value.shape))
                 tensordict_reset[key] = kept.reshape(reset.shape).to(reset.device)
@@ -137,9 +153,9 @@ class GoingOn(Transform):
 
 
 @contextmanager
-def replaying_nothing_yet(env: EnvBase) -> Iterator[None]:
+def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
     """Take back afterwards what resets of an environment have drawn to be replayed."""
-    before = [(transform.replay, transform.replay.state_dict()) for transform in replaying(env)]
+    before = [(transform.replay, transform.replay.state_dict()) for transform in playing_transforms(env)]
     try:
         yield
     finally:
