@@ -36,8 +36,10 @@ def test_every_component_is_stored_beside_those_of_torchrl():
         assert len(stored) > len(ours)
 
 
-def test_the_readme_lists_every_name():
-    rows = re.findall(r"^\| (`[a-z_`, ]+) \| (`.*) \|$", (PROJECT / "README.md").read_text(), flags=re.MULTILINE)
+def test_the_guide_lists_every_name():
+    rows = re.findall(
+        r"^\| (`[a-z_`, ]+) \| (`.*) \|$", (PROJECT / "examples/guide/extending.md").read_text(), flags=re.MULTILINE
+    )
     listed = {
         group: {name for name in re.findall(r"`(\w+)`", names) if name.islower()}
         for groups, names in rows

@@ -17,7 +17,7 @@ EXAMPLES = PROJECT / "examples"
 OWN_CARTPOLE = "examples.continuous_cartpole:ContinuousCartPole"
 SCRIPTS = (
     *("torchrl_only.py", "own_trainer.py", "own_environment.py", "loss_module.py", "hydra_app/train.py"),
-    *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py"),
+    *("planner.py", "demonstrations.py", "behaviour_cloning.py", "continuous_cartpole.py", "guide/draw_data_path.py"),
 )
 
 
@@ -68,6 +68,12 @@ def test_a_demonstration_is_made_and_its_actions_are_tried_elsewhere(tmp_path):
     at_random, demonstrated = run_example("demonstrations.py", "replay", folder, id, "--episodes", "5", folder=tmp_path)
     assert at_random.endswith("random actions: 0.000")
     assert re.fullmatch(r".*demonstrated actions solve: [01]\.\d0", demonstrated)
+
+
+def test_the_picture_of_the_data_path_is_the_one_that_is_drawn(tmp_path):
+    assert run_example("guide/draw_data_path.py", "drawn.svg", folder=tmp_path) == ["drawn: drawn.svg"]
+    drawn, shown = (path.read_text() for path in (tmp_path / "drawn.svg", EXAMPLES / "guide" / "data_path.svg"))
+    assert re.findall(r"<text.*?</text>", drawn) == re.findall(r"<text.*?</text>", shown)
 
 
 def test_the_continuous_cartpole_is_gymnasiums_at_full_force():

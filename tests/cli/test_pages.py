@@ -1,0 +1,276 @@
+"""Every command and code block of the README and of the guide runs as it is written there, with less to do at its end.
+
+The rules: a line of a ``bash`` block is a command of ours; a ``yaml`` block names its file in a comment at its head;
+the ``python`` blocks of a page run in turn, in one namespace; a ``text`` block behind one is what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+from joblib.externals.loky import get_reusable_executor
+from torchrl.envs import EnvBase
+
+from cli.commands import LAST_LINE, Done, call, last_line
+from kit.extras import need_extra
+from kit.forks import Forked
+from kit.processes import PROJECT
+from kit.states import differences
+from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.cli.sweeps import read_trials
+
+GUIDE = PROJECT / "examples" / "guide"
+PAGES = {path.stem: path.read_text() for path in (PROJECT / "README.md", *sorted(GUIDE.glob("*.md")))}
+SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+class Fence(NamedTuple):
+    language: str
+    text: str
+    follows: str  # the language of the fence right before it
+
+
+def fences(page: str) -> list[Fence]:
+    """Return what a page fences."""
+    found = list(re.finditer(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
+    ends = [(0, ""), *((match.end(), match[1]) for match in found)]
+    between = [page[end : match.start()].strip() for (end, _), match in zip(ends, found, strict=False)]
+    return [
+        Fence(match[1], match[2], "" if said else language)
+        for match, said, (_, language) in zip(found, between, ends, strict=False)
+    ]
+
+
+FENCES = {name: fences(page) for name, page in PAGES.items()}
+LINES = [(name, line) for name in PAGES for each in FENCES[name] if each[0] == "bash" for line in each[1].splitlines()]
+# .ci/run installs, and this is the test command.
+SHELL = r"python3 -m venv |pip install |pytest "
+NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
+COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))  # each once
+FIRST, *OTHERS = COMMANDS
+YAML = [each.text for page in FENCES.values() for each in page if each.language == "yaml"]
+FILES = [(named[1], text) for text in YAML if (named := re.match(r"(?:# @.*\n)?# ([\w/]+\.yaml)\n", text))]
+# How the folder of a run begins; else by the experiment that is named, or trained if none is.
+NAMES = {"data=vanilla": "a2c_cartpole_vanilla", "data=ppod": "ppo_cartpole_ppod"}
+
+
+def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> Done:
+    """Run a line as a shell would; if it trains, with fewer frames and episodes behind it."""
+    script, *arguments = shlex.split(line if run is None else line.replace("RUN", str(run)), comments=True)
+    module, _, function = SCRIPTS[script].partition(":")
+    assert function == "main"
+    trains = module.endswith(".train") and "--help" not in arguments
+    few = [f"data.total_frames={frames}", "eval_episodes=2"] if trains and "data=offline" not in arguments else []
+    if trains and line != FIRST:  # whose folder has no other name than the README says
+        few.append("data.eval_episodes=2")
+    done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def block(language: str, page: str) -> str:
+    """Return the only block of a page in this language."""
+    (text,) = [each.text for each in FENCES[page] if each.language == language]
+    return text
+
+
+def runs_below(folder: Path) -> set[Path]:
+    return {path.parents[1] for path in folder.glob("logs/train/**/csv/metrics.csv")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_workers_left() -> Iterator[None]:
+    yield
+    get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
+    """The working directory, the folder of the first command's run, and what it said."""
+    folder = tmp_path_factory.mktemp("pages")
+    shutil.copy(PROJECT / "examples" / "own_environment.py", folder)
+    for name, text in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    done = run_line(FIRST, folder, 1024)
+    (run,) = runs_below(folder)
+    return folder, run.relative_to(folder), done
+
+
+def test_nothing_that_is_fenced_is_left_out():
+    assert {each.language for page in FENCES.values() for each in page} <= {"bash", "python", "yaml", "text"}
+    assert FIRST == "torchrl-lightning-train"
+    assert {shlex.split(line, comments=True)[0] for line in COMMANDS} == set(SCRIPTS)
+    assert sum("--multirun" in line or "hparams_search" in line for line in OTHERS) == 3
+    assert {name for name, line in LINES if re.match(SHELL, line)} == {"README"}
+    assert len({name for name, _ in FILES}) == len(YAML)
+
+
+def test_a_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
+    for name, page in PAGES.items():
+        title, blank, purpose, *_, last = page.splitlines()
+        assert title.startswith("# ")
+        assert not blank
+        assert re.match(r"\w", purpose), name
+        assert len(page.splitlines()) <= (160 if name == "README" else 150), name
+        assert name == "README" or re.fullmatch(NEIGHBOURS, last), name
+
+
+def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
+    for name, page in PAGES.items():
+        folder = PROJECT if name == "README" else GUIDE
+        for link in re.findall(r"\]\((?!https?://)([^)]*)\)", page):
+            path, _, heading = link.partition("#")
+            target = folder / path
+            assert target.exists(), f"{name}: {link}"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if heading else []
+            assert not heading or heading in {each.lower().replace(" ", "-") for each in headings}, f"{name}: {link}"
+    assert set(re.findall(r"\(examples/guide/(\w+)\.md\)", PAGES["README"])) == set(PAGES) - {"README"}
+    pictures = {path.name for path in GUIDE.iterdir() if path.suffix in (".png", ".svg")}
+    assert pictures == {name for page in PAGES.values() for name in re.findall(r"(\w+\.(?:png|svg))\)", page)}
+
+
+def test_the_table_of_experiments_has_all_with_their_frames():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (\d+) \| [^|]*\|$", PAGES["README"], flags=re.MULTILINE)
+    assert {name for name, _ in rows} == {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")}
+    assert {name: frames_of(name) for name, _ in rows} == {name: int(frames) for name, frames in rows}
+
+
+def frames_of(experiment: str) -> int:
+    """Return the frames of an experiment, or of the one that it changes."""
+    settings = yaml.safe_load((CONF_DIR / "experiment" / f"{experiment}.yaml").read_text())
+    base = next((each for each in settings["defaults"] if isinstance(each, str) and each != "_self_"), None)
+    return settings.get("data", {}).get("total_frames") or frames_of(base)
+
+
+def test_the_first_command_leaves_what_the_readme_says(first):
+    folder, run, done = first
+    assert last_line(done.stdout)[4] == "1024"
+    assert run.parts[:-1] == ("logs", "train", "ppo_cartpole", "seed_0")
+    assert run.parts[-1][:3] == "202"
+    for left in (
+        ".hydra/config.yaml",
+        "csv/metrics.csv",
+        "curve.png",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+    ):
+        assert (folder / run / left).is_file(), left
+
+
+def env_of_experiment(line: str) -> str:
+    named = re.search(r" experiment=(\w+)", line)
+    text = "" if named is None else (CONF_DIR / "experiment" / f"{named[1]}.yaml").read_text()
+    return (re.findall(r"override /env: (\w+)", text) or [""])[0]
+
+
+# Optuna 2, which Hydra's sweeper asks for, speaks to SQLAlchemy 1.
+@pytest.mark.filterwarnings("ignore:Deprecated API features detected")
+@pytest.mark.parametrize("line", OTHERS, ids=range(len(OTHERS)))
+def test_a_command_runs_as_it_is_written(line, first):
+    need_extra((re.findall(r" env=(\w+)", line) or [env_of_experiment(line)])[0])
+    folder, run, _ = first
+    before = runs_below(folder)
+    resumed = "last.ckpt" in line
+    done = run_line(line, folder, 2048 if resumed else 520 if re.search("=(pets|mbpo)_", line) else 1024, run)
+    new = runs_below(folder) - before
+    if "torchrl-lightning-train" not in line or "--help" in line:
+        assert not new
+        left = {"evaluate": "logs/evaluate/*/returns.png", "plot": "curves.png"}
+        for name, pattern in left.items():
+            if f"torchrl-lightning-{name}" in line:
+                assert len(list(folder.glob(pattern))) == 1
+        return
+    assert "~experiment" not in line or "note:" not in done.stderr
+    jobs = 3 if "seed=0,1,2" in line else int(re.search(r"n_trials=(\d+)|$", line)[1] or 1)
+    assert len(new) == jobs
+    for made in new:
+        settings = yaml.safe_load((made / ".hydra" / "config.yaml").read_text())
+        name, seed = made.parts[-3:-1]
+        assert seed == f"seed_{settings['seed']}"
+        experiment = (re.findall(r" experiment=(\w+)", line) or ["" if "~experiment" in line else "ppo_cartpole"])[0]
+        assert name.startswith(next((start for part, start in NAMES.items() if part in line), experiment))
+    if jobs == 3:
+        assert {made.parts[-2:] for made in new} == {("seed_0", "0"), ("seed_1", "1"), ("seed_2", "2")}
+        learnt = [torch.load(made / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for made in new]
+        assert differences(learnt[0], learnt[1])
+    if "joblib" not in line:  # its workers speak for themselves
+        assert done.stdout.count("mean evaluation return") == jobs
+    if "hparams_search" in line:
+        (found,) = folder.glob("logs/train/sweep_*/optimization_results.yaml")
+        printed = [float(match[0]) for match in re.findall(LAST_LINE, done.stdout)]
+        scores = [trial.score for trial in read_trials([found.parent])]
+        assert scores == pytest.approx(sorted(printed, reverse=True), abs=0.05)
+        assert set(yaml.safe_load(found.read_text())["best_params"]) == {
+            "model.learning_rate",
+            "model.clip_epsilon",
+            "data.num_epochs",
+        }
+    if resumed:
+        assert last_line(done.stdout)[4] == "2048"
+
+
+def run_blocks(blocks: list[str]) -> None:
+    """Run blocks in turn; a line of zeros behind what each prints."""
+    made: dict[str, Any] = {"__name__": "__main__"}
+    sys.path.insert(0, "")  # as python has it
+    for number, text in enumerate(blocks):
+        exec(compile(text, f"block {number}", "exec"), made)
+        print("\0")  # noqa: T201
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if any(each.language == "python" for each in FENCES[name])])
+def test_the_code_of_a_page_prints_what_it_says(name, first):
+    folder, run, _ = first
+    blocks = [
+        re.sub(r"total_frames=[\d_]+", "total_frames=1024", each.text).replace("RUN", str(run))
+        for each in FENCES[name]
+        if each.language == "python"
+    ]
+    process = Forked(partial(run_blocks, blocks), folder, said=folder / f"{name}-said")
+    assert process.ends() == 0, process.said
+    expected = {}
+    for each in FENCES[name]:
+        if each.language == "python":
+            expected[len(expected)] = ""
+        elif each.language == "text" and each.follows == "python":
+            expected[len(expected) - 1] = each.text
+    printed = process.said.split("\0\n")
+    for number, text in expected.items():
+        if text:  # the last lines: Lightning speaks before
+            said = "\n".join(printed[number].splitlines()[-len(text.splitlines()) :]) + "\n"
+            assert doctest.OutputChecker().check_output(text, said, doctest.ELLIPSIS), said
+
+
+def shown(env: gymnasium.Env | EnvBase) -> object:
+    return env.observation_spec if isinstance(env, EnvBase) else env.observation_space
+
+
+def test_an_own_environment_is_the_same_on_the_command_line_and_in_python(first, monkeypatch):
+    folder, *_ = first
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    made: dict[str, Any] = {}
+    exec(block("python", "environments"), made)
+    written = [made[name] for name in ("hopper", "acrobot", "pendulum", "treasure")]
+    assert made["data"].num_envs == 8
+    for line, recipe in zip(block("bash", "environments").splitlines(), written, strict=True):
+        said = call("train", *shlex.split(line)[1:], "--cfg", "job", "--package", "data.env", cwd=folder).stdout
+        composed_env = instantiate(yaml.safe_load(said))
+        with contextlib.suppress(gymnasium.error.DependencyNotInstalled):
+            assert shown(composed_env()) == shown(recipe())
