@@ -44,7 +44,8 @@ def test_steps_epochs_and_validation_are_logged_over_frames(tmp_path):
     settings = {"logger": loggers, "log_every_n_steps": 2, "limit_val_batches": 1}
     fit(tmp_path, None, Logging(), max_epochs=3, callbacks=[ExperienceLog()], **settings)
     path = tmp_path / "csv" / "metrics.csv"
-    assert filled(path, "frames_per_second") == FRAMES
+    for column in ("frames_per_second", "frames", "train/return"):
+        assert filled(path, column) == FRAMES, column
     # An epoch has four updates of one rollout, of which every second one is logged.
     assert filled(path, "mine/loss_step") == [64, 64, 128, 128, 192, 192]
     for column in ("mine/loss_epoch", "mine/longest_step", "mine/longest_epoch", "eval/return"):

@@ -47,13 +47,6 @@ def test_memory_is_time_major_and_fresh_or_the_same() -> None:
     assert same(kept[0], fresh[2])
 
 
-def test_torch_random_state_is_left_alone() -> None:
-    collector = GymnasiumCollector(RandomEnv, stochastic_policy(), frames_per_batch=8, seed=0)
-    before = torch.get_rng_state()
-    collect(collector, 2)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_seed_comes_from_torch_if_not_given() -> None:
     def run():
         torch.manual_seed(7)

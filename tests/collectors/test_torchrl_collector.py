@@ -113,13 +113,6 @@ def test_each_reset_begins_other_episodes() -> None:
     assert not torch.equal(first["observation"][:, 0], second["observation"][:, 0])
 
 
-def test_global_generators_are_left_alone() -> None:
-    state = torch.get_rng_state()
-    made = collector()
-    made.rollout()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_an_environment_that_cannot_be_seeded_is_refused_where_a_resume_would_differ() -> None:
     made = collector(env=Walk([2], seeded=False), reset_at_each_batch=True)
     with pytest.raises(ValueError, match="'observation' differs between two resets after the same set_seed of Walk"):

@@ -19,10 +19,11 @@ from torchrl_lightning.environments import make_environment
 
 SETTINGS = {"frames_per_batch": 14, "reset_at_each_batch": True}
 noisy = TensorDictModule(lambda x: torch.rand_like(x[..., :1]), in_keys=["observation"], out_keys=["action"])
+drawn = TensorDictModule(lambda x: torch.randint(3, x.shape[:1]), in_keys=["observation"], out_keys=["action"])
 
 
 def gymnasium(seed: int = 0, **settings: Any) -> GymnasiumCollector:
-    return GymnasiumCollector(RandomEnv, still_policy(), num_envs=2, seed=seed, **{**SETTINGS, **settings})
+    return GymnasiumCollector(RandomEnv, drawn, num_envs=2, seed=seed, **{**SETTINGS, **settings})
 
 
 def torchrl(seed: int = 0, env: Any = Walk, **settings: Any) -> TorchRLCollector:

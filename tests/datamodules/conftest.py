@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kit.actor_critic import TinyActorCritic, rollouts
+from kit.demonstrated_runs import shown
+from kit.demonstrations import saved
 from kit.runs import trainer
 
 
@@ -34,6 +36,12 @@ def make_module():
         return module_class(**kwargs)
 
     return make
+
+
+@pytest.fixture
+def human(tmp_path):
+    """A folder with one demonstration."""
+    return saved(tmp_path / "human", shown(7))
 
 
 @pytest.fixture

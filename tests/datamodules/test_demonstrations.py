@@ -6,13 +6,12 @@ from functools import partial
 
 import gymnasium
 import pytest
-import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.collectors import Collector
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.envs import InitTracker, TransformedEnv
 
 from kit.actor_critic import fit, rollouts
-from kit.demonstrations import episode, saved
+from kit.demonstrated_runs import CART_POLES, demonstrated, ppo, shown
 from kit.forks import forked_workers
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.runs import SaveAt, parameters
@@ -24,31 +23,14 @@ from torchrl_lightning import (
     GymnasiumCollector,
     PPODBuffer,
 )
-from torchrl_lightning.learn import MLPNetwork, PPOModule, RecurrentNetwork
 
-CART_POLES = partial(SerialEnv, 4, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
 READY = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 4, autoreset_mode=AutoresetMode.SAME_STEP)
 SIZES = {"num_envs": 4, "frames_per_batch": 64}
-shown = partial(episode, total=99.0)
-
-
-@pytest.fixture
-def human(tmp_path):
-    return saved(tmp_path / "human", shown(7))
-
-
-def buffer(human, **options):
-    return partial(PPODBuffer, initial_human_demos_dir=human, **{"rho": 0.5, "phi": 0.3, **options})
-
-
-def ppo(recurrent=False, seed=0):
-    torch.manual_seed(seed)
-    return PPOModule(RecurrentNetwork("gru", 8) if recurrent else MLPNetwork([8]))
 
 
 def test_demonstrations_are_learned_from_mined_and_reported(human, tmp_path, capsys):
     settings = {"normalize_observation": True, "normalize_reward": True, "frames_per_batch": 256}
-    data, bar = rollouts(buffer=buffer(human), **settings), FramesProgressBar(refresh_every=0)
+    data, bar = rollouts(buffer=demonstrated(human), **settings), FramesProgressBar(refresh_every=0)
     fit(tmp_path, data, ppo(), max_epochs=6, limit_val_batches=1, callbacks=[bar], enable_progress_bar=True)
     figures = data.metrics()
     assert figures["demos/D_R"] == 1.0
@@ -78,7 +60,7 @@ def test_demonstrations_are_learned_from_mined_and_reported(human, tmp_path, cap
     ids=["a ready vector environment", "TorchRL's", "TorchRL's, current", "a collector of one's own", "workers"],
 )
 def test_each_stream_replays_and_is_mined(options, settings, human, tmp_path):
-    data = rollouts(buffer=buffer(human, **options), **settings())
+    data = rollouts(buffer=demonstrated(human, **options), **settings())
     with forked_workers():
         fit(tmp_path, data, ppo(), max_epochs=4, limit_val_batches=1)
     assert 0 < data.metrics()["demos/replayed"] < 1
@@ -90,7 +72,7 @@ def test_torchrls_own_collector_replays_too(human, tmp_path):
         env = TransformedEnv(DemonstrationReplayTransform(replay).wrap(CART_POLES()), InitTracker(), auto_unwrap=False)
         return Collector(env, DemonstrationActor(policy), frames_per_batch=64, total_frames=-1, no_cuda_sync=True)
 
-    data = rollouts(buffer=buffer(human, rho=1.0, phi=0.0), collector=collector)
+    data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), collector=collector)
     fit(tmp_path, data, ppo(), max_epochs=3)
     assert data.metrics()["demos/replayed"] == 1.0
     again = shown(7).steps["observation"].roll(-2 * 16 % 7, 0)  # two rollouts of 16 steps came before
@@ -101,7 +83,7 @@ def test_a_collector_that_cannot_replay_is_refused(human, tmp_path):
     def collector(policy, seed):
         raise AssertionError
 
-    data = rollouts(buffer=buffer(human), collector=collector)
+    data = rollouts(buffer=demonstrated(human), collector=collector)
     with pytest.raises(ValueError, match="PPODBuffer replays demonstrations, but collector= takes no `replay`"):
         fit(tmp_path, data, ppo())
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules.test_demonstrations import CART_POLES, buffer, human, ppo, shown  # noqa: F401  # a fixture
+from kit.demonstrated_runs import CART_POLES, demonstrated, ppo, shown
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import cells, dqn, fit, replay_data
 from torchrl_lightning import (
@@ -50,8 +50,8 @@ class Counting(ExperienceLog):
     ],
     ids=["gymnasium", "torchrl", "processes"],
 )
-def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_data, make_trainer):  # noqa: F811
-    data, counting = make_data(buffer=buffer(human), total_frames=300, **settings), Counting()
+def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_data, make_trainer):
+    data, counting = make_data(buffer=demonstrated(human), total_frames=300, **settings), Counting()
     make_trainer(max_epochs=-1, limit_val_batches=0, callbacks=[counting]).fit(ppo(), datamodule=data)
     frames = replayed = 0
     for own, other, metrics, progress in counting.rows:
@@ -64,8 +64,8 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_d
     assert data.clock == (frames, "frames")
 
 
-def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer):  # noqa: F811
-    first, data = (make_data(buffer=buffer(human), total_frames=frames) for frames in (200, 400))
+def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer):
+    first, data = (make_data(buffer=demonstrated(human), total_frames=frames) for frames in (200, 400))
     run = make_trainer(max_epochs=-1)
     run.fit(ppo(), datamodule=first)
     run.save_checkpoint(tmp_path / "at.ckpt")
@@ -74,11 +74,12 @@ def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer
     assert data.metrics()["frames/replayed"] > first.metrics()["frames/replayed"]
 
 
-def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):  # noqa: F811
+def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):
     message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
     message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."
     for resume in (None, tmp_path / "at.ckpt"):
-        data, run = make_data(buffer=buffer(human, rho=1.0, phi=0.0), total_frames=200), make_trainer(max_epochs=-1)
+        data = make_data(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
+        run = make_trainer(max_epochs=-1)
         with caplog.at_level(logging.WARNING):
             run.fit(ppo(), datamodule=data, ckpt_path=resume)
         assert message in caplog.text

@@ -66,6 +66,6 @@ def test_the_same_seed_records_the_same():
 
 
 def test_an_environment_without_an_end_is_refused():
-    few = mock.patch.object(recording, "_MANY_STEPS", 128)
+    few = mock.patch.object(recording, "MANY_STEPS", 128)
     with few, pytest.raises(SystemExit, match=r"^error: No episode has ended .*time_limit="), one_line():
         next(record_demonstrations(partial(CountedImages, end="never"), first_action, 1))

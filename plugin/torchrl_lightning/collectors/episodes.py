@@ -28,7 +28,7 @@ from torchrl_lightning.ranges import integer
 logger = logging.getLogger(__name__)
 
 _MAX_ENVS = 32
-_MANY_STEPS = 100_000
+MANY_STEPS = 100_000
 
 
 def play_episodes(
@@ -153,11 +153,11 @@ class _Record:
         self._returns += rewards
         self._lengths += 1
         if not done.any():
-            if not self._played.any() and (self._lengths == _MANY_STEPS).all():
+            if not self._played.any() and (self._lengths == MANY_STEPS).all():
                 logger.warning(
                     "no episode has ended after %d steps: an environment without an end needs a time limit "
                     "(time_limit= of an EnvironmentRecipe).",
-                    _MANY_STEPS,
+                    MANY_STEPS,
                 )
             return
         counted = np.flatnonzero(done & (self._played < self._quota))

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.collectors.episodes import MANY_STEPS
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.environments import (
     EnvironmentSpecs,
@@ -25,7 +26,6 @@ from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 
 _FRAMES = 64  # steps collected at a time
-_MANY_STEPS = 100_000
 Environment = str | Callable[..., Any]
 
 
@@ -116,9 +116,9 @@ def _episodes(env: Environment, policy: Policy, count: int, seed: int | None) ->
                     return
                 parts, begin = [], end
             parts.append(steps[begin:])
-            if sum(map(len, parts)) >= _MANY_STEPS:
+            if sum(map(len, parts)) >= MANY_STEPS:
                 raise EnvironmentFault(
-                    f"No episode has ended after {_MANY_STEPS} steps: an environment without an end needs a time limit "
+                    f"No episode has ended after {MANY_STEPS} steps: an environment without an end needs a time limit "
                     "(time_limit= of an EnvironmentRecipe)."
                 )
     finally:
