@@ -54,8 +54,8 @@ def write_unevenly(ours: ExperienceBuffer, start: int) -> None:
 def draw(ours: ExperienceBuffer) -> Any:
     """A batch, and where the steps that are stored lie in their episodes."""
     batch, writer = ours.sample(4), ours.writer
-    cells = writer.filled_cells()
-    at = writer.env_of(cells), writer.position_of(cells)
+    cells = writer.rings.filled_cells()
+    at = writer.rings.env_of(cells), writer.rings.position_of(cells)
     known = [] if writer.index is None else [getattr(writer.index, name)(*at) for name in ("begin", "end", "finished")]
     return batch, cells, *at, *known
 

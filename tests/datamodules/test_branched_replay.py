@@ -94,7 +94,7 @@ def test_those_of_the_last_fits_are_kept_also_where_branches_end_early(fits_kept
             source = other
         source.prepare(dreamer)
         expected = {1000.0 * each for each in range(max(1, number - fits_kept + 1), number + 1)}
-        held = source.imagined.storage.get(source.imagined.writer.filled_cells())["a"]
+        held = source.imagined.storage.get(source.imagined.writer.rings.filled_cells())["a"]
         assert set(held.tolist()) == expected
         assert len(held) == sum(5 + 7 * (int(each) // 1000 % 3) for each in expected)
         assert set(source.draw(400)["a"].tolist()) - expected <= set(range(100))
@@ -119,7 +119,7 @@ def test_a_shorter_length_keeps_the_newest() -> None:
         source.buffer.extend(real(torch.full((10,), 50.0)))
     assert len(source.imagined) == 30
     expected = torch.tensor(dreamer.starts[1]) + 1000.0
-    held = source.imagined.storage.get(source.imagined.writer.filled_cells())["a"]
+    held = source.imagined.storage.get(source.imagined.writer.rings.filled_cells())["a"]
     assert held.sort().values.tolist() == expected.sort().values.tolist()
 
 

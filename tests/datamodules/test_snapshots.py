@@ -47,7 +47,7 @@ class Saved:
 
     def check(self):
         """Look for what is torn, missing, or of another save."""
-        rows = self.buffer.storage.get(self.buffer.writer.filled_cells())["step"]
+        rows = self.buffer.storage.get(self.buffer.writer.rings.filled_cells())["step"]
         assert (rows == rows[:, :1]).all(), "a row is torn"
         end, position = self.updates * ROWS, rows[:, 0].sort().values
         assert torch.equal(position, torch.arange(max(0, end - CELLS), end)), "rows are missing or of another save"

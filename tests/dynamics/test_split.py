@@ -17,7 +17,7 @@ def grow(buffer, split, steps):
 
 def held(split, buffer):
     """Environments and positions of held out rows."""
-    rows = buffer.storage.get(split.parts(buffer.writer.filled_cells())[1])
+    rows = buffer.storage.get(split.parts(buffer.writer.rings.filled_cells())[1])
     return set(zip(rows["env"].tolist(), rows["position"].tolist(), strict=True))
 
 
@@ -79,7 +79,7 @@ def test_no_row_changes_sides_when_the_rings_get_another_length(envs, written, s
         buffer.extend(data, ids, time_dim=0)
 
     def sides():
-        cells = buffer.writer.filled_cells()
+        cells = buffer.writer.rings.filled_cells()
         names = [buffer.storage.get(part)["observation"].flatten().tolist() for part in split.parts(cells)]
         return {name: side for side, part in enumerate(names) for name in part}
 

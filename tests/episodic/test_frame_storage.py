@@ -26,8 +26,8 @@ def twins(length: int, num_envs: int, count: int = 3, **options) -> tuple[Experi
 
 
 def assert_same(ours: ExperienceBuffer, plain: ExperienceBuffer) -> None:
-    cells = plain.writer.filled_cells()
-    assert torch.equal(ours.writer.filled_cells(), cells)
+    cells = plain.writer.rings.filled_cells()
+    assert torch.equal(ours.writer.rings.filled_cells(), cells)
     if len(cells):
         found, expected = ours.storage.get(cells), plain.storage.get(cells)
         assert set(found.keys(True, True)) == set(expected.keys(True, True))

@@ -102,7 +102,7 @@ def write(buffer: EpisodicReplayBuffer, envs: list[int], numbers: range, blockin
 
 def write_on(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
     env, number = torch.tensor(envs), 0
-    while not buffer.writer.is_stopped:
+    while not buffer.is_stopped:
         buffer.add_batch(rows(env, number), env)
         number += 1
         if number == 50:
@@ -119,7 +119,7 @@ def take(buffer: EpisodicReplayBuffer, envs: list[int], pipe: Any) -> None:
 
 
 def draw(buffer: EpisodicReplayBuffer, drawn: torch.Tensor, pipe: Any) -> None:
-    while not buffer.writer.is_stopped:
+    while not buffer.is_stopped:
         batch, info = buffer.get_batch(32, 2)
         assert is_whole(batch)
         assert (batch["code"][:, 0, 0] // 1_000_000 == info.env_ids).all()

@@ -92,7 +92,7 @@ def test_as_a_twin_adds_them_up(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             twin.cut(who)
             ours.writer.cut(ids)
-    cells = ours.writer.filled_cells()
+    cells = ours.writer.rings.filled_cells()
     storage, index = ours.storage, ours.writer.index
     read = returns.gather(storage.cells, index, cells, None, ())
     stored = storage.tree["next"]["reward"]

@@ -89,7 +89,7 @@ def test_uneven_rings() -> None:
     buffer = uneven(make())
     assert sorted(set(draw(buffer, 20, 60).tolist())) == UNEVEN
     late = make()
-    assert sorted(late.sample(buffer.storage, 200)[0].unique().tolist()) == buffer.writer.filled_cells().tolist()
+    assert sorted(late.sample(buffer.storage, 200)[0].unique().tolist()) == buffer.writer.rings.filled_cells().tolist()
 
 
 def test_several_dimensions() -> None:

@@ -78,8 +78,8 @@ def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
             ours.extend(step(90, ENVS if env_ids is None else 1), env_ids)
     writer = ours.writer
     assert writer.positions.tolist() == [steps] * ENVS
-    kept = writer.filled_cells()
-    env, position = writer.env_of(kept), writer.position_of(kept)
+    kept = writer.rings.filled_cells()
+    env, position = writer.rings.env_of(kept), writer.rings.position_of(kept)
     ends = torch.minimum(position + (2 - position) % 3, torch.tensor(steps - 1))
     lost = (ENVS if env_ids is None else 1) if steps >= LENGTH else 0
     assert len(kept) == len(ours) == ENVS * min(steps, LENGTH) - lost
@@ -101,7 +101,7 @@ def test_an_interrupt_between_two_leaves_leaves_no_torn_row(
 def test_cells_that_were_claimed_are_not_sampled() -> None:
     ours = filled(2 * LENGTH)
     ours.set_sampler(UniformSampler(stratified=True))
-    ours.writer.claim(None, 2)
+    ours.writer.claim(ours.writer.rings.ids, 2)
     assert len(ours) == ENVS * (LENGTH - 2)
     assert set(ours.sample()["a"][:, 0].tolist()) == {6, 7}
     ours.extend(step(8))

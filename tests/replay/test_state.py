@@ -238,8 +238,8 @@ def test_killed_while_saving(saves: int, tmp_path: Path) -> None:
     ours.loads(tmp_path / "state")
     number = int(ours.writer.positions[0]) // 200 - 1
     assert number in (saved[-1], saved[-1] + 1)
-    cells = ours.writer.filled_cells()
+    cells = ours.writer.rings.filled_cells()
     assert len(cells) == min((number + 1) * 400, 40_000)
     found = ours.storage.get(cells)
     assert torch.equal(found["a"], found["b"])
-    assert torch.equal(found["a"], (ours.writer.position_of(cells) // 200).float())
+    assert torch.equal(found["a"], (ours.writer.rings.position_of(cells) // 200).float())

@@ -38,16 +38,16 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
             stored[who[i % len(who)]].append(value)
         kept = values[-length * len(who) :]
         assert buffer.storage.get(index[-len(kept) :])["a"].tolist() == kept
-        assert writer.env_of(index).tolist() == who * many
+        assert writer.rings.env_of(index).tolist() == who * many
 
         assert writer.positions.tolist() == [len(steps) for steps in stored]
         assert writer.filled.tolist() == [min(len(steps), length) for steps in stored]
         assert len(buffer) == sum(writer.filled.tolist())
-        cells = writer.filled_cells()
+        cells = writer.rings.filled_cells()
         assert len(cells) == len(buffer)
         assert not writer.is_even or cells.tolist() == list(range(len(cells)))
         assert writer.is_even or len(set(writer.filled.tolist())) > 1
-        env, position = writer.env_of(cells), writer.position_of(cells)
+        env, position = writer.rings.env_of(cells), writer.rings.position_of(cells)
         assert torch.equal(writer.cell(env, position), cells)
         found = buffer.storage.get(cells)
         expected = [stored[e][p] for e, p in zip(env.tolist(), position.tolist(), strict=True)]
@@ -55,7 +55,7 @@ def test_like_lists(plan: tuple, on_disk: bool, tmp_path_factory: pytest.TempPat
         assert found["next", "deep", "x"].tolist() == expected
         empty = torch.tensor([cell for cell in range(num_envs * length) if cell not in cells.tolist()])
         if len(empty):
-            assert (writer.position_of(empty) < writer.oldest[writer.env_of(empty)]).all()
+            assert (writer.rings.position_of(empty) < writer.oldest[writer.rings.env_of(empty)]).all()
             with pytest.raises(IndexError, match="holds nothing"):
                 buffer.storage.get(empty)
 

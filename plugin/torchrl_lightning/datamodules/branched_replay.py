@@ -152,7 +152,7 @@ class BranchedReplay(Nameable):
             self.split.seed = split
             self.imagined.generator.manual_seed(branches)
         self.split.extend(self.buffer.writer)
-        storage, cells = self.buffer.storage, self.buffer.writer.filled_cells()
+        storage, cells = self.buffer.storage, self.buffer.writer.rings.filled_cells()
         training, validation = self.split.parts(cells)
         rows = storage.get(training)
         module.fit_dynamics(rows, storage.get(validation))

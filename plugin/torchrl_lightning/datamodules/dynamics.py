@@ -240,7 +240,7 @@ class DynamicsDataModule(ExperienceDataModule):
             }
             if hasattr(module, "check_transitions"):
                 storage = self._require_buffer().storage
-                module.check_transitions(storage.get(self._require_buffer().writer.filled_cells()))
+                module.check_transitions(storage.get(self._require_buffer().writer.rings.filled_cells()))
             if hasattr(module, "begin_fit"):
                 module.begin_fit(self.targets)
         self.epochs_of_fit += 1
@@ -279,7 +279,7 @@ class DynamicsDataModule(ExperienceDataModule):
     def _read(self, *, fit: bool = False) -> None:
         """Read both parts of what is stored, standardised; for a new fit, by what its training part says."""
         buffer, targets = self._require_buffer(), self.targets
-        cells = buffer.writer.filled_cells()
+        cells = buffer.writer.rings.filled_cells()
         training, validation = self.split.parts(cells[targets.usable(buffer.storage.get(cells))])
         if len(training) < self.batch_size:
             raise ValueError(

@@ -270,7 +270,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         writer = RingWriter(num_envs or 1)
         writer.register_storage(storage)
         if num_envs == self.writer.num_envs:
-            writer.go_on_from(self.writer)
+            writer.rings.go_on_from(self.writer.rings)
         if self.storage.data is not None and num_envs is not None:
             storage.allocate(self.storage.data[:1])
         for env in range(self.writer.num_envs if self.size else 0):
@@ -380,7 +380,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         integer(num_epochs, "num_epochs")
         targets = self.targets
         cells = torch.cat([self._cells_of(env) for env in range(self.writer.num_envs)])
-        cells = cells[self.writer.position_of(cells).argsort(stable=True)]
+        cells = cells[self.writer.rings.position_of(cells).argsort(stable=True)]
         if not len(cells):
             raise RuntimeError("Nothing is stored: insert transitions first.")
         data = self.storage.get(cells)

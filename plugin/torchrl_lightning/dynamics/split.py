@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingWriter
-from torchrl_lightning.replay.rings import Rings, steps_between
+from torchrl_lightning.replay.rings import Rings
+from torchrl_lightning.replay.steps import steps_between
 from torchrl_lightning.state import check_state, same, tensor, whole
 from torchrl_lightning.trust import Nameable
 
@@ -62,8 +63,7 @@ class HoldoutSplit(Nameable):
 
     def extend(self, writer: RingWriter) -> None:
         """Decide the sides of all rows that were written since the last time."""
-        stamps, positions = writer.snapshot().numpy(), writer.positions.numpy()
-        era = int(stamps[0] - positions[0])
+        stamps, era = writer.rings.snapshot().numpy(), writer.rings.era
         oldest = stamps - writer.filled.numpy()
         cells = writer.length * writer.num_envs
         if len(self._seen) != writer.num_envs:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,16 +26,8 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
-from torchrl_lightning.replay.rings import check_steps, steps_between, steps_of
+from torchrl_lightning.replay.steps import check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
-
-T = TypeVar("T")
-NO_PROCESSES = (
-    "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False). "
-    "Drop blocking=True."
-)
-ALONE = nullcontext()
-PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
 
 
 class EpisodicReplayBuffer(ExperienceBuffer):
@@ -214,10 +204,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             self.extend(batch, env_ids)
             return True
         check_tensordict(batch)
-        writer = self.writer
-        env = writer.check_ids(env_ids)
+        env, rings = self.writer.check_ids(env_ids), self.writer.rings
         steps = self._awaited(-(-batch.numel() // len(env)))
-        return self._wait(lambda: self.extend(batch, env_ids) if writer.has_room(env, steps) else None) is not None
+        written = self.wait_for(lambda: self.extend(batch, env_ids) if rings.has_room(env, steps).all() else None)
+        return written is not None
 
     def extend(
         self,
@@ -254,7 +244,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 return self._take(n, env_ids)
         env = self.writer.check_ids(env_ids)
         self._awaited(n)
-        return self._wait(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
+        return self.wait_for(lambda: self._take(n, env_ids) if int(self.writer.filled[env].min()) >= n else None)
 
     def _take(self, count: int, env_ids: Tensor | None) -> TensorDictBase:
         # Reading after the removal is safe: nobody writes meanwhile.
@@ -264,27 +254,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if steps > self.max_length:
             raise ValueError(f"An environment holds at most {self.max_length} steps, never {steps}; wait for fewer.")
         return steps
-
-    def _wait(self, attempt: Callable[[], T | None]) -> T | None:
-        # By looking again and again: conditions of multiprocessing hang when a process dies that waits for them.
-        if not self.shared:
-            raise ValueError(NO_PROCESSES)
-        pause = PAUSE
-        while not self.writer.is_stopped:
-            with self.locked():
-                found = attempt()
-            if found is not None:
-                return found
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return None
-
-    def stop(self) -> None:
-        """Let no process wait any more: calls with ``blocking=True``, waiting or later ones, do nothing and return.
-
-        This lasts, also after :meth:`clear`; what is stored stays, and all other calls work on.
-        """
-        self.writer.stop()
 
     def clear(self, env_ids: Tensor | None = None) -> None:
         """Forget everything, or everything of some environments: steps, episodes, priorities and returns.
@@ -301,8 +270,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def _drop(self, count: int | None, env_ids: Tensor | None) -> Tensor:
         cells: Tensor = self.writer.drop(count, env_ids)
-        if (prioritized := prioritized_in(self.sampler)) is not None:
-            prioritized.forget(cells)
+        self.forget_cells(cells)
         return cells
 
     # ------------------------------------------------------------------ reading
@@ -335,7 +303,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             finally:
                 sampler.batch_length = before
             first: Any = entry_of(batch, "index")
-            env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.arrays[0])
+            env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.rings.arrays[0])
             found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
             weights = entry_of(batch, "importance_weights")
             if weights is not None:
@@ -389,7 +357,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             KeyError: there is no such entry.
         """
         key = tuple(field_name.split(".")) if isinstance(field_name, str) else path_of(field_name)
-        with self._undisturbed():
+        with self.undisturbed():
             cells = self._cells_of(env_ids, positions)
             if key == ("",):
                 return self._read(cells)
@@ -415,10 +383,6 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         cells = cells.to(storage.device)
         return new_tensordict(storage.gather(cells, names), cells.shape, names, cells.device)
 
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        # One thread does not disturb itself, and the locks cost as much as a short answer.
-        return self.locked() if self.shared else ALONE
-
     # ------------------------------------------------------------------ episodes
 
     def _index(self) -> EpisodeIndex:
@@ -437,7 +401,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or there is no such environment.
             RuntimeError: there is no index of episodes.
         """
-        with self._undisturbed():
+        with self.undisturbed():
             return self._index().steps_to_end(env_ids, pos)
 
     def get_episode_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
@@ -447,7 +411,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or there is no such environment.
             RuntimeError: there is no index of episodes.
         """
-        with self._undisturbed():
+        with self.undisturbed():
             return self._index().begin(env_ids, pos, clip=False)
 
     def get_disc_0_begin_position(self, pos: Tensor, env_ids: Tensor) -> Tensor:
@@ -465,7 +429,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         env, position = torch.broadcast_tensors(env_ids, pos)
         shape, env, position = env.shape, env.flatten(), position.flatten()
         skipped = int(not self.layout.time_steps)  # a transition that terminates is the last of its life
-        with self._undisturbed():
+        with self.undisturbed():
             begin = self.get_episode_begin_position(position, env)
             oldest = self.writer.oldest[env]
             run, steps, _ = steps_between(begin.maximum(oldest).numpy(), position.numpy() - skipped)

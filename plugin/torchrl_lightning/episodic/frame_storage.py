@@ -26,7 +26,7 @@ from torchrl_lightning.episodic.frame_ring import FrameRing, check_frames
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingStorage, RingWriter
 from torchrl_lightning.replay.cells import Cells, Names
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import check_state, mapping, same
 
 

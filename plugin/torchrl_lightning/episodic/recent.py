@@ -15,10 +15,12 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import fraction, integer
+from torchrl_lightning.replay.draws import uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
-from torchrl_lightning.replay.rings import Ints, uniform
+from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
-from torchrl_lightning.replay.writer import NO_INDEX, RingWriter
+from torchrl_lightning.replay.steps import Ints
+from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.state import check_state, mapping, same
 
 
@@ -143,7 +145,7 @@ class RecentSampler(SequenceSampler):
         count, reach = cells.shape[0], self._steps - 1
         if not count:
             return
-        (positions, _), oldest = writer.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
+        (positions, _), oldest = writer.rings.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
         room = np.clip(positions - reach - oldest, 0, newest)
         owners = np.flatnonzero(room)
         if not len(owners):

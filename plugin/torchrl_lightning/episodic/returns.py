@@ -20,9 +20,9 @@ from torchrl_lightning.kernels.returns import write_returns
 from torchrl_lightning.kernels.scan import LIKE, discounted_scan
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.rings import Ints, steps_between
+from torchrl_lightning.replay.rings import writer_of
+from torchrl_lightning.replay.steps import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.trust import Nameable
 
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None
@@ -132,7 +132,7 @@ class EpisodicReturn(Nameable):
         reward, ends, out = found
         time_steps = self.layout.time_steps
         if jitted(write_returns)(
-            cells, (writer.length, *writer.arrays), episodes.arrays, reward, ends, time_steps, int(time_steps),
+            cells, (writer.length, *writer.rings.arrays), episodes.arrays, reward, ends, time_steps, int(time_steps),
             self._factors, out,
         ):  # fmt: skip
             self._storage.touch()

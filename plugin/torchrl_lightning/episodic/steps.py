@@ -24,7 +24,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.keys import DONE, IS_INIT, REWARD, STEP_TYPE, TERMINATED
-from torchrl_lightning.replay.episode_index import Flags, flag_of
+from torchrl_lightning.replay.episode_index import flag_of
+from torchrl_lightning.replay.steps import Flags
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.trust import Nameable
 

@@ -127,7 +127,7 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             if not len(buffer_dict):
                 return
             cells = writer.cell(torch.arange(writer.num_envs), steps[:, None]).flatten()
-            self.extend(buffer_dict.storage.get(cells[writer.is_filled(cells)]))
+            self.extend(buffer_dict.storage.get(cells[writer.rings.is_filled(cells)]))
             return
         needed = ("obs", "next_obs", "act", "rew", "done")
         self.extend(read_step(buffer_dict, needed, (), self.obs_dim, self.act_dim, self.storage.device))

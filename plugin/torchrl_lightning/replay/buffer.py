@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from multiprocessing import current_process
 from pathlib import Path
-from random import Random
 from typing import Any, Self
 
 import torch
@@ -19,12 +16,12 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._compat import BufferBase, Drawn, new_tensordict
+from torchrl_lightning._compat import Drawn, new_tensordict
 from torchrl_lightning.checks import check_transform
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import write_state
 from torchrl_lightning.kernels.indices import integers, last_of_each
-from torchrl_lightning.parts import fresh_generator, is_spawning
+from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.replay.checks import (
     STATE_VERSION,
     check_sampler,
@@ -36,14 +33,14 @@ from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
-from torchrl_lightning.replay.sharing import SHARE_FIRST, SharedLock, this_process
+from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.state import Check, check_state, generator, mapping, same, sequence, wrong
 
 
-class ExperienceBuffer(BufferBase):
+class ExperienceBuffer(ShareableBuffer):
     """``TensorDictReplayBuffer`` over our storage and writer, with any sampler.
 
     Transforms, prefetching, pinned memory and sample units go through TorchRL; without them, a sample costs little more
@@ -126,16 +123,10 @@ class ExperienceBuffer(BufferBase):
             pin_memory=pin_memory,
             prefetch=prefetch,
             transform=transform,
-            shared=shared,
         )
         bind(self.transform, self.storage)
-        if self.shared:
+        if shared:
             self.share()
-
-    @property
-    def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
-        """Storage, sampler and writer."""
-        return self._storage, self._sampler, self._writer
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Exchange the storage for another of ours; returns the old one."""
@@ -162,81 +153,6 @@ class ExperienceBuffer(BufferBase):
         """Insert a transform before the one at ``index``; returns the buffer itself."""
         bind(transform, self.storage)
         return super().insert_transform(index, transform, invert=invert)
-
-    # ------------------------------------------------------------------ sharing
-
-    def share(self, shared: bool = True) -> Self:
-        """Move what is stored into memory that other processes share, forked or spawned; call before they start.
-
-        Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
-        (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
-        the rings of these environments, log a warning that names them, and begin new episodes there.
-
-        Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
-        new data. Another process draws from a generator of its own, seeded by what this process's one would give at
-        the start of the other and by the other's name: those of multiprocessing are numbered in order of their start,
-        so that a run can be repeated. Write some data first, or let this process be the first to write.
-
-        Args:
-            shared: False does nothing to a buffer that is not shared.
-
-        Returns:
-            The buffer itself.
-
-        Raises:
-            RuntimeError: the system has no locks that outlive a process that dies (Windows).
-            ValueError: the cells are memory-mapped files, batches are prefetched, or the buffer is shared and shall not
-                be any more.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> buffer = ExperienceBuffer(storage=RingStorage(4))
-            >>> _ = buffer.extend(TensorDict({"a": torch.zeros(1)}, [1]))
-            >>> buffer.share().storage.is_shared
-            True
-        """
-        if not getattr(self, "_initialized", False):  # TorchRL's constructor calls this before there is any part
-            return super().share(shared)
-        storage, _, writer = self.parts
-        if not shared:
-            if storage.is_shared:
-                raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
-            return super().share(False)
-        if self.prefetches:
-            raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
-        if storage.is_shared:
-            return self  # others may use the lock
-        lock = SharedLock(self.follow, writer.leave)
-        storage.share()
-        writer.share()
-        super().share(True)
-        self.set_write_lock(lock)
-        self._drawing = this_process()
-        return self
-
-    def follow(self) -> None:
-        """Take note of what other processes did; done on entering the lock between them."""
-        if self._drawing != this_process():
-            self._drawing = this_process()
-            start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
-            self.generator.manual_seed(Random(f"{start} {current_process().name}").getrandbits(63))
-        _, sampler, writer = self.parts
-        if (done := writer.follow()) is None:
-            return
-        emptied, gone, written = done
-        if emptied:
-            self.clear_sampler()
-        elif len(gone) and (prioritized := prioritized_in(sampler)) is not None:
-            prioritized.forget(gone)
-        if len(written):
-            self.mark_update(written)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if is_spawning() and not self.shared:
-            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
-        state: dict[str, Any] = super().__getstate__()
-        return state if is_spawning() else {**state, "shared": False, "_write_lock": nullcontext()}
 
     # ------------------------------------------------------------------ writing
 
@@ -292,6 +208,11 @@ class ExperienceBuffer(BufferBase):
             return self.extend(data)
         return int(self.extend(data.unsqueeze(0)))
 
+    def forget_cells(self, cells: Tensor) -> None:
+        """Let the sampler never draw cells again that hold nothing any more."""
+        if (prioritized := prioritized_in(self._sampler)) is not None:
+            prioritized.forget(cells)
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget everything stored, and batches that were prefetched from it."""
         self.drop_prefetched()
@@ -339,7 +260,7 @@ class ExperienceBuffer(BufferBase):
             storage.check_even(type(sampler).__name__)
             index = integers(index, "Cells")
             storage.check_filled(index)
-        stamps = writer.stamp(index)
+        stamps = writer.rings.stamp(index)
         cells = storage.cells
         assert cells is not None
         device = cells.device
@@ -358,7 +279,7 @@ class ExperienceBuffer(BufferBase):
 
     def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
         """Draw a batch on TorchRL's long path; ``write_position`` is at the latest what held when it was read."""
-        before = self.parts[2].snapshot()
+        before = self.parts[2].rings.snapshot()
         plain = self._n_step is None and not self.has_transform
         data, info = sample(batch_size) if plain else self._derived(sample, batch_size)
         index = info["index"]
@@ -406,7 +327,7 @@ class ExperienceBuffer(BufferBase):
             ([0], [3.0])
         """
         check_tensordict(batch)
-        storage, _, writer = self.parts
+        storage, rings = self.parts[0], self.parts[2].rings
         index, stamps = batch.get("index", None), batch.get("write_position", None)
         if index is None:
             raise KeyError(f"The batch has no entry 'index'; it has {sorted(map(str, batch.keys()))}.")
@@ -415,13 +336,13 @@ class ExperienceBuffer(BufferBase):
         values = [pair for key in nested_keys(keys) for pair in self._written_back(batch, index.shape, key)]
         with self.locked():
             cells = index.detach().reshape(-1).cpu()
-            keep = writer.is_unchanged(cells, stamps.reshape(-1).cpu())
+            keep = rings.is_unchanged(cells, stamps.reshape(-1).cpu())
             mask = batch.get("mask", None)
             if mask is not None:
                 keep &= mask.to(keep.device).reshape(-1)
             rows = keep.nonzero().squeeze(1)
             rows = rows[last_of_each(cells[rows])]
-            writer.expose((cells[rows] % writer.num_envs).numpy())
+            rings.before(rings.env_of(cells[rows]).numpy())
             for path, leaf in values:
                 storage.write_entry(path, cells[rows], leaf.flatten(0, index.ndim - 1)[rows.to(leaf.device)])
         return cells[rows] if values else cells[:0]

@@ -14,7 +14,7 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import Path, Tree, difference, is_tensordict, leaves_of, level_of
 from torchrl_lightning.kernels import rows as row_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.rings import Ints
+from torchrl_lightning.replay.steps import Ints
 
 _PLANS = 16
 _STRIDED = torch.strided

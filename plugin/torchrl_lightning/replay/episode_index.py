@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.kernels import rings as ring_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.rings import Ints, check_steps, steps_of
-from torchrl_lightning.replay.sharing import SharedArrays
+from torchrl_lightning.replay.steps import Flags, Ints, check_steps, steps_of
 
-Flags = NDArray[np.bool_]
 NOTHING: Ints = np.empty(0, np.int64)
 
 
-class EpisodeIndex(SharedArrays):
+class EpisodeIndex:
     """Begin and end position of the episode of every stored step.
 
     One column holds, for the first step of a finished episode, the position of its last step, and for every other step
@@ -48,8 +45,6 @@ class EpisodeIndex(SharedArrays):
         >>> buffer.writer.index.steps_to_end(env, position).tolist()
         [2, 1, 0, 1, 0]
     """
-
-    ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
 
     def __init__(self, length: int, positions: Ints, floor: Ints) -> None:
         self.length = length

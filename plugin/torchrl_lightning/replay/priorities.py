@@ -17,8 +17,9 @@ from torchrl_lightning.kernels.indices import last_of_each
 from torchrl_lightning.kernels.memory import allocate
 from torchrl_lightning.kernels.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.replay.rings import Ints, uniform
+from torchrl_lightning.replay.draws import uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
+from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import Check, check_state, number, same, tensor
 
 ABSENT = -1.0  # the priority of a cell that holds nothing

@@ -19,8 +19,7 @@ from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer, not_negative, one_of, optional
 from torchrl_lightning.replay.priorities import Priorities
-from torchrl_lightning.replay.rings import stored_cells
-from torchrl_lightning.replay.writer import RingWriter, writer_of
+from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.state import check_state, generator, number
 
 STATE_VERSION = 1
@@ -208,10 +207,10 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         table = self.table
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
-        writer = None if table.starts is None else self._limit(storage)
+        rings = None if table.starts is None else self._limit(storage)
         windows = None
-        if writer is not None and self._batch_length is not None:
-            windows = self._batch_length, writer.num_envs, writer.length * writer.num_envs
+        if rings is not None and self._batch_length is not None:
+            windows = self._batch_length, rings.num_envs, rings.length * rings.num_envs
         found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(), windows)
         index, info = found[0], {"priority_weight": found[1], "write_generation": found[2]}
         if windows is not None:
@@ -228,31 +227,31 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """
         return self.table.uniform(count, self.generator)
 
-    def _limit(self, storage: Storage) -> RingWriter:
+    def _limit(self, storage: Storage) -> Rings:
         """Let only those cells be drawn from which a whole window is stored, and which are not ignored."""
-        writer = writer_of(storage)
-        if writer is None:
+        rings = rings_in(storage)
+        if rings is None:
             raise ValueError(
                 f"batch_length and num_earliest_frames_ignored need rings, but no RingWriter fills this "
                 f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or the sampler "
                 "without them."
             )
         reach, ignored = (self._batch_length or 1) - 1, self.num_earliest_frames_ignored
-        (positions, floor), table = writer.arrays, self.table
-        source = positions.tobytes(), floor.tobytes(), writer.length, reach, ignored
+        (positions, floor), table = rings.arrays, self.table
+        source = positions.tobytes(), floor.tobytes(), rings.length, reach, ignored
         assert table.starts is not None
         if table.starts.source == source:
-            return writer
-        begin = np.maximum(positions - writer.length, floor) + ignored
-        table.limit(begin, np.maximum(positions - reach, begin), writer.length)
+            return rings
+        begin = np.maximum(positions - rings.length, floor) + ignored
+        table.limit(begin, np.maximum(positions - reach, begin), rings.length)
         if not table.tree.nnz and not table.starts.count:
             raise ValueError(
-                f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
+                f"There is no room for a window: the fullest ring holds {int(rings.filled.max())} steps, windows need "
                 f"{reach + 1 + ignored} (batch_length={self._batch_length}, num_earliest_frames_ignored={ignored}). "
                 "Collect more, or take shorter ones."
             )
         table.starts.source = source
-        return writer
+        return rings
 
     def _base(self) -> float:
         """Return what the leaves are divided by in the weights; zero stands for the smallest leaf of the batch."""

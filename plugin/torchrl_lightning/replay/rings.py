@@ -1,44 +1,30 @@
-"""The layout of the steps of several environments in one flat array of cells."""
+"""The steps of several environments in one flat array of cells."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_lightning.kernels import rings as ring_kernels
 from torchrl_lightning.kernels.compiled import jitted
-from torchrl_lightning.replay.sharing import SharedArrays
+from torchrl_lightning.kernels.rows import write_steps
+from torchrl_lightning.replay import processes
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from torchrl_lightning.replay.writer import RingWriter
 
-
-def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw what ``torch.randint(high, (count,))`` draws, on the generator's device; on the CPU in half the time."""
-    try:
-        return torch.from_numpy(np.empty(count, np.int64)).random_(0, high, generator=generator)
-    except RuntimeError:  # a generator of another device; asking for it first would cost as much as the draw
-        device = None if generator is None else generator.device
-        return torch.randint(high, (count,), generator=generator, device=device)
+EVERYTHING = np.iinfo(np.int64).max
+NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
-def uniform(count: int, generator: torch.Generator, dtype: Any = np.float64) -> NDArray[Any]:
-    """Draw what ``torch.rand(count)`` draws on the generator's device; on the CPU in half the time."""
-    shares: NDArray[Any] = np.empty(count, dtype)
-    tensor = torch.from_numpy(shares)
-    try:
-        tensor.uniform_(generator=generator)
-    except RuntimeError:  # as above
-        tensor.copy_(torch.rand(count, dtype=tensor.dtype, generator=generator, device=generator.device))
-    return shares
-
-
-class Rings(SharedArrays):
+class Rings(processes.Owned):
     """One ring per environment: ``cell = (position % length) * num_envs + env``.
 
     Args:
@@ -51,26 +37,36 @@ class Rings(SharedArrays):
         [2, 3]
     """
 
-    ARRAYS: ClassVar[tuple[str, ...]] = ("_positions", "_floor")
-
     def __init__(self, num_envs: int, length: int = 0) -> None:
-        self.num_envs = num_envs
-        self.length = length
+        self.own()
+        self.num_envs, self.length = num_envs, length
+        self.index: EpisodeIndex | None = None
+        """Which steps belong to one episode, if that is known."""
+        self.count = 0
+        """How many steps are stored."""
         self._positions: Ints = np.zeros(num_envs, np.int64)
         self._floor: Ints = np.zeros(num_envs, np.int64)  # nothing is stored below
-        self._aligned = True  # whether all positions are the same
-        self._even = True
+        # Rows written, and an era, which grows when the rings start again, so that stamps never repeat.
+        self._counters: Ints = np.zeros(2, np.int64)
+        self._aligned = self._even = True  # whether all positions are the same; whether the first cells are the filled
         self._ids: Ints = np.arange(num_envs)
 
     @classmethod
-    def at(cls, length: int, positions: Tensor, floor: Tensor | None = None) -> Rings:
+    def at(cls, length: int, positions: Tensor, oldest: Tensor | None = None) -> Rings:
         """Build rings whose next positions are ``positions``, ``[num_envs]``."""
-        rings = Rings(len(positions), length)
+        rings = cls(len(positions), length)
         rings._positions[:] = positions.cpu().numpy()
-        if floor is not None:
-            rings._floor[:] = floor.cpu().numpy()
+        if oldest is not None:
+            rings._floor[:] = oldest.cpu().numpy()
         rings._refresh()
         return rings
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def ids(self) -> Ints:
+        """All environments."""
+        return self._ids
 
     @property
     def positions(self) -> Tensor:
@@ -94,10 +90,27 @@ class Rings(SharedArrays):
 
     @property
     def is_even(self) -> bool:
-        """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
-        if self._memory is not None:
-            self._refresh()
+        """Whether all rings are equally filled, so that the first ``count`` cells are the filled ones."""
         return self._even
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all environments are at the same position."""
+        return self._aligned
+
+    @property
+    def era(self) -> int:
+        """What the positions of earlier starts add to stamps."""
+        return self._counters.item(1)
+
+    @property
+    def write_count(self) -> int:
+        """Rows written since the rings were emptied."""
+        return self._counters.item(0)
+
+    @write_count.setter
+    def write_count(self, value: int) -> None:
+        self._counters[0] = value
 
     def _oldest(self) -> Ints:
         return np.maximum(self._positions - self.length, self._floor)
@@ -112,8 +125,6 @@ class Rings(SharedArrays):
 
     def position_of(self, index: Tensor) -> Tensor:
         """Return the positions of the steps in cells; below ``oldest`` (or negative) where a cell holds nothing."""
-        if self._memory is not None:
-            self._refresh()
         slot = torch.div(index, self.num_envs, rounding_mode="floor")
         newest = int(self._positions[0]) - 1 if self._aligned else self.positions[index % self.num_envs] - 1
         return newest - (newest - slot) % self.length
@@ -127,74 +138,213 @@ class Rings(SharedArrays):
 
     def filled_cells(self) -> Tensor:
         """Return all cells that hold a step, in ascending order."""
-        if self._even:
-            return torch.arange(int((self._positions - self._oldest()).sum()))
+        if self.is_even:
+            return torch.arange(self.count)
         cells = torch.arange(self.length * self.num_envs)
         return cells[self.is_filled(cells)]
 
+    def has_room(self, env: Ints, steps: int) -> Flags:
+        """Return for which environments so many steps can be written without overwriting any."""
+        return self._positions[env] + steps - self._oldest()[env] <= self.length
+
+    def cells_of_next(self, env: Ints, steps: int) -> Tensor:
+        """Return the cells that the next steps of environments go to, time-major ``[steps * M]``."""
+        position = self._positions[env] + np.arange(steps)[:, None]
+        return torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
+
+    # ------------------------------------------------------------------ stamps
+
+    def stamp(self, index: Tensor) -> Tensor:
+        """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
+        if not self._aligned:
+            return self.snapshot()[index.cpu() % self.num_envs]
+        stamps = np.empty(tuple(index.shape), np.int64)
+        stamps.fill(self._positions.item(0) + self._counters.item(1))
+        return torch.from_numpy(stamps)
+
+    def snapshot(self) -> Tensor:
+        """Return how far every ring is written, over all restarts, ``[num_envs]``; a copy."""
+        return self.positions + self.era
+
+    def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
+        """Return whether cells still hold what they held when they were stamped."""
+        return self.is_filled(index) & (self.position_of(index) + self.era < stamp)
+
+    # ------------------------------------------------------------------ writing
+
+    def before(self, env: Any, below: Any = EVERYTHING) -> None:
+        """Get ready to change environments; called before anything changes.
+
+        Args:
+            env: the environments.
+            below: only steps before these positions are changed.
+
+        Raises:
+            RuntimeError: another process made the rings.
+        """
+        if self._process != processes.current:
+            self.check_owner()
+
+    def after(self) -> None:
+        """Take note that something has changed."""
+
+    def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
+        """Write steps, move the positions past them, and record their episodes: all of it or nothing.
+
+        Args:
+            leaves: where rows and cells lie (:meth:`Cells.match`); empty for rows that are in their cells already.
+            ids: the environments, or None for all.
+            steps: how many of each.
+            done: whether a step ends its episode, ``[steps, M]``; empty where there is no episode index.
+            init: whether a step begins one, ``[steps, M]``; may be empty.
+
+        Returns:
+            The cells, ``[steps * M]``.
+        """
+        env, together = (self._ids, self._aligned) if ids is None else (ids, False)
+        self.before(env)
+        cells = np.empty(steps * len(env), np.int64)
+        jitted(write_steps)(
+            *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
+            NO_INDEX if self.index is None else self.index.arrays, done, init,
+        )  # fmt: skip
+        if together and self._even:
+            self.count = min(self._positions.item(0), self.length) * self.num_envs
+        else:
+            self._refresh()
+        self.after()
+        return cells
+
+    def claim(self, env: Ints, steps: int) -> None:
+        """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
+        self.before(env)
+        positions = self._positions[env]
+        oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
+        if self.index is not None:
+            self.index.keep_headless_end(env, oldest)
+        self._floor[env] = oldest
+        self._refresh()
+
+    def drop(self, env: Ints, count: int | None) -> Tensor:
+        """Take the oldest steps of environments out, or all; return their cells, one environment after the other."""
+        oldest = self._oldest()[env]
+        held = self._positions[env] - oldest
+        if count is not None and int(held.min()) < count:
+            few = int(env[held.argmin()])
+            raise ValueError(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
+        end = oldest + (held if count is None else count)
+        run, position, _ = steps_between(oldest, end - 1)
+        self.before(env, end)
+        if self.index is not None:
+            self.index.keep_headless_end(env, end)
+        self._floor[env] = end
+        self._refresh()
+        self.after()
+        return torch.from_numpy(position % self.length * self.num_envs + env[run])
+
+    def cut(self, env: Ints) -> None:
+        """End the running episodes of environments: the next steps do not continue them."""
+        if self.index is not None:
+            self.before(env)
+            self.index.cut(env)
+
+    def clear(self) -> None:
+        """Start again."""
+        self.before(self._ids)
+        self._counters[1] += self._positions.max()
+        self._positions[:] = self._floor[:] = 0
+        self._refresh()
+        if self.index is not None:
+            self.index.clear()
+        self.after()
+
+    def make_index(self) -> None:
+        """Keep an index of episodes from now on."""
+        self.check_maker()
+        self.index = EpisodeIndex(self.length, self._positions, self._floor)
+
+    def go_on_from(self, other: Rings) -> None:
+        """Give the steps to come the numbers of those that other rings hold, from the oldest on."""
+        oldest = other._oldest()
+        first = oldest.min()
+        self._positions[:] = self._floor[:] = oldest - first
+        self._counters[1] = other.era + first
+        self._refresh()
+
     def _refresh(self) -> None:
         first, oldest = self._positions[0], self._oldest()
+        filled = self._positions - oldest
+        self.count = int(filled.sum())
         self._aligned = bool((self._positions == first).all())
-        full = bool((self._positions - oldest == self.length).all())
-        self._even = full or (self._aligned and not oldest.any())
+        self._even = self.count == self.length * self.num_envs or (self._aligned and not oldest.any())
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of positions, counters and episode index: tensors and scalars only."""
+        return {
+            "num_envs": self.num_envs,
+            "length": self.length,
+            "positions": self.positions.clone(),
+            "oldest": self.oldest,
+            "era": self.era,
+            "write_count": self.write_count,
+            "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that was checked, exactly."""
+        self._positions[:], self._floor[:] = state["positions"].numpy(), state["oldest"].numpy()
+        self._counters[:2] = state["write_count"], state["era"]
+        self._refresh()
+        self.index = None
+        if state["index"] is not None:
+            self.make_index()
+            assert self.index is not None
+            self.index.load_state_dict(state["index"], self.filled_cells())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check_travel()
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.own()
+        if self.index is not None:
+            self.index.attach(self._positions, self._floor)
 
 
 class _Link:
     """A weak reference that a copy of its owner does not take along."""
 
-    def __init__(self, rings: Rings | None = None) -> None:
-        self.rings = (lambda: None) if rings is None else weakref.ref(rings)
+    def __init__(self, writer: RingWriter | None = None) -> None:
+        self.writer = (lambda: None) if writer is None else weakref.ref(writer)
 
     def __reduce__(self) -> Any:
         return _Link, ()
 
 
-def lay_rings(storage: Storage, rings: Rings) -> None:
-    """Let it be known that rings lie in a storage, ours or one of TorchRL's, which does not keep them alive."""
-    storage.rings_link = _Link(rings)
+def lay_rings(storage: Storage, writer: RingWriter) -> None:
+    """Let it be known whose rings lie in a storage, ours or one of TorchRL's, which does not keep them alive."""
+    storage.rings_link = _Link(writer)
+
+
+def writer_of(storage: Storage) -> RingWriter | None:
+    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
+    link = getattr(storage, "rings_link", None)
+    return None if link is None else link.writer()
 
 
 def rings_in(storage: Storage) -> Rings | None:
     """Return the rings that lie in a storage, if there are any."""
-    link = getattr(storage, "rings_link", None)
-    return None if link is None else link.rings()
+    writer = writer_of(storage)
+    return None if writer is None else writer.rings
 
 
 def uneven_rings(storage: Storage) -> Rings | None:
     """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones."""
     rings = rings_in(storage)
     return None if rings is None or rings.is_even else rings
-
-
-def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """List the positions of several runs of steps, ``[low, high]`` each, one run after the other.
-
-    Returns:
-        Number of the run and position of each step, and where each run begins in them.
-    """
-    counts = np.maximum(high - low + 1, 0)
-    starts = np.cumsum(counts) - counts
-    run = np.repeat(np.arange(len(counts)), counts)
-    return run, np.arange(len(run)) - (starts - low)[run], starts
-
-
-def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
-    """Return environments and positions of the steps in cells of rings, of their shape; see ``Rings.position_of``."""
-    env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
-    jitted(ring_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
-    return env, position
-
-
-def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
-    """Refuse steps that are not stored, of rings that hold ``[oldest, positions)``; the error names the first."""
-    if env.size and (env.min() < 0 or env.max() >= len(positions)):
-        raise IndexError(f"Environment ids must lie in [0, {len(positions)}), got {env.min()} to {env.max()}.")
-    wrong = (position < oldest[env]) | (position >= positions[env])
-    if wrong.any():
-        e, p = int(env[wrong][0]), int(position[wrong][0])
-        raise IndexError(
-            f"Step {p} of environment {e} is not stored; it holds steps [{int(oldest[e])}, {int(positions[e])})."
-        )
 
 
 def stored_cells(storage: Storage) -> Tensor:

@@ -18,9 +18,10 @@ from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tre
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.replay.rings import uniform
+from torchrl_lightning.replay.draws import uniform
+from torchrl_lightning.replay.rings import NO_INDEX, writer_of
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import NO_INDEX, RingWriter, writer_of
+from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.state import check_state, generator
 
 STATE_VERSION = 2
@@ -127,7 +128,7 @@ class SequenceSampler(SamplerHooks, Sampler):
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
         reach, draw = self._reach, jitted(windows.draw)
         options = reach, self.burn_in, self._by_episode, self.episode_ends == "pad"
-        rule = (writer.length, *writer.arrays), episodes, options
+        rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
         # Where a window may end anywhere, every step that has room for one may begin it.
         size = 2 * missing if self._by_episode and reach else missing

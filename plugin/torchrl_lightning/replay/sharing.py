@@ -1,66 +1,64 @@
-"""Memory and a lock that processes share, and checks of which process a buffer belongs to."""
+"""Buffers that processes share: a lock, rings in shared memory, and what is mended behind a process that dies.
+
+Ordinary rings know nothing of this. ``share()`` puts the same rings into shared memory, and from then on whoever
+writes or samples holds a lock between the processes.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import current_process
 from multiprocessing.reduction import DupFd
-from typing import Any, ClassVar
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchrl.data.replay_buffers.samplers import Sampler
 
+from torchrl_lightning._compat import BufferBase
 from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.replay import processes
+from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.rings import EVERYTHING, Rings
+from torchrl_lightning.replay.steps import Ints, steps_between
+
+if TYPE_CHECKING:
+    from torchrl_lightning.replay.storage import RingStorage
+    from torchrl_lightning.replay.writer import RingWriter
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-SHARE_FIRST = (
-    "call buffer.share() before the first process starts (of an ExperienceBuffer; TorchRL's own cannot share rings), "
-    "or give each process a buffer of its own"
-)
+T = TypeVar("T")
+PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
+UNLOCKED = nullcontext()
+_logger = logging.getLogger(__name__)
 
 
-_process = os.getpid()
+# ---------------------------------------------------------------------- the lock
+
 _locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
 
 
-def _note_fork() -> None:
-    global _process
-    _process = os.getpid()
+def _renew_locks() -> None:
     for lock in list(_locks):
         lock.renew()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
-
-
-def this_process() -> int:
-    """Return the id of this process; asking the system each time would cost a write a tenth more."""
-    return _process
-
-
-def check_owner(process: int, shared: bool) -> None:
-    """Refuse to write to the buffer that another process made, unless it is shared: the rows would be lost."""
-    if not shared and process != _process:
-        raise RuntimeError(f"This process writes to the buffer of the one that it was started from; {SHARE_FIRST}.")
-
-
-def check_unshared(shared: bool) -> None:
-    """Refuse to load into what other processes are using."""
-    if shared:
-        raise RuntimeError(
-            "The buffer is shared with other processes; build it unshared (allow_multiprocess=False), load the state "
-            "before buffer.share()."
-        )
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class SharedLock:
@@ -140,38 +138,319 @@ class SharedLock:
         self._open(state["file"].detach(), state["calls"])
 
 
-class SharedArrays:
-    """Numpy arrays of an object, which can be moved into memory that processes share.
+# ---------------------------------------------------------------------- rings in shared memory
 
-    A pickle for a starting process hands the shared memory on; any other copy gets memory of its own.
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+class _SharedArrays:
+    """What an object holds in numpy arrays, in memory that processes share.
+
+    A pickle for a process that is being started hands the memory on; any other copy is an ordinary object again.
     """
 
+    ORDINARY: ClassVar[type]
     ARRAYS: ClassVar[tuple[str, ...]]
     """Names of the attributes that hold the arrays."""
-    _memory: dict[str, Tensor] | None = None
+    OWN: ClassVar[tuple[str, ...]] = ()
+    """Names of those that an ordinary object lacks."""
+    _memory: dict[str, Tensor]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the arrays lie in memory that processes share."""
-        return self._memory is not None
-
-    def share_arrays(self) -> None:
-        """Move the arrays into memory that processes share; views of them stay behind."""
-        if self._memory is None:
-            self._memory = {name: torch.from_numpy(getattr(self, name)).share_memory_() for name in self.ARRAYS}
-            self._bind()
+    def _share(self) -> None:
+        self._memory = {name: torch.from_numpy(getattr(self, name)).share_memory_() for name in self.ARRAYS}
+        self._bind()
 
     def _bind(self) -> None:
-        for name, tensor in (self._memory or {}).items():
+        for name, tensor in self._memory.items():
             setattr(self, name, tensor.numpy())
 
-    def __getstate__(self) -> dict[str, Any]:
-        if not is_spawning():
-            return {**self.__dict__, "_memory": None}
-        if self._memory is None:
-            raise RuntimeError(f"A {type(self).__name__} was handed to another process unshared; {SHARE_FIRST}.")
-        return {name: value for name, value in self.__dict__.items() if name not in self.ARRAYS}
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        starts = is_spawning()
+        left_out = self.ARRAYS if starts else ("_memory", *self.OWN)
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return _new, (type(self) if starts else self.ORDINARY,), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._bind()
+
+
+class SharedEpisodeIndex(_SharedArrays, EpisodeIndex):
+    """An episode index in memory that processes share."""
+
+    ORDINARY = EpisodeIndex
+    ARRAYS = ("_column", "_done", "_begin", "_open", "_headless_end")
+
+    def __init__(self, index: EpisodeIndex, positions: Ints, floor: Ints) -> None:
+        vars(self).update(vars(index))
+        self.attach(positions, floor)
+        self._share()
+
+
+class SharedRings(_SharedArrays, Rings):
+    """Rings in memory that processes share; who changes them holds the lock between the processes.
+
+    Args:
+        rings: ordinary ones, which are not to be used any more.
+    """
+
+    ORDINARY = Rings
+    OWN = ("_marks", "_pending", "_seen", "_is_locked")
+    ARRAYS = ("_positions", "_floor", "_counters", "_marks", "_pending")
+    is_shared = True
+
+    def __init__(self, rings: Rings) -> None:
+        vars(self).update(vars(rings))
+        # How many changes were made, whether one is under way, and whether nobody waits any more.
+        self._marks: Ints = np.zeros(3, np.int64)
+        # Which steps of a ring, all those below a position, are lost if the process dies that is at it.
+        self._pending: Ints = np.zeros(self.num_envs, np.int64)
+        self._is_locked = False  # whether this process holds the lock
+        self._share()
+        self._share_index()
+        self._see()
+
+    def _share_index(self) -> None:
+        if self.index is not None:
+            self.index = SharedEpisodeIndex(self.index, self._positions, self._floor)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rings are equally filled."""
+        self._refresh()
+        return self._even
+
+    def position_of(self, index: Tensor) -> Tensor:
+        """Return the positions of the steps in cells."""
+        self._refresh()
+        return super().position_of(index)
+
+    def make_index(self) -> None:
+        """Keep an index of episodes from now on."""
+        super().make_index()
+        self._share_index()
+
+    def before(self, env: Any, below: Any = EVERYTHING) -> None:
+        """Note which steps are lost if this process dies before it leaves the lock."""
+        if self._is_locked:
+            self._marks[1] = 1
+            self._pending[env] = below
+
+    def after(self) -> None:
+        """Let the others know that something has changed."""
+        self._marks[0] += 1
+        self._see()
+
+    def follow(self) -> tuple[bool, Tensor, Tensor] | None:
+        """Take note of what other processes did, under the lock that was just entered; mend what a dead one left.
+
+        Returns:
+            None if they did nothing; otherwise whether they emptied the rings, cells that hold nothing any more, and
+            cells that were written.
+        """
+        if self._marks.item(1):
+            self._mend()
+            self.leave()
+        self._is_locked = True
+        changes, era, positions, oldest = self._seen
+        if self._marks.item(0) == changes:
+            return None
+        emptied = era != self.era
+        if emptied:
+            positions = oldest = np.zeros_like(positions)
+        self._refresh()
+        now = self._oldest()
+        gone = self._cells_between(np.maximum(oldest, self._positions - self.length), np.minimum(now, positions))
+        written = self._cells_between(np.maximum(positions, now), self._positions)
+        self._see()
+        return emptied, gone, written
+
+    def leave(self) -> None:
+        """Declare that everything is whole, before the lock is given back."""
+        if self._marks.item(1):
+            self._pending[:] = 0
+            self._marks[1] = 0  # last, as it was the first to be set
+        self._is_locked = False
+
+    def _mend(self) -> None:
+        env = np.flatnonzero(self._pending)
+        end, held = self._pending[env], self._positions[env] - self._oldest()[env]
+        torn = end == EVERYTHING
+        if self.index is not None:
+            self.index.keep_headless_end(env[~torn], end[~torn])
+            self.index.forget(env[torn])
+        self._floor[env] = np.minimum(end, self._positions[env])
+        self._marks[0] += 1
+        if torn.any():
+            _logger.warning(
+                "a process died while it wrote steps of the environments %s: the %d steps stored of them were dropped, "
+                "because nobody knows which are whole, and what comes next begins new episodes.",
+                env[torn].tolist(), int(held[torn].clip(0).sum()),
+            )  # fmt: skip
+
+    def _cells_between(self, low: Ints, high: Ints) -> Tensor:
+        env, position, _ = steps_between(low, high - 1)
+        return self.cell(torch.from_numpy(env), torch.from_numpy(position))
+
+    def _see(self) -> None:
+        self._seen = self._marks.item(0), self.era, self._positions.copy(), self._oldest()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._is_locked = False
+        if self.index is not None:
+            self.index.attach(self._positions, self._floor)
+
+    def stop(self) -> None:
+        """Let nobody wait any more, in any process."""
+        self._marks[2] = 1
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nobody shall wait any more."""
+        return bool(self._marks.item(2))
+
+
+# ---------------------------------------------------------------------- the buffer
+
+
+class ShareableBuffer(BufferBase):
+    """A buffer over rings that other processes may write to and read from, once it is shared."""
+
+    shared = False
+
+    @property
+    def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
+        """Storage, sampler and writer."""
+        return self._storage, self._sampler, self._writer
+
+    def share(self, shared: bool = True) -> Self:
+        """Move what is stored into memory that other processes share, forked or spawned; call before they start.
+
+        Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
+        (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
+        the rings of these environments, log a warning that names them, and begin new episodes there.
+
+        Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
+        new data. Another process draws from a generator of its own, seeded by what this process's one would give at
+        the start of the other and by the other's name: those of multiprocessing are numbered in order of their start,
+        so that a run can be repeated. Write some data first, or let this process be the first to write.
+
+        Args:
+            shared: False does nothing to a buffer that is not shared.
+
+        Returns:
+            The buffer itself.
+
+        Raises:
+            RuntimeError: the system has no locks that outlive a process that dies (Windows).
+            ValueError: the cells are memory-mapped files, batches are prefetched, or the buffer is shared and shall not
+                be any more.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+            >>> buffer = ExperienceBuffer(storage=RingStorage(4))
+            >>> _ = buffer.extend(TensorDict({"a": torch.zeros(1)}, [1]))
+            >>> buffer.share().storage.is_shared
+            True
+        """
+        if not shared:
+            if self.shared:
+                raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
+            return super().share(False)
+        if self.prefetches:
+            raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
+        if self.shared:
+            return self  # others may use the lock
+        lock = SharedLock(self._enter, self._leave)
+        storage, _, writer = self.parts
+        storage.share()
+        writer.share()
+        super().share(True)
+        self.set_write_lock(lock)
+        self._drawing = processes.current
+        return self
+
+    @property
+    def _rings(self) -> SharedRings:
+        rings = self.parts[2].rings
+        assert isinstance(rings, SharedRings)
+        return rings
+
+    def _enter(self) -> None:
+        """Take note of what other processes did; done on entering the lock between them."""
+        if self._drawing != processes.current:
+            self._drawing = processes.current
+            start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+            self.generator.manual_seed(Random(f"{start} {current_process().name}").getrandbits(63))
+        if (done := self._rings.follow()) is None:
+            return
+        emptied, gone, written = done
+        self.parts[2].count_cells()
+        if emptied:
+            self.clear_sampler()
+        elif len(gone):
+            self.forget_cells(gone)
+        if len(written):
+            self.mark_update(written)
+
+    def _leave(self) -> None:
+        self._rings.leave()
+
+    def forget_cells(self, cells: Tensor) -> None:
+        """Let the sampler never draw cells again that hold nothing any more."""
+        raise NotImplementedError
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Hold the locks where other processes may write; one thread does not disturb itself."""
+        return self.locked() if self.shared else UNLOCKED
+
+    def wait_for(self, attempt: Callable[[], T | None]) -> T | None:
+        """Try again and again, under the locks, until an attempt succeeds or waiting is stopped.
+
+        Returns:
+            What the attempt returned; None where waiting was stopped.
+
+        Raises:
+            ValueError: the buffer is not shared, so that nobody else could change anything.
+        """
+        # By looking again and again: conditions of multiprocessing hang when a process dies that waits for them.
+        if not self.shared:
+            raise ValueError(
+                "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False)."
+                " Drop blocking=True."
+            )
+        pause = PAUSE
+        while not self.is_stopped:
+            with self.locked():
+                found = attempt()
+            if found is not None:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return None
+
+    def stop(self) -> None:
+        """Let no process wait any more: calls that wait, now or later, do nothing and return.
+
+        This lasts, also after the buffer is emptied; what is stored stays, and all other calls work on.
+        """
+        if self.shared:
+            self._rings.stop()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no process waits any more."""
+        return self.shared and self._rings.is_stopped
+
+    def __getstate__(self) -> dict[str, Any]:
+        if is_spawning() and not self.shared:
+            raise RuntimeError(
+                f"A {type(self).__name__} was handed to another process unshared; {processes.SHARE_FIRST}."
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state if is_spawning() else {**state, "shared": False, "_write_lock": nullcontext()}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.replay.rings import Ints, steps_between
+from torchrl_lightning.replay.steps import Ints, steps_between
 from torchrl_lightning.state import check_state, tensor, whole
 
 EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,16 +28,20 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.files import Rows, write_state
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
-from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.ranges import integer
+from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
+from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import Ints, Rings, integers_below, rings_in, uneven_rings
-from torchrl_lightning.replay.sharing import SHARE_FIRST, check_owner, check_unshared, this_process
+from torchrl_lightning.replay.rings import uneven_rings, writer_of
+from torchrl_lightning.replay.steps import Ints
+
+if TYPE_CHECKING:
+    from torchrl_lightning.replay.writer import RingWriter
 
 
-class RingStorage(StorageBase):
+class RingStorage(processes.Owned, StorageBase):
     """One flat array of ``max_size`` cells, read leaf by leaf.
 
     A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
@@ -74,6 +78,7 @@ class RingStorage(StorageBase):
         if scratch_dir is not None and str(device) not in ("cpu", "auto"):
             raise ValueError(f"Memory-mapped files lie on the CPU, got device={device!r}; drop scratch_dir or device.")
         super().__init__(max_size, device=device)
+        self.own()
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
@@ -81,7 +86,6 @@ class RingStorage(StorageBase):
         """How what is read is folded into n-step returns: set by a buffer while it samples."""
         self.shows_cells = False
         """Whether what is read says in which cells it lies: set by a buffer while it samples for its transforms."""
-        self._process = this_process()
 
     @property
     def tree(self) -> Tree:
@@ -89,19 +93,17 @@ class RingStorage(StorageBase):
         return {} if self.cells is None else self.cells.tree
 
     @property
-    def writer(self) -> Rings | None:
+    def writer(self) -> RingWriter | None:
         """The :class:`RingWriter` that fills this storage, if there is one."""
-        return rings_in(self)
+        return writer_of(self)
 
     @property
     def is_prefix(self) -> bool:
         """Whether the filled cells are exactly the first ``len(storage)`` ones."""
         return uneven_rings(self) is None
 
-    # ------------------------------------------------------------------ sharing
-
     @property
-    def is_shared(self) -> bool:
+    def is_shared(self) -> bool:  # type: ignore[override]
         """Whether the cells lie in memory that processes share."""
         return self._shared
 
@@ -116,12 +118,7 @@ class RingStorage(StorageBase):
             raise ValueError(f"{what} cannot be shared with other processes; build it without.")
         if not self._shared:
             self.share_counters()
-            self._share_cells()
-
-    def _share_cells(self) -> None:
-        for _, leaf in leaves_of(self.tree):
-            if leaf.device.type == "cpu" and leaf.numel():
-                leaf.share_memory_()
+            processes.share_leaves(self.tree)
 
     # ------------------------------------------------------------------ writing
 
@@ -144,7 +141,7 @@ class RingStorage(StorageBase):
             OSError: the ``scratch_dir`` cannot be written, or its disk has filled up meanwhile.
             RuntimeError: another process made the storage.
         """
-        check_owner(self._process, False)
+        self.check_maker()
         tree = tree_of(data)
         found = dict(leaves_of(tree))
         if not found:
@@ -165,9 +162,9 @@ class RingStorage(StorageBase):
                 cells = map_leaves(
                     lambda leaf: reserve((self.max_size, *leaf.shape[1:]), leaf.dtype, leaf.device), tree
                 )
-        self.adopt(cells)
         if self._shared:
-            self._share_cells()
+            processes.share_leaves(cells)
+        self.adopt(cells)
 
     def _check_room(self, tree: Tree, device: torch.device | str) -> None:
         where = "to keep the data on disk" if self.scratch_dir is None else "on a larger disk"
@@ -195,7 +192,7 @@ class RingStorage(StorageBase):
             ValueError: the data has another schema than what is stored.
             IndexError: a cell out of range.
         """
-        check_owner(self._process, self._shared)
+        self.check_owner()
         check_tensordict(data)
         if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
             cursor, data = slice(int(cursor), int(cursor) + 1), data.unsqueeze(0)
@@ -247,7 +244,7 @@ class RingStorage(StorageBase):
                 f"Entry {name_of(path)} is {list(expected)} {leaf.dtype} in {len(cells)} cells, got "
                 f"{list(values.shape)} {values.dtype}; nothing was written."
             )
-        check_owner(self._process, self._shared)
+        self.check_owner()
         cells = integers(cells, "Cells").to(leaf.device)
         self.check_filled(cells)
         leaf.index_copy_(0, cells, values.detach().to(leaf.device))
@@ -407,8 +404,7 @@ class RingStorage(StorageBase):
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_owner(self._process, self._shared)
-        check_unshared(self._shared)
+        self.check_loadable()
         check_cells_state(state_dict, self.max_size, self.tree)
         if self.cells is None and state_dict["data"] is not None:
             self._check_room(state_dict["data"], "cpu" if self.device == "auto" else self.device)
@@ -418,8 +414,7 @@ class RingStorage(StorageBase):
         write_state(Path(path), self.state_dict(copy=False))
 
     def __getstate__(self) -> dict[str, Any]:
-        if is_spawning() and not self._shared:
-            raise RuntimeError(f"A RingStorage was handed to another process unshared; {SHARE_FIRST}.")
+        self.check_travel()
         if self.scratch_dir is not None:
             # The copy lies in memory, because two storages cannot fill the same file.
             check_room(row_bytes(self.tree) * self.max_size, "A copy in memory", "use dumps and loads")
@@ -429,6 +424,6 @@ class RingStorage(StorageBase):
         tree = state.pop("_cells")
         super().__setstate__(state)
         if not self._shared:
-            self._process = this_process()
+            self.own()
         if tree:
             self.adopt(tree)

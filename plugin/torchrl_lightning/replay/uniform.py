@@ -12,7 +12,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay.rings import integers_below, rings_in, uneven_rings
+from torchrl_lightning.replay.draws import integers_below
+from torchrl_lightning.replay.rings import rings_in, uneven_rings
 from torchrl_lightning.state import check_state, flag, generator
 
 STATE_VERSION = 1
@@ -78,11 +79,11 @@ class UniformSampler(SamplerHooks, Sampler):
             cells = self._stratified(storage, batch_size)
         else:
             cells = self._ranks(stored, batch_size)
-            writer = uneven_rings(storage)
-            if writer is not None:
-                ends = writer.filled.cumsum(0)
+            rings = uneven_rings(storage)
+            if rings is not None:
+                ends = rings.filled.cumsum(0)
                 env = torch.searchsorted(ends, cells, right=True)
-                cells = writer.cell(env, writer.oldest[env] + cells - (ends - writer.filled)[env])
+                cells = rings.cell(env, rings.oldest[env] + cells - (ends - rings.filled)[env])
         return (cells if storage.ndim == 1 else torch.unravel_index(cells, storage.shape)), {}
 
     def _ranks(self, stored: int, count: int) -> Tensor:
@@ -100,13 +101,13 @@ class UniformSampler(SamplerHooks, Sampler):
         return found[torch.randperm(len(found), generator=rng, device=rng.device)[:count].cpu()]
 
     def _stratified(self, storage: Storage, count: int) -> Tensor:
-        writer = rings_in(storage)
-        if writer is None or writer.num_envs == 1:
+        rings = rings_in(storage)
+        if rings is None or rings.num_envs == 1:
             return self._spread(torch.tensor([len(storage)]), torch.tensor([count]))[1]
-        filled = writer.filled
+        filled = rings.filled
         draws = self._shares(filled, count)
         env, rank = self._spread(filled, draws)
-        return writer.cell(env, writer.oldest[env] + rank)
+        return rings.cell(env, rings.oldest[env] + rank)
 
     def _shares(self, filled: Tensor, count: int) -> Tensor:
         draws = torch.zeros_like(filled)

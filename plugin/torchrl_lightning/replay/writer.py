@@ -14,27 +14,18 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import WriterBase
 from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_key, path_of
-from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES, write_steps
+from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
-from torchrl_lightning.replay.episode_index import EpisodeIndex, Flags, flag_of
-from torchrl_lightning.replay.rings import Ints, lay_rings, rings_in, steps_between
-from torchrl_lightning.replay.shared_rings import SharedRings
-from torchrl_lightning.replay.sharing import check_owner, check_unshared, this_process
+from torchrl_lightning.replay.episode_index import EpisodeIndex, flag_of
+from torchrl_lightning.replay.rings import Rings, lay_rings
+from torchrl_lightning.replay.sharing import SharedRings
+from torchrl_lightning.replay.steps import Flags, Ints
 from torchrl_lightning.replay.storage import RingStorage
 
-NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
-
-def writer_of(storage: Storage) -> RingWriter | None:
-    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
-    rings = rings_in(storage)
-    return rings if isinstance(rings, RingWriter) else None
-
-
-class RingWriter(WriterBase, SharedRings):
+class RingWriter(WriterBase):
     """Writer of one ring per environment into one flat storage.
 
     Every environment has its own cursor and an ever-increasing position;
@@ -74,9 +65,9 @@ class RingWriter(WriterBase, SharedRings):
         init_key: NestedKey = "is_init",
         overwrite: bool = True,
     ) -> None:
-        self._process = this_process()
-        SharedRings.__init__(self, integer(num_envs, "num_envs"))
-        WriterBase.__init__(self)
+        self.rings = Rings(integer(num_envs, "num_envs"))
+        """Where the steps of the environments lie."""
+        super().__init__()
         self.track_episodes, self.overwrite = track_episodes, overwrite
         self.done_key = nested_key(done_key)
         self.init_key = nested_key(init_key)
@@ -97,27 +88,66 @@ class RingWriter(WriterBase, SharedRings):
                 f"be equally long; use max_size={below or self.num_envs} or {below + self.num_envs}."
             )
         super().register_storage(storage)
-        self.length = storage.max_size // self.num_envs
+        length = storage.max_size // self.num_envs
+        if length != self.rings.length:
+            self.rings = Rings(self.num_envs, length)
         lay_rings(storage, self)
+
+    @property
+    def num_envs(self) -> int:
+        """Number of rings."""
+        return self.rings.num_envs
+
+    @property
+    def length(self) -> int:
+        """Cells of each ring."""
+        return self.rings.length
+
+    @property
+    def index(self) -> EpisodeIndex | None:
+        """Which steps belong to one episode, if that is known."""
+        return self.rings.index
+
+    @property
+    def positions(self) -> Tensor:
+        """Next position of every environment, ``[num_envs]`` int64; a live view that must not be written to."""
+        return self.rings.positions
+
+    @property
+    def oldest(self) -> Tensor:
+        """Position of the oldest stored step of every environment, ``[num_envs]``."""
+        return self.rings.oldest
+
+    @property
+    def filled(self) -> Tensor:
+        """Number of stored steps of every environment, ``[num_envs]``."""
+        return self.rings.filled
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rings are equally filled, so that the first ``len(storage)`` cells are the filled ones."""
+        return self.rings.is_even
+
+    def cell(self, env_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the cells of steps: ``(position % length) * num_envs + env``."""
+        return self.rings.cell(env_ids, positions)
 
     @property
     def write_count(self) -> int:
         """Rows written since the buffer was emptied."""
-        return int(self._counters[0])
+        return self.rings.write_count
 
     @write_count.setter
     def write_count(self, value: int) -> None:
-        self._counters[0] = value
-
-    # ------------------------------------------------------------------ sharing
+        self.rings.write_count = value
 
     def share(self) -> None:
         """Move positions, counters and episode index, made now if it may be, into memory that processes share."""
         cells = getattr(self.storage, "cells", None)
         known = cells is not None and self._done_path in cells.places
         if self.index is None and self.track_episodes is not False and known:
-            self._make_index()  # of one that another process makes, the others would not know
-        super().share()
+            self.rings.make_index()  # of one that another process makes, the others would not know
+        self.rings = SharedRings(self.rings)
 
     # ------------------------------------------------------------------ writing
 
@@ -147,7 +177,7 @@ class RingWriter(WriterBase, SharedRings):
             ValueError: the data has another schema than what is stored, or a number of rows that does not fit the
                 environments, or there is no room and nothing may be overwritten.
         """
-        self.check_process()
+        self.rings.check_owner()
         check_tensordict(data)
         ids = None if env_ids is None else self.check_ids(env_ids)
         width = self.num_envs if ids is None else len(ids)
@@ -170,12 +200,13 @@ class RingWriter(WriterBase, SharedRings):
         done, init = self.flags(data, leaves, steps)
         if addresses is None:
             addresses = NO_LEAVES
-            cells = self._cells(ids, steps)
+            env = self.rings.ids if ids is None else ids
+            cells = self.rings.cells_of_next(env, steps)
             skipped = max(0, steps - self.length) * width
             if leaves is not None:
-                self.claim(ids, steps)
+                self.claim(env, steps)
                 storage.cells.scatter([leaf[skipped:] for leaf in leaves], cells[skipped:])
-            elif self.num_envs > 1 and (ids is not None or not self._aligned):
+            elif self.num_envs > 1 and (ids is not None or not self.rings.is_aligned):
                 raise ValueError(
                     f"{type(storage).__name__} cannot hold unevenly filled rings; use RingStorage as the storage."
                 )
@@ -183,75 +214,41 @@ class RingWriter(WriterBase, SharedRings):
                 storage.set(cells[skipped:], data[skipped:] if skipped else data)
         return self.advance(addresses, ids, steps, done, init)
 
-    def check_process(self) -> None:
-        """Refuse to write in another process than the one that made the writer, unless it is shared."""
-        check_owner(self._process, self.is_shared)
-
-    def claim(self, ids: Ints | None, steps: int) -> None:
+    def claim(self, env: Ints, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
-        env = self._ids if ids is None else ids
-        if not self.overwrite:
-            self._check_room(env, steps)
-        self.expose(env)
-        positions = self._positions[env]
-        oldest = np.clip(positions + steps - self.length, self._floor[env], positions)
-        if self.index is not None:
-            self.index.keep_headless_end(env, oldest)
-        self._floor[env] = oldest
-        self._settle()
+        self._check_room(env, steps)
+        self.rings.claim(env, steps)
+        self.count_cells()
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
-        """Write steps, move the positions past them, and record their episodes: all of it or nothing.
-
-        Args:
-            leaves: where rows and cells lie (:meth:`Cells.match`); empty for rows that are in their cells already.
-            ids: the environments, or None for all.
-            steps: how many of each.
-            done: whether a step ends its episode, ``[steps, M]``; empty where there is no episode index.
-            init: whether a step begins one, ``[steps, M]``; may be empty.
-
-        Returns:
-            The cells, ``[steps * M]``.
-        """
-        env, together = (self._ids, self._aligned) if ids is None else (ids, False)
-        if not self.overwrite:
-            self._check_room(env, steps)
-        if self._is_locked:
-            self.expose(env)
-        cells = np.empty(steps * len(env), np.int64)
-        jitted(write_steps)(
-            *leaves, cells, env, together, steps, self.length, self._positions, self._floor, self._counters,
-            NO_INDEX if self.index is None else self.index.arrays, done, init,
-        )  # fmt: skip
-        if self._even and together:
-            self._set_length(min(self._positions.item(0), self.length) * self.num_envs)
-        else:
-            self._settle()
-        storage: Any = self.storage
-        if self.num_envs == 1 and isinstance(storage, RingStorage):
-            storage.record_cursor(int(cells[-1]))
-        if self._memory is not None:
-            self._note_change()
+        """Let the rings write matched rows (:meth:`Rings.write`), and tell it; return the cells, ``[steps * M]``."""
+        rings, storage = self.rings, self.storage
+        self._check_room(rings.ids if ids is None else ids, steps)
+        before = rings.count
+        cells = rings.write(leaves, ids, steps, done, init)
+        if isinstance(storage, RingStorage):
+            if rings.count == before:
+                storage.touch()
+            else:
+                storage.set_length(rings.count)
+            if rings.num_envs == 1:
+                storage.record_cursor(int(cells[-1]))
         index = torch.from_numpy(cells)
         self.notify(index)
         return index
 
-    def has_room(self, env: Ints, steps: int) -> bool:
-        """Return whether so many steps of each environment can be written without overwriting any."""
-        return bool((self._positions[env] + steps - self._oldest()[env] <= self.length).all())
-
     def _check_room(self, env: Ints, steps: int) -> None:
-        if not self.has_room(env, steps):
-            full = env[self._positions[env] + steps - self._oldest()[env] > self.length].tolist()
+        if not self.overwrite and not (room := self.rings.has_room(env, steps)).all():
             raise ValueError(
-                f"The rings of the environments {full} have no room for {steps} more steps, and overwrite=False; take "
-                "out the oldest ones first (dequeue), or build it longer or with overwrite=True; nothing was written."
+                f"The rings of the environments {env[~room].tolist()} have no room for {steps} more steps, and "
+                "overwrite=False; take out the oldest ones first (dequeue), or build it longer or with overwrite=True; "
+                "nothing was written."
             )
 
     def check_ids(self, env_ids: Tensor | None) -> Ints:
         """Return the environments, all if there are no ids; refuse ids that are not different environments."""
         if env_ids is None:
-            return self._ids
+            return self.rings.ids
         ids = integers(env_ids, "env_ids").cpu().numpy().reshape(-1)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.num_envs or len(np.unique(ids)) < len(ids):
             raise ValueError(
@@ -260,22 +257,10 @@ class RingWriter(WriterBase, SharedRings):
             )
         return ids
 
-    def _cells(self, ids: Ints | None, steps: int) -> Tensor:
-        env = self._ids if ids is None else ids
-        position = self._positions[env] + np.arange(steps)[:, None]
-        return torch.from_numpy(position % self.length * self.num_envs + env).reshape(-1)
-
-    def _settle(self) -> None:
-        self._refresh()
-        self._set_length(int((self._positions - self._oldest()).sum()))
-
-    def _set_length(self, filled: int) -> None:
-        storage = self.storage
-        if isinstance(storage, RingStorage):
-            if len(storage) == filled:
-                storage.touch()
-            else:
-                storage.set_length(filled)
+    def count_cells(self) -> None:
+        """Tell the storage how many cells are filled."""
+        if isinstance(self.storage, RingStorage):
+            self.storage.set_length(self.rings.count)
 
     def flags(self, data: TensorDictBase, leaves: list[Tensor] | None, steps: int) -> tuple[Flags, Flags]:
         """Return which steps end and begin episodes, ``[steps, M]``; empty without an index, which the first may make.
@@ -307,18 +292,13 @@ class RingWriter(WriterBase, SharedRings):
     def _make_index(self) -> None:
         if self.length > 1 << 40:  # TorchRL's unbounded storages
             self.track_episodes = False
-            return
-        check_owner(self._process, False)
-        self.index = EpisodeIndex(self.length, self._positions, self._floor)
-        if self.is_shared:
-            self.index.share_arrays()
+        else:
+            self.rings.make_index()
 
     def cut(self, env_ids: Tensor | None = None) -> None:
         """End the running episodes: the next steps do not continue them, as after a restart of the environments."""
         if self.index is not None:
-            env = self.check_ids(env_ids)
-            self.expose(env)
-            self.index.cut(env)
+            self.rings.cut(self.check_ids(env_ids))
 
     def drop(self, count: int | None, env_ids: Tensor | None = None) -> Tensor:
         """Take the oldest steps out of the rings; whoever keeps priorities of them must forget these.
@@ -333,78 +313,21 @@ class RingWriter(WriterBase, SharedRings):
         Raises:
             ValueError: an environment holds fewer, or the ids are not different numbers of environments.
         """
-        self.check_process()
-        env = self.check_ids(env_ids)
-        oldest = self._oldest()[env]
-        held = self._positions[env] - oldest
-        if count is not None and int(held.min()) < count:
-            few = int(env[held.argmin()])
-            raise ValueError(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
-        end = oldest + (held if count is None else count)
-        run, position, _ = steps_between(oldest, end - 1)
-        self.expose(env, end)
-        if self.index is not None:
-            self.index.keep_headless_end(env, end)
-        self._floor[env] = end
-        self._settle()
-        self._note_change()
-        return torch.from_numpy(position % self.length * self.num_envs + env[run])
+        cells = self.rings.drop(self.check_ids(env_ids), count)
+        self.count_cells()
+        return cells
 
     def clear(self, empty_write_count: bool = True) -> None:
         """Move back to the start; called by ``ReplayBuffer.empty``."""
-        check_owner(self._process, self.is_shared)
-        self.expose(self._ids)
+        self.rings.check_owner()
         super().clear(empty_write_count)
-        self._counters[1] += self._positions.max()
-        self._positions[:] = self._floor[:] = 0
-        self._refresh()
-        if self.index is not None:
-            self.index.clear()
-        self._note_change()
-
-    def go_on_from(self, other: RingWriter) -> None:
-        """Give the steps to come the numbers of those that another writer of as many rings holds, from its oldest on.
-
-        Written here in their order, they keep their stamps. To be called before anything is written.
-        """
-        oldest = other._oldest()
-        first = oldest.min()
-        self._positions[:] = self._floor[:] = oldest - first
-        self._counters[1] = other._era + first
-        self._refresh()
-
-    # ------------------------------------------------------------------ stamps
-
-    def stamp(self, index: Tensor) -> Tensor:
-        """Return how far the ring of each cell is written, over all restarts; of the shape of ``index``."""
-        if not self._aligned:
-            return self.snapshot()[index.cpu() % self.num_envs]
-        stamps = np.empty(tuple(index.shape), np.int64)
-        stamps.fill(self._positions.item(0) + self._counters.item(1))
-        return torch.from_numpy(stamps)
-
-    def snapshot(self) -> Tensor:
-        """Return how far every ring is written, over all restarts, ``[num_envs]``; a copy."""
-        return self.positions + self._era
-
-    def is_unchanged(self, index: Tensor, stamp: Tensor) -> Tensor:
-        """Return whether cells still hold what they held when they were stamped."""
-        return self.is_filled(index) & (self.position_of(index) + self._era < stamp)
+        self.rings.clear()
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of positions, episode index and counters: tensors and scalars only."""
-        return {
-            "schema_version": STATE_VERSION,
-            "num_envs": self.num_envs,
-            "length": self.length,
-            "positions": self.positions.clone(),
-            "oldest": self.oldest,
-            "era": self._era,
-            "write_count": self.write_count,
-            "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
-        }
+        return {"schema_version": STATE_VERSION, **self.rings.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state exactly.
@@ -413,33 +336,18 @@ class RingWriter(WriterBase, SharedRings):
             ValueError: another version, number of environments or length of the rings.
         """
         self.check_state(state_dict)
-        self._positions[:] = state_dict["positions"].numpy()
-        self._floor[:] = state_dict["oldest"].numpy()
-        self._counters[:2] = state_dict["write_count"], state_dict["era"]
-        self._refresh()
-        self.index = None
-        if state_dict["index"] is not None:
-            self._make_index()
-            assert self.index is not None
-            self.index.load_state_dict(state_dict["index"], self.filled_cells())
+        self.rings.load_state_dict(state_dict)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_owner(self._process, self.is_shared)
-        check_unshared(self.is_shared)
+        self.rings.check_loadable()
         check_rings_state(state_dict, self.num_envs, self.length)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**SharedRings.__getstate__(self), "_rng": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.index is not None:
-            self.index.attach(self._positions, self._floor)
-        if not self.is_shared:
-            self._process = this_process()
+        self.__dict__.update(state)
         if self.storage is not None:
             lay_rings(self.storage, self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={self._positions})"
+        positions = self.positions.numpy()
+        return f"{type(self).__name__}(num_envs={self.num_envs}, length={self.length}, positions={positions})"
