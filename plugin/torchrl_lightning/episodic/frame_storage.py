@@ -24,8 +24,9 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.episodic.frame_ring import FrameRing, check_frames
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay import RingStorage, RingWriter
+from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.replay.cells import Cells, Names
+from torchrl_lightning.replay.rings import rings_in
 from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import check_state, mapping, same
 
@@ -88,8 +89,8 @@ class FrameStorage(RingStorage):
             ValueError: there is no RingWriter, not enough memory, or an entry is no stack of images.
             KeyError: an entry is missing.
         """
-        writer: Any = self.writer
-        if not isinstance(writer, RingWriter):
+        rings = rings_in(self)
+        if rings is None:
             raise ValueError(
                 "A FrameStorage is filled by a RingWriter, which tells environments apart; give it to one."
             )
@@ -105,7 +106,7 @@ class FrameStorage(RingStorage):
                 )
             if leaves[path].shape != leaves[after].shape or leaves[path].dtype != leaves[after].dtype:
                 raise ValueError(f"The stacks {name_of(path)} and {name_of(after)} differ in shape or dtype.")
-            self.frames[path] = FrameRing(leaves[path], self.frame_stack, writer.length, writer.num_envs)
+            self.frames[path] = FrameRing(leaves[path], self.frame_stack, rings.length, rings.num_envs)
             leaves[path] = leaves[after] = numbers.expand(len(leaves[path]), -1)
         super().allocate(to_tensordict(to_tree(leaves), torch.Size([len(data)])))
         for path in self.frames:
@@ -197,8 +198,8 @@ class FrameStorage(RingStorage):
         check_state(state_dict, {"frame_stack": same(self.frame_stack, "storage"), "frames": mapping}, "storage")
         if state_dict["data"] is None:
             return
-        leaves, writer = dict(leaves_of(state_dict["data"])), self.writer
-        if writer is None:
+        leaves, rings = dict(leaves_of(state_dict["data"])), rings_in(self)
+        if rings is None:
             raise ValueError("A FrameStorage is filled by a RingWriter; restore it with its buffer.")
         check_state(state_dict["frames"], {".".join(path_of(key)): mapping for key in self.keys}, "storage")
         for path in map(path_of, self.keys):
@@ -207,7 +208,7 @@ class FrameStorage(RingStorage):
                 raise ValueError(f"The storage state is foreign: it lacks {name_of(path)} or {name_of(after)}.")
             numbers = leaves[path], leaves[after]
             stack = state_dict["frames"][name].get("stack")
-            check_frames(state_dict["frames"][name], name, *numbers, writer.num_envs, self.max_size, self.frame_stack)
+            check_frames(state_dict["frames"][name], name, *numbers, rings.num_envs, self.max_size, self.frame_stack)
             if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
                 raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
 

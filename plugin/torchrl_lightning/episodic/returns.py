@@ -20,9 +20,9 @@ from torchrl_lightning.kernels.returns import write_returns
 from torchrl_lightning.kernels.scan import LIKE, discounted_scan
 from torchrl_lightning.ranges import fraction
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.rings import writer_of
 from torchrl_lightning.replay.steps import Ints, steps_between
 from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import writer_of
 from torchrl_lightning.trust import Nameable
 
 UNKNOWN: tuple[Ints | None, tuple[Any, Any, Any] | None] = None, None

@@ -128,6 +128,11 @@ class ExperienceBuffer(ShareableBuffer):
         if shared:
             self.share()
 
+    @property
+    def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
+        """Storage, sampler and writer."""
+        return self._storage, self._sampler, self._writer
+
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Exchange the storage for another of ours; returns the old one."""
         _check_parts(storage, None, None)

@@ -11,8 +11,8 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning.entries import entry_of
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.replay.episode_index import EpisodeIndex
+from torchrl_lightning.replay.rings import rings_in
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter
 
 
 class EpisodeTransform(Transform):
@@ -39,13 +39,13 @@ class EpisodeTransform(Transform):
     @property
     def episodes(self) -> EpisodeIndex:
         """The episode index over the storage; a ValueError if there is none."""
-        writer: Any = self.storage.writer
-        if not isinstance(writer, RingWriter) or writer.index is None:
+        rings = rings_in(self.storage)
+        if rings is None or rings.index is None:
             raise ValueError(
                 f"{type(self).__name__} needs to know where episodes end, but nothing does: write "
                 '("next", "done") with the first data, into a RingWriter that tracks episodes.'
             )
-        return writer.index
+        return rings.index
 
     def cells_of(self, batch: TensorDictBase) -> Tensor:
         """Return the cells that a batch was read from, of its shape; a KeyError if it does not say."""

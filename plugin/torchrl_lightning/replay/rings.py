@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torchrl_lightning.kernels.rows import write_steps
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
-
-if TYPE_CHECKING:
-    from torchrl_lightning.replay.writer import RingWriter
 
 EVERYTHING = np.iinfo(np.int64).max
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
@@ -314,30 +311,36 @@ class Rings(processes.Owned):
             self.index.attach(self._positions, self._floor)
 
 
+class HasRings(Protocol):
+    """What fills the rings in a storage: a :class:`RingWriter`."""
+
+    rings: Rings
+
+
 class _Link:
     """A weak reference that a copy of its owner does not take along."""
 
-    def __init__(self, writer: RingWriter | None = None) -> None:
+    def __init__(self, writer: HasRings | None = None) -> None:
         self.writer = (lambda: None) if writer is None else weakref.ref(writer)
 
     def __reduce__(self) -> Any:
         return _Link, ()
 
 
-def lay_rings(storage: Storage, writer: RingWriter) -> None:
+def lay_rings(storage: Storage, writer: HasRings) -> None:
     """Let it be known whose rings lie in a storage, ours or one of TorchRL's, which does not keep them alive."""
     storage.rings_link = _Link(writer)
 
 
-def writer_of(storage: Storage) -> RingWriter | None:
-    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
+def filler_of(storage: Storage) -> HasRings | None:
+    """Return what fills the rings in a storage, if there are any."""
     link = getattr(storage, "rings_link", None)
     return None if link is None else link.writer()
 
 
 def rings_in(storage: Storage) -> Rings | None:
     """Return the rings that lie in a storage, if there are any."""
-    writer = writer_of(storage)
+    writer = filler_of(storage)
     return None if writer is None else writer.rings
 
 

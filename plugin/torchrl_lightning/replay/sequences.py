@@ -19,9 +19,9 @@ from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.replay.draws import uniform
-from torchrl_lightning.replay.rings import NO_INDEX, writer_of
+from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter
+from torchrl_lightning.replay.writer import RingWriter, writer_of
 from torchrl_lightning.state import check_state, generator
 
 STATE_VERSION = 2

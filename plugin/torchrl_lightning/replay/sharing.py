@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import current_process
 from multiprocessing.reduction import DupFd
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import BufferBase
 from torchrl_lightning.parts import is_spawning
@@ -31,10 +30,6 @@ from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
 from torchrl_lightning.replay.steps import Ints, steps_between
-
-if TYPE_CHECKING:
-    from torchrl_lightning.replay.storage import RingStorage
-    from torchrl_lightning.replay.writer import RingWriter
 
 try:
     import fcntl
@@ -321,11 +316,6 @@ class ShareableBuffer(BufferBase):
 
     shared = False
 
-    @property
-    def parts(self) -> tuple[RingStorage, Sampler, RingWriter]:
-        """Storage, sampler and writer."""
-        return self._storage, self._sampler, self._writer
-
     def share(self, shared: bool = True) -> Self:
         """Move what is stored into memory that other processes share, forked or spawned; call before they start.
 
@@ -367,9 +357,8 @@ class ShareableBuffer(BufferBase):
         if self.shared:
             return self  # others may use the lock
         lock = SharedLock(self._enter, self._leave)
-        storage, _, writer = self.parts
-        storage.share()
-        writer.share()
+        self.storage.share()
+        self.writer.share()
         super().share(True)
         self.set_write_lock(lock)
         self._drawing = processes.current
@@ -377,7 +366,7 @@ class ShareableBuffer(BufferBase):
 
     @property
     def _rings(self) -> SharedRings:
-        rings = self.parts[2].rings
+        rings = self.writer.rings
         assert isinstance(rings, SharedRings)
         return rings
 
@@ -390,7 +379,7 @@ class ShareableBuffer(BufferBase):
         if (done := self._rings.follow()) is None:
             return
         emptied, gone, written = done
-        self.parts[2].count_cells()
+        self.writer.count_cells()
         if emptied:
             self.clear_sampler()
         elif len(gone):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,11 +34,8 @@ from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.rings import uneven_rings, writer_of
+from torchrl_lightning.replay.rings import HasRings, filler_of, rings_in, uneven_rings
 from torchrl_lightning.replay.steps import Ints
-
-if TYPE_CHECKING:
-    from torchrl_lightning.replay.writer import RingWriter
 
 
 class RingStorage(processes.Owned, StorageBase):
@@ -93,9 +90,9 @@ class RingStorage(processes.Owned, StorageBase):
         return {} if self.cells is None else self.cells.tree
 
     @property
-    def writer(self) -> RingWriter | None:
+    def writer(self) -> HasRings | None:
         """The :class:`RingWriter` that fills this storage, if there is one."""
-        return writer_of(self)
+        return filler_of(self)
 
     @property
     def is_prefix(self) -> bool:
@@ -345,9 +342,9 @@ class RingStorage(processes.Owned, StorageBase):
 
     def check_seam(self) -> None:
         """Refuse readers that take neighbouring cells for successive steps, where there are several rings."""
-        if self.writer is not None and self.writer.num_envs > 1:
+        if (rings := rings_in(self)) is not None and rings.num_envs > 1:
             raise RuntimeError(
-                f"The cells of {self.writer.num_envs} environments are interleaved, so that TorchRL's slice samplers "
+                f"The cells of {rings.num_envs} environments are interleaved, so that TorchRL's slice samplers "
                 "and sequences would mix them; use SequenceSampler of torchrl_lightning."
             )
 

@@ -19,10 +19,16 @@ from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, flag_of
-from torchrl_lightning.replay.rings import Rings, lay_rings
+from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
 from torchrl_lightning.replay.sharing import SharedRings
 from torchrl_lightning.replay.steps import Flags, Ints
 from torchrl_lightning.replay.storage import RingStorage
+
+
+def writer_of(storage: Storage) -> RingWriter | None:
+    """Return the :class:`RingWriter` that fills a storage, which may be one of TorchRL's, if there is one."""
+    writer = filler_of(storage)
+    return writer if isinstance(writer, RingWriter) else None
 
 
 class RingWriter(WriterBase):
