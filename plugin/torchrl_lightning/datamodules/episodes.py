@@ -9,7 +9,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.state import LARGEST, check_state, tensor
+from torchrl_lightning.state import LARGEST, tensor
+from torchrl_lightning.stated import Kept, Stated
 
 
 def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def ends_of(rollout: TensorDictBase) -> dict[str, Any]:
     return {"reward": rows["reward"], "done": rows["done"], "replayed": rollout.get(REPLAYED, None)}
 
 
-class FinishedEpisodes:
+class FinishedEpisodes(Stated):
     """Means over the episodes that ended since they were last asked for, of ``num_envs`` environments or more.
 
     Rollouts of a single step are common, so that each is only noted; what ended is found for many at once. With
@@ -31,6 +32,12 @@ class FinishedEpisodes:
         >>> episodes.summary()
         {'train/return': 2.0, 'train/length': 2.0, 'train/episodes': 1.0}
     """
+
+    OWNER = "episodes"
+    STATE = {
+        "returns": Kept(tensor(torch.float64, None), "_returns"),
+        "lengths": Kept(tensor(torch.int64, lambda _, state: len(state["returns"]), low=0, high=LARGEST), "_lengths"),
+    }
 
     def __init__(self, num_envs: int) -> None:
         self._returns = torch.zeros(num_envs, dtype=torch.float64)  # of the episodes that go on
@@ -117,17 +124,10 @@ class FinishedEpisodes:
         steps_before[ended] = total.shape[1] - after[last]
         self._returns[ids], self._lengths[ids] = before, steps_before
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the sums carried over."""
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return the sums carried over."""
         self._flush()
-        return {"returns": self._returns.clone(), "lengths": self._lengths.clone()}
+        return super().state_dict(copy=copy)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums of :meth:`state_dict`; a ValueError, and no change, if they are none."""
-        schema = {"returns": tensor(torch.float64, None), "lengths": tensor(torch.int64, None, low=0, high=LARGEST)}
-        check_state(state, schema, "episodes")
-        if len(state["returns"]) != len(state["lengths"]):
-            found = f"{len(state['returns'])} returns and {len(state['lengths'])} lengths"
-            raise ValueError(f"The episodes state is foreign: it holds {found}, expected as many of both.")
-        self._returns, self._lengths = state["returns"].clone(), state["lengths"].clone()
+    def _loaded(self) -> None:
         self._noted, self._finished = [], []

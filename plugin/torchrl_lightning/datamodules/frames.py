@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from torchrl_lightning.ranks import gathered
-from torchrl_lightning.state import check_state, whole
+from torchrl_lightning.state import whole
+from torchrl_lightning.stated import Kept, Stated
 
 
-class ReplayedSteps:
+class ReplayedSteps(Stated):
     """Count the replayed steps of all ranks, such as those of demonstrations, which are no frames of the environment.
 
     Attributes:
@@ -24,6 +22,9 @@ class ReplayedSteps:
         >>> replayed.add(torch.tensor([[[True], [False], [True]]])), replayed.count
         (1, 2)
     """
+
+    OWNER = "replayed steps"
+    STATE = {"count": Kept(whole()), "alone": Kept(whole())}
 
     def __init__(self) -> None:
         self.count = self.alone = 0
@@ -49,12 +50,3 @@ class ReplayedSteps:
             f"the last {self.alone} steps were all replayed, none came from the environment: training stops after "
             f"{frames} of total_frames={total_frames}; lower the probability of a replay (rho + phi of PPODBuffer)."
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both counts."""
-        return {"count": self.count, "alone": self.alone}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both counts; a ValueError, and no change, if they are none."""
-        check_state(state, {"count": whole(), "alone": whole()}, "replayed steps")
-        self.count, self.alone = state["count"], state["alone"]

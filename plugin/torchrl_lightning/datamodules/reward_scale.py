@@ -15,12 +15,32 @@ from torchrl_lightning.environments.normalization import EPSILON, scaled
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import optional
-from torchrl_lightning.state import anything, check_state, sequence, tensor, wrong
+from torchrl_lightning.state import Here, sequence, tensor, wrong
+from torchrl_lightning.stated import Kept, Stated
 
 _CHUNK = 256  # steps that are filtered at a time, where they come one by one
 
 
-class RewardScale:
+def _side_by_side(noted: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.cat(each, 1) for each in zip(*noted, strict=True)]
+
+
+def _rewards_and_ends(value: Any, name: str, here: Here) -> list[tuple[Tensor, Tensor]]:
+    if not sequence(value, name):
+        return []
+    are_two = len(value) == 2 and all(isinstance(each, Tensor) and each.ndim > 2 for each in value)
+    if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
+        raise wrong(value, name, "rewards and ends of the same steps, [N, T, ...] each")
+    if value[1].dtype != torch.bool:
+        raise wrong(value[1], f"the second of {name}", "ends, of bool")
+    return [(value[0], value[1])]
+
+
+def _envs_of(scale: Any, state: Mapping[str, Any]) -> int | None:
+    return len(state["noted"][0]) if state["noted"] else None
+
+
+class RewardScale(Stated):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
     The sum starts anew with each episode. What is noted enters the deviation by :meth:`advance` alone.
@@ -28,6 +48,13 @@ class RewardScale:
     Args:
         clip: largest absolute value of what comes out.
     """
+
+    OWNER = "reward scale"
+    STATE = {
+        "sums": Kept(tensor(torch.float64, None), "_sums"),
+        "noted": Kept(_rewards_and_ends, "_noted", _side_by_side),
+        "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
+    }
 
     def __init__(self, clip: float) -> None:
         self.clip = clip
@@ -107,33 +134,8 @@ class RewardScale:
         if moments.count:
             self._constants = torch.zeros(1), (moments.variance + EPSILON).rsqrt().float().reshape(1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was noted and the sums that go on, copied."""
-        noted = [torch.cat(each, 1) for each in zip(*self._noted, strict=True)]
-        ids = None if self._env_ids is None else self._env_ids.clone()
-        return {"sums": self._sums.clone(), "noted": noted, "env_ids": ids}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; a ValueError, and no change, if it is none."""
-        schema = {"sums": tensor(torch.float64, None), "noted": _rewards_and_ends, "env_ids": anything}
-        check_state(state, schema, "reward scale")
-        reward_and_done, ids = [each.clone() for each in state["noted"]], state["env_ids"]
-        envs = len(reward_and_done[0]) if reward_and_done else None
-        check_state(state, {"env_ids": optional(tensor(torch.int64, envs))}, "reward scale")
-        self._sums, self._env_ids = state["sums"].clone(), None if ids is None else ids.clone()
-        self._noted = [(reward_and_done[0], reward_and_done[1])] if reward_and_done else []
-        self._steps = reward_and_done[1].shape[1] if reward_and_done else 0
-
-
-def _rewards_and_ends(value: Any, name: str) -> None:
-    sequence(value, name)
-    if not value:
-        return
-    are_two = len(value) == 2 and all(isinstance(each, Tensor) and each.ndim > 2 for each in value)
-    if not are_two or value[0].shape[:2] != value[1].shape[:2] or not value[0].is_floating_point():
-        raise wrong(value, name, "rewards and ends of the same steps, [N, T, ...] each")
-    if value[1].dtype != torch.bool:
-        raise wrong(value[1], f"the second of {name}", "ends, of bool")
+    def _loaded(self) -> None:
+        self._steps = sum(done.shape[1] for _, done in self._noted)
 
 
 def _joined(one: Moments | None, other: Moments | None) -> Moments | None:

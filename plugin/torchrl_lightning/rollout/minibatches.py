@@ -11,12 +11,17 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_lightning._compat import SamplerBase
 from torchrl_lightning.ranges import integer, one_of, optional
-from torchrl_lightning.state import check_state, flag, generator, same, tensor, whole
+from torchrl_lightning.state import flag, tensor, whole
+from torchrl_lightning.stated import Drawn, Fixed, Kept, Stated
 
 UNITS = ("steps", "environments")
 
 
-class MinibatchSampler(SamplerBase):
+def _last_unit(sampler: Any, state: Mapping[str, Any]) -> int:
+    return int(state["len_storage"]) - 1
+
+
+class MinibatchSampler(Stated, SamplerBase):
     """Visit every sample of a rollout exactly once per epoch, shuffled or in order.
 
     With ``by="steps"`` a batch is ``[B]`` steps; with ``by="environments"`` it is ``[B, T]`` whole environments, for
@@ -36,6 +41,17 @@ class MinibatchSampler(SamplerBase):
         >>> [batch.tolist() for batch in sampler.epoch(5, 2)]
         [[0, 1], [2, 3], [4]]
     """
+
+    OWNER, VERSION = "mini-batch sampler", 1
+    STATE = {
+        "len_storage": Kept(whole()),
+        "remaining": Kept(optional(tensor(torch.int64, None, low=0, high=_last_unit, anywhere=True))),
+        "drop_last": Kept(flag),
+        "shuffle": Kept(flag),
+        "by": Fixed(),
+        "ran_out": Kept(flag),
+        "generator": Drawn(),
+    }
 
     def __init__(
         self,
@@ -126,47 +142,6 @@ class MinibatchSampler(SamplerBase):
         self.clear()
 
     add = extend
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return options, the rest of the epoch, and the generator: tensors and scalars only."""
-        return {
-            "schema_version": 1,
-            "len_storage": self.len_storage,
-            "remaining": None if self.remaining is None else self.remaining.clone(),
-            "drop_last": self.drop_last,
-            "shuffle": self.shuffle,
-            "by": self.by,
-            "ran_out": self.ran_out,
-            "generator": self.generator.get_state().clone(),
-        }
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {
-            "len_storage": whole(),
-            "remaining": optional(tensor(torch.int64, None, low=0, anywhere=True)),
-            **dict.fromkeys(("drop_last", "shuffle", "ran_out"), flag),
-            "by": same(self.by, "sampler"),
-            "generator": generator(self.generator.device),
-        }
-        check_state(state_dict, schema, "mini-batch sampler", version=1)
-        remaining, length = state_dict["remaining"], state_dict["len_storage"]
-        if remaining is not None and len(remaining) and int(remaining.max()) >= length:
-            raise ValueError(f"The mini-batch sampler state is foreign: its epoch goes beyond its {length} units.")
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly; the generator object stays the same, its state is set.
-
-        Raises:
-            ValueError: the state counts in other units.
-        """
-        self.check_state(state_dict)
-        self.len_storage = int(state_dict["len_storage"])
-        remaining = state_dict["remaining"]
-        self.remaining = None if remaining is None else remaining.clone()
-        self.drop_last, self.shuffle = bool(state_dict["drop_last"]), bool(state_dict["shuffle"])
-        self.ran_out = bool(state_dict["ran_out"])
-        self.generator.set_state(state_dict["generator"].cpu())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(by={self.by!r}, shuffle={self.shuffle}, drop_last={self.drop_last})"

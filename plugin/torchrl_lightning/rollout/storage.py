@@ -26,12 +26,15 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.memory import check_room
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.state import check_state, mapping, same, whole
+from torchrl_lightning.state import mapping, same, whole
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
-STATE_VERSION = 1
+
+def _entries(tail: TensorDictBase | None) -> dict[str, Any] | None:
+    return None if tail is None else tail.to_dict()
 
 
-class RolloutStorage(StorageBase):
+class RolloutStorage(Stated, StorageBase):
     """Time-major storage ``[T, N]`` of one rollout, with the one step after the last.
 
     Cell ``(t, n)`` holds step ``t`` of environment ``n``; ``dim_extend`` is 0. Entries added to :attr:`rollout`
@@ -55,6 +58,16 @@ class RolloutStorage(StorageBase):
         >>> storage.num_steps, storage.rollout.shape
         (3, torch.Size([3, 2]))
     """
+
+    OWNER, VERSION = "rollout storage", 1
+    STATE = {
+        "size": Fixed(),
+        "num_envs": Kept("_read_num_envs"),
+        "num_steps": Kept(whole(0, "size")),
+        "data": Kept(optional(mapping), "_filled"),
+        "added": Kept(mapping, "_added"),
+        "tail": Kept(optional(mapping), form=_entries),
+    }
 
     def __init__(self, size: int, *, num_envs: int | None = None, device: torch.device | str = "cpu") -> None:
         integer(size, "size")
@@ -206,55 +219,26 @@ class RolloutStorage(StorageBase):
             if key not in self.schema or value.data_ptr() != stored.get(key).data_ptr()
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the filled part, the added entries and the step after the last: tensors and scalars only."""
-        return {
-            "schema_version": STATE_VERSION,
-            "size": self.size,
-            "num_envs": self.num_envs,
-            "num_steps": self.num_steps,
-            "data": None if self.data is None else self.data[: self.num_steps].clone().to_dict(),
-            "added": TensorDict(self.added(), self.shape or []).clone().to_dict(),
-            "tail": None if self.tail is None else self.tail.clone().to_dict(),
-        }
+    @property
+    def _filled(self) -> dict[str, Any] | None:
+        return None if self.data is None else self.data[: self.num_steps].to_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly.
+    @property
+    def _added(self) -> dict[str, Any]:
+        return TensorDict(self.added(), self.shape or []).to_dict()
 
-        Raises:
-            ValueError: another version, size, number of environments, or other keys, shapes or dtypes.
-        """
-        self.check_state(state_dict)
-        steps, envs, data, tail = (state_dict[name] for name in ("num_steps", "num_envs", "data", "tail"))
-        if data is not None and self.data is None:
-            row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
-            self.allocate(to_tensordict(row, torch.Size([envs])))
-        if steps:
-            self.set(slice(0, steps), to_tensordict(data, torch.Size([steps, envs])))
-            for key, value in keyed_leaves(state_dict["added"]):
-                self.rollout.set(key, value.to(self.device, copy=True))
-        else:
-            self.clear()
-        self.tail = None if tail is None else to_tensordict(tail, torch.Size([envs])).to(self.device).clone()
+    def _read_num_envs(self, value: Any, name: str) -> int | None:
+        known = whole(1) if self.num_envs is None else same(self.num_envs, self.OWNER)
+        return optional(known)(value, name)
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {
-            "size": same(self.size, "storage"),
-            "num_envs": optional(whole(1)) if self.num_envs is None else optional(same(self.num_envs, "storage")),
-            "num_steps": whole(0, self.size),
-            "data": optional(mapping),
-            "added": mapping,
-            "tail": optional(mapping),
-        }
-        check_state(state_dict, schema, "rollout storage", STATE_VERSION)
-        steps, envs, data, tail = (state_dict[name] for name in ("num_steps", "num_envs", "data", "tail"))
-        if (envs is None and (data, tail) != (None, None)) or (data is None and (steps or state_dict["added"])):
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        if (envs is None and (data, tail) != (None, None)) or (data is None and (steps or values["added"])):
             raise ValueError(f"The state counts {steps} steps of {envs} environments and does not hold them.")
         batch = torch.Size([steps, envs or 0])
-        for tree, size in ((data, batch), (state_dict["added"] or None, batch), (tail, batch[1:])):
+        for tree, size in ((data, batch), (values["added"] or None, batch), (tail, batch[1:])):
             if tree is not None:
-                check_tree(tree, size, "rollout storage")
+                check_tree(tree, size, self.OWNER)
         if data is None:
             return
         found = describe(data, 2)
@@ -265,6 +249,20 @@ class RolloutStorage(StorageBase):
         for key, kind in describe(tail or {}, 1).items():
             if found.get(key, kind) != kind:
                 raise ValueError(f"The state's step after the last has {key!r} as {kind}, its steps {found[key]}.")
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Take over a rollout, and the step after its last."""
+        steps, envs, data, tail = (values[name] for name in ("num_steps", "num_envs", "data", "tail"))
+        if data is not None and self.data is None:
+            row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
+            self.allocate(to_tensordict(row, torch.Size([envs])))
+        if steps:
+            self.set(slice(0, steps), to_tensordict(data, torch.Size([steps, envs])))
+            for key, value in keyed_leaves(values["added"]):
+                self.rollout.set(key, value.to(self.device, copy=True))
+        else:
+            self.clear()
+        self.tail = None if tail is None else to_tensordict(tail, torch.Size([envs])).to(self.device).clone()
 
 
 def flatten_tree(rollout: TensorDictBase) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.keys import DONE, REWARD, TERMINATED, VALID
 from torchrl_lightning.rollout.storage import RolloutStorage
-from torchrl_lightning.state import check_state, whole
+from torchrl_lightning.state import whole
+from torchrl_lightning.stated import Kept, Stated
 
 
-class RolloutWriter(WriterBase):
+class RolloutWriter(Stated, WriterBase):
     """Write rollouts into a :class:`RolloutStorage`, time-major, and refuse data that does not fit.
 
     ``extend`` takes ``[N, T]`` whose time dimension is named ``"time"`` (TorchRL's collectors name it), or any order
@@ -54,6 +55,9 @@ class RolloutWriter(WriterBase):
         >>> buffer[:].shape, buffer[:].names
         (torch.Size([5, 2]), ['time', None])
     """
+
+    OWNER, VERSION = "rollout writer", 1
+    STATE = {"write_count": Kept(whole())}
 
     def __init__(
         self, time_dim: int | None = None, *, recurrent_keys: tuple[NestedKey, ...] = ("recurrent_state",)
@@ -201,19 +205,6 @@ class RolloutWriter(WriterBase):
             tail.set(key, value)
         tail.set("is_init", done)
         return tail
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the write count; the storage holds the cursor."""
-        return {"schema_version": 1, "write_count": self.write_count}
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_state(state_dict, {"write_count": whole()}, "rollout writer", version=1)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the write count."""
-        self.check_state(state_dict)
-        self.write_count = int(state_dict["write_count"])
 
 
 def _handed_on(following: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
