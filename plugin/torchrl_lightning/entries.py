@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeGuard, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, TypeGuard, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
@@ -16,6 +16,10 @@ Tree = dict[str, Any]
 """Nested dict whose leaves are tensors."""
 Path = tuple[str, ...]
 """Keys from the root of a tree to one leaf."""
+Key = Annotated[NestedKey, lambda key, name: nested_key(key)]
+"""A setting that is a key."""
+Keys = Annotated[tuple[NestedKey, ...], lambda keys, name: nested_keys(keys)]
+"""A setting that is a list of keys."""
 Schema = dict[NestedKey, tuple[Any, ...]]
 """Feature shape and dtype of each leaf, and its device where that matters."""
 
@@ -50,7 +54,10 @@ def next_key(key: NestedKey) -> Path:
 
 def under(key: NestedKey, root: NestedKey) -> bool:
     """Return whether ``key`` is ``root`` or nested below it."""
-    return path_of(key)[: len(path_of(root))] == path_of(root)
+    if isinstance(key, str):
+        return key == root or root == (key,)
+    path = path_of(root)
+    return key[: len(path)] == path
 
 
 def join(root: NestedKey, suffix: Path) -> NestedKey:
@@ -59,19 +66,33 @@ def join(root: NestedKey, suffix: Path) -> NestedKey:
     return joined[0] if len(joined) == 1 else joined
 
 
-def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every leaf with its path, in order."""
+def leaves_of(tree: Tree) -> list[tuple[Path, Tensor]]:
+    """Return every leaf with its path, in order."""
+    found: list[tuple[Path, Tensor]] = []
+    _collect(tree, (), found)
+    return found
+
+
+def _collect(tree: Tree, path: Path, found: list[tuple[Path, Tensor]]) -> None:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from leaves_of(value, (*path, key))
+            _collect(value, (*path, key), found)
         else:
-            yield (*path, key), value
+            found.append(((*path, key), value))
 
 
-def keyed_leaves(data: TensorDictBase | Tree) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Yield every leaf with its key, a plain string if possible; refuse what :func:`tree_of` refuses."""
-    for path, leaf in leaves_of(data if isinstance(data, dict) else tree_of(data)):
-        yield join((), path), leaf
+def keyed_leaves(data: TensorDictBase | Tree) -> list[tuple[NestedKey, Tensor]]:
+    """Return every leaf with its key, a plain string if possible; refuse what :func:`tree_of` refuses."""
+    leaves = leaves_of(data if isinstance(data, dict) else tree_of(data))
+    return [(path[0] if len(path) == 1 else path, leaf) for path, leaf in leaves]
+
+
+def keys_below(data: TensorDictBase, root: NestedKey) -> list[NestedKey]:
+    """Return the keys of all leaves at or below ``root``; none where there is no such entry."""
+    entry = data.get(root, None)
+    if entry is None:
+        return []
+    return [join(root, path) for path, _ in leaves_of(tree_of(entry))] if is_tensordict(entry) else [join(root, ())]
 
 
 def map_leaves(function: Callable[[Tensor], Any], tree: Tree) -> Tree:

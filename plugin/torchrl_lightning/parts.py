@@ -11,16 +11,21 @@ from typing import Any
 import torch
 
 
+class _Shown:
+    """The signature of a class: its constructor's, without ``self``."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        shown = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return shown.replace(parameters=list(shown.parameters.values())[1:])
+
+
 class OwnSignature:
     """Show a class's constructor to ``inspect.signature``, ``help`` and editors.
 
     TorchRL's metaclasses of buffers and samplers define ``__call__(cls, *args, **kwargs)``, which hides it.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        shown = inspect.signature(cls.__init__)
-        cls.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])  # type: ignore[attr-defined]
+    __signature__ = _Shown()
 
 
 def passed_on(base: type, given: Mapping[str, Any]) -> dict[str, Any]:

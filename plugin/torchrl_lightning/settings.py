@@ -57,6 +57,7 @@ class Setting:
         default: What it is unless it is given; ``inspect.Parameter.empty`` if it must be.
         make: Makes the default instead.
         kw_only: Whether it is given by name alone.
+        kept: Whether it becomes an attribute; else it is handed to the constructor of the other bases.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Setting:
     default: Any = _NOTHING
     make: Callable[[], Any] | None = None
     kw_only: bool = True
+    kept: bool = True
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -92,6 +94,7 @@ class _Written:
     make: Callable[[], Any] | None = None
     kw_only: bool = True
     alias: str | None = None
+    kept: bool = True
     init: bool = True
 
 
@@ -101,6 +104,7 @@ def setting(
     factory: Callable[[], Any] | None = None,
     kw_only: bool = True,
     alias: str | None = None,
+    kept: bool = True,
 ) -> Any:
     """Declare a setting that is more than an annotation and a default.
 
@@ -109,8 +113,9 @@ def setting(
         factory: Makes the default instead, if it can change.
         kw_only: Whether it is given by name alone.
         alias: What a user calls it, where an attribute of this name is something else.
+        kept: Whether it becomes an attribute; else it is handed, by name, to the constructor of the other bases.
     """
-    return _Written(default, factory, kw_only, alias)
+    return _Written(default, factory, kw_only, alias, kept)
 
 
 def derived(*, init: Literal[False] = False) -> Any:
@@ -123,8 +128,9 @@ class Settings:
     """Base of classes that are made of their settings: attributes with a type and a default, own and inherited.
 
     A setting is given by name, and kept as an attribute. The check in its annotation is made before anything else: no
-    object has settings that make no sense. Then the other bases begin, without arguments, and ``__post_init__`` of the
-    class does what is left. A subclass that writes a constructor of its own is built as any other.
+    object has settings that make no sense. Then the other bases begin, with the settings that are not kept alone, and
+    ``__post_init__`` of the class does what is left. Settings that may be given by place come after those of the bases,
+    where the class does not declare these again. A subclass that writes a constructor of its own is built as any other.
 
     Raises:
         TypeError: A setting is unknown, or one that must be given is not.
@@ -150,12 +156,14 @@ class Settings:
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
         if issubclass(owner, Settings) and not hasattr(owner.__init__, _MADE):
             return  # a constructor of the subclass's own
-        found, made = _own_settings(cls)
+        own, made = _own_settings(cls)
+        inherited: dict[str, Setting] = {}
         for base in cls.__bases__:
             for name, each in getattr(base, "settings_of_class", {}).items():
-                if each.attribute not in made:
-                    found.setdefault(name, each)
-        cls.settings_of_class = found
+                if name not in own and each.attribute not in made:
+                    inherited.setdefault(name, each)
+        by_place = {name: each for name, each in inherited.items() if not each.kw_only}
+        cls.settings_of_class = {**by_place, **own, **inherited}
         cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
@@ -177,7 +185,8 @@ def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
         delattr(cls, name)
         if written.init:
             called, kind = written.alias or name, _meant(annotation, cls)
-            found[called] = Setting(called, name, annotation, kind, written.default, written.make, written.kw_only)
+            rest = (written.default, written.make, written.kw_only, written.kept)
+            found[called] = Setting(called, name, annotation, kind, *rest)
         else:
             made.add(name)
     return found, made
@@ -194,11 +203,15 @@ def _constructor(cls: type) -> Callable[..., None]:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
-        values = {}
+        values, handed_on = {}, {}
         for name, each in settings.items():
             value = given.get(name, each.usual)
-            values[each.attribute] = value if each.check is None else each.check(value, name)
-        super(Settings, self).__init__()
+            value = value if each.check is None else each.check(value, name)
+            if each.kept:
+                values[each.attribute] = value
+            else:
+                handed_on[name] = value
+        super(Settings, self).__init__(**handed_on)
         for name, value in values.items():
             setattr(self, name, value)
         self.__post_init__()

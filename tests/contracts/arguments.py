@@ -200,7 +200,7 @@ ARGUMENTS = (
     Refused(
         PPOBuffer,
         {"obs_dim": 1, "act_dim": 1, "size": 2, "batch_size": 1},
-        {**named(size=0, batch_size=2.5, gamma=1.5, eps=math.nan), "gae_lambda": {"lam": -1.0}},
+        named(size=0, batch_size=2.5, gamma=1.5, eps=math.nan, lam=-1.0),
     ),
     Refused(partial(BufferBase, 1, 1, 1, 1), {}, {"does not say how to sample; use Recurrent": {}}, TypeError),
     Refused(GAEBuffer, {"size": 5}, {"string": {"value_key": 3}}, TypeError),

@@ -67,8 +67,8 @@ def test_help_shows_the_arguments():
     text = pydoc.render_doc(GAEBuffer, renderer=pydoc.plaintext)
     # Python 3.13 gives each argument a line of its own.
     shown = " ".join(text.partition(" |  ")[2].replace(" |", " ").split()).replace("( ", "(")
-    assert shown.startswith("GAEBuffer(size: 'int', device:")
-    assert "gae_lambda: 'float' = 0.95" in shown
+    assert shown.startswith("GAEBuffer(size: 'Count', device:")
+    assert "gae_lambda: 'Fraction' = 0.95" in shown
 
 
 # A model, its data, what is chosen on the command line, and what the buffer is then.

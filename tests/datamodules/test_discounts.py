@@ -70,8 +70,7 @@ def test_n_step_returns_take_the_learners_discount(tmp_path):
 def test_estimates_take_the_learners_discounts_else_the_buffers_own(tmp_path, buffer):
     taken = fitted(tmp_path, rollouts(buffer=buffer), Discounting()).buffer
     assert (taken.gamma, taken.gamma_intrinsic) == (0.9, 0.8)
-    assert taken.estimator().gamma == 0.9
-    assert taken.intrinsic.gamma == 0.8
+    assert taken.normalizer.gamma == 0.8
     for own, gamma in ((buffer, 0.99), (partial(buffer, gamma=0.7), 0.7)):
         assert fitted(tmp_path, rollouts(buffer=own), PPOModule()).buffer.gamma == gamma
 

@@ -195,7 +195,7 @@ def test_discounts_are_those_of_the_algorithm_at_the_time() -> None:
     buffer = GAEBuffer(5, algorithm=algorithm, critic=make_critic())
     assert (buffer.gamma, buffer.gamma_intrinsic) == (0.5, 0.6)
     algorithm.gamma, algorithm.gamma_intrinsic = 0.7, 0.8
-    assert (buffer.gamma, buffer.gamma_intrinsic, buffer.intrinsic.normalizer.gamma) == (0.7, 0.8, 0.8)
+    assert (buffer.gamma, buffer.gamma_intrinsic, buffer.normalizer.gamma) == (0.7, 0.8, 0.8)
     buffer.update_storage_parameter("algorithm", SimpleNamespace(gamma=0.1))
     assert (buffer.gamma, buffer.gamma_intrinsic) == (0.1, 0.99)
     buffer.update_storage_parameter("gamma", 0.2)

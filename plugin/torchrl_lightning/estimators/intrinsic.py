@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +47,12 @@ class IntrinsicRewardNormalizer:
         self.direction = direction
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
+
+    def discounted_by(self, gamma: float) -> Self:
+        """Return a normaliser with another discount that goes on from these statistics."""
+        other = type(self)(gamma, self.direction)
+        other.load_state_dict({**self.state_dict(), "gamma": other.gamma})
+        return other
 
     @property
     def variance(self) -> float:

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import entry_of, join, keyed_leaves, path_of
+from torchrl_lightning.entries import entry_of, keyed_leaves
 from torchrl_lightning.estimators import discounted_returns, gae
 from torchrl_lightning.keys import DONE, FINISHED, REWARD, TERMINATED, TRUNCATED
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
 from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import integer, not_negative, optional
+from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.replay.rows import vector
-from torchrl_lightning.rollout.advantages import AdvantageTransform, GeneralizedAdvantages, flags
-from torchrl_lightning.rollout.gae import GAEBuffer
-from torchrl_lightning.rollout.values import RECURRENT_KEYS, value_keys
+from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
+from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
+from torchrl_lightning.settings import Count, Fraction, NotNegative, setting
 from torchrl_lightning.state import check_state, flag, mapping, whole
 
 logger = logging.getLogger(__name__)
 
 
-class PathAdvantages(GeneralizedAdvantages):
-    """GAE as advantages, discounted rewards-to-go (bootstrapped where a path is cut) as value targets."""
+@dataclass(frozen=True, kw_only=True)
+class PathAdvantages(GAE):
+    """GAE as advantages, discounted rewards-to-go (bootstrapped where a path is cut) as value targets.
 
-    eps: float | None = None
-    """Standardise the advantages with this beside their population deviation; ``None`` leaves them."""
+    Args:
+        standardize: Whether advantages are shifted to mean 0 and divided by their population deviation.
+        lmbda: λ.
+        eps: Added to the deviation.
+    """
 
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    eps: float
+
+    def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Compute GAE, and rewards-to-go."""
-        advantage, _ = super().advantages(rollout, reward, value, next_value)
-        return advantage, discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
+        advantage, _ = super().advantages(steps, gamma, rollout)
+        return advantage, discounted_returns(steps.reward, steps.next_value, steps.terminated, steps.done, gamma)
 
-    def compute(self, rollout: TensorDictBase) -> None:
-        """Write advantages and targets of every critic, standardised once over the whole rollout."""
-        super().compute(rollout)
-        if self.eps is None:
-            return
-        for key in value_keys(rollout, None, self.value_key):
-            name = join(self.advantage_key, path_of(key)[len(path_of(self.value_key)) :])
-            rollout.set(name, population_standardize(rollout.get(name), self.eps))
+    def standardized(self, advantage: Tensor) -> Tensor:
+        """Return advantages as they are written."""
+        return population_standardize(advantage, self.eps) if self.standardize else advantage
 
 
 def population_standardize(x: Tensor, eps: float) -> Tensor:
@@ -69,7 +65,7 @@ class PPOBufferSchema(SimpleReplayBufferSchema):
     eps: float = 1e-3
 
 
-class PPOBuffer(Configurable, GAEBuffer):
+class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     """GAE over paths, as l2r-lab's; also an on-policy buffer with all verbs of :class:`GAEBuffer`.
 
     ``store`` appends one step to the open path, ``finish_path`` gives every step of it
@@ -109,47 +105,22 @@ class PPOBuffer(Configurable, GAEBuffer):
     """
 
     schema: ClassVar[type] = PPOBufferSchema
+    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
 
-    def __init__(
-        self,
-        obs_dim: int | None,
-        act_dim: int | None,
-        size: int,
-        batch_size: int,
-        gamma: float | None = None,
-        lam: float = 0.95,
-        eps: float = 1e-3,
-        *,
-        device: torch.device | str = "cpu",
-        actor: Any = None,
-        algorithm: Any = None,
-        envs: Any = None,
-        critic: TensorDictModuleBase | None = None,
-        intrinsic_critic: TensorDictModuleBase | None = None,
-        gamma_intrinsic: float | None = None,
-        normalize_intrinsic: bool = True,
-        intrinsic_direction: Literal["forward", "backward"] = "forward",
-        standardize_advantages: bool = True,
-        recompute_values: bool = False,
-        bootstrap: bool = True,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        frame_stack: int | None = None,
-        num_envs: int | None = None,
-        time_dim: int | None = None,
-        recurrent: bool | None = None,
-        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
-        batch_keys: Collection[NestedKey] | None = None,
-        generator: torch.Generator | None = None,
-        transform: Any = None,
-    ) -> None:
-        for name, number in (("obs_dim", obs_dim), ("act_dim", act_dim)):
-            optional(integer)(number, name)
-        integer(batch_size, "batch_size")
-        not_negative(eps, "eps")
-        super().__init__(**passed_on(GAEBuffer, {**locals(), "gae_lambda": lam}))
-        self.obs_dim, self.act_dim, self.eps = obs_dim, act_dim, float(eps)
+    obs_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
+    act_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
+    size: Count = setting(kw_only=False, kept=False)
+    samples: Count = setting(alias="batch_size", kw_only=False, kept=False)  # type: ignore[misc]
+    discount: Fraction | None = setting(alias="gamma", default=None, kw_only=False, kept=False)
+    gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
+    eps: NotNegative = setting(default=1e-3, kw_only=False)
+    place: torch.device | str = setting(alias="device", default="cpu", kept=False)
+    actor: Any = setting(default=None, kept=False)
+    algorithm: Any = setting(default=None, kept=False)
+    envs: Any = setting(default=None, kept=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.weights: Tensor | None = None
         self._stored = self._path_start = 0
         self._last_step: Mapping[str, Any] = {}
@@ -169,6 +140,11 @@ class PPOBuffer(Configurable, GAEBuffer):
     def lam(self) -> float:
         """λ, the documented name of ``gae_lambda``."""
         return self.gae_lambda
+
+    @property
+    def used_capacity(self) -> int:
+        """Number of filled steps; 0 if the buffer is empty."""
+        return self.step
 
     @property
     def max_size(self) -> int:
@@ -361,12 +337,10 @@ class PPOBuffer(Configurable, GAEBuffer):
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 
-    def estimator(self) -> AdvantageTransform:
-        """Return GAE with rewards-to-go for the extrinsic stream."""
-        options = {**self._estimator_options(), "standardize_advantages": False}
-        estimator = PathAdvantages(self.gamma, self.lam, **options)
-        estimator.eps = self.eps if self.standardize_advantages else None
-        return estimator
+    @property
+    def estimator(self) -> Estimator:
+        """GAE with rewards-to-go, with the present settings."""
+        return PathAdvantages(standardize=self.standardize_advantages, lmbda=self.gae_lambda, eps=self.eps)
 
     @property
     def is_due(self) -> bool:
@@ -375,14 +349,14 @@ class PPOBuffer(Configurable, GAEBuffer):
             return super().is_due
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
 
-    def write_estimates(self) -> None:
+    def write_estimates(self, estimator: Estimator | None = None) -> None:
         """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
 
         Raises:
             RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
         """
         if not self._stored:
-            super().write_estimates()
+            super().write_estimates(estimator)
             return
         if self.path_length:
             raise RuntimeError(f"A path of {self.path_length} steps is open; call finish_path first.")

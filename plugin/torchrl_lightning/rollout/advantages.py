@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
-from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning.entries import Path, join, nested_key, next_key, path_of
-from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
-from torchrl_lightning.keys import REWARD, TERMINATED
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import fraction
-from torchrl_lightning.rollout.values import boundaries, current_log_prob, fill_values, require, value_keys
+from torchrl_lightning.entries import Key, keyed_leaves
+from torchrl_lightning.keys import ACTION, ADVANTAGE, CURRENT_LOG_PROB, LOG_PROB, REWARD, TARGET, VALUE
+from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, Stream, VTrace
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.writer import check_flags, time_axis, time_major
+from torchrl_lightning.settings import Fraction, Positive, Settings, Switch, setting
 
 
-class AdvantageTransform(Transform):
+class AdvantageTransform(Settings, Transform):
     """Base of the transforms that write advantages and value targets on a rollout.
 
     Call it to compute. In a replay buffer, append it with ``invert=True`` or set ``on_write=True`` to compute when a
@@ -33,33 +30,31 @@ class AdvantageTransform(Transform):
         time_dim: as in :class:`DiscountedReturns`, here and below.
     """
 
-    episodic = True
-    lmbda = 1.0
-    critic: TensorDictModuleBase | None
+    gamma: Fraction = setting(default=0.99, kw_only=False)
+    critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
+    time_dim: int | None = None
+    reward_key: Key = REWARD
+    value_key: Key = VALUE
+    advantage_key: Key = ADVANTAGE
+    value_target_key: Key = TARGET
+    recompute_values: Switch = False
+    standardize_advantages: Switch = False
+    on_write: Switch = False
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        time_dim: int | None = None,
-        reward_key: NestedKey = REWARD,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(in_keys=[], out_keys=[])
-        self.gamma = fraction(gamma, "gamma")
-        self.critic = critic
-        self.time_dim = time_dim
-        self.reward_key, self.value_key = nested_key(reward_key), nested_key(value_key)
-        self.advantage_key, self.value_target_key = nested_key(advantage_key), nested_key(value_target_key)
-        self.recompute_values = recompute_values
-        self.standardize_advantages = standardize_advantages
-        self.on_write = on_write
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.in_keys: list[Key] = []
+        self.out_keys: list[Key] = []
+
+    @property
+    def estimator(self) -> Estimator:
+        """How advantages are estimated."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+
+    @property
+    def stream(self) -> Stream:
+        """What is read and written."""
+        return Stream(self.reward_key, self.value_key, self.advantage_key, self.value_target_key)
 
     # TorchRL's PPO trainer config puts its critic into ``transform.module.value_network``, where its own GAE has it.
     @property
@@ -99,44 +94,20 @@ class AdvantageTransform(Transform):
         axis = time_axis(tensordict, self.time_dim)
         check_flags(tensordict)
         rollout = time_major(tensordict, self.time_dim)
-        before = dict(rollout.items(include_nested=True, leaves_only=True))
-        self.fill(rollout)
+        before = dict(keyed_leaves(rollout))
         self.compute(rollout)
         if rollout is not tensordict:
-            for key, value in rollout.items(include_nested=True, leaves_only=True):
+            for key, value in keyed_leaves(rollout):
                 if before.get(key) is not value:
                     tensordict.set(key, value.squeeze(1) if tensordict.ndim == 1 else value.transpose(0, axis))
         return tensordict
 
-    def fill(self, rollout: TensorDictBase) -> None:
-        """Write the values that :meth:`compute` reads on a time-major rollout."""
-        known = () if self.recompute_values else rollout.keys(include_nested=True)
-        fill_values(rollout, self.critic, {self.value_key: self.episodic}, known=known)
-
     def compute(self, rollout: TensorDictBase) -> None:
-        """Write advantages and targets of every critic on a time-major rollout that holds all values."""
-        for key in value_keys(rollout, None, self.value_key):
-            suffix = path_of(key)[len(path_of(self.value_key)) :]
-            self._write(rollout, rollout.get(key), rollout.get(next_key(key)), suffix)
-
-    def _write(self, rollout: TensorDictBase, value: Tensor, next_value: Tensor, suffix: Path = ()) -> None:
-        reward = self.reward(rollout).to(value.dtype).expand_as(value)
-        advantage, target = self.advantages(rollout, reward, value, next_value)
-        if self.standardize_advantages:
-            advantage = standardize(advantage)
-        rollout.set(join(self.advantage_key, suffix), advantage)
-        rollout.set(join(self.value_target_key, suffix), target)
-
-    def reward(self, rollout: TensorDictBase) -> Tensor:
-        """Return the reward of the stream."""
-        reward: Tensor = rollout.get(self.reward_key)
-        return reward
-
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return advantage and value target of one critic."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+        """Write values, advantages and targets on a time-major rollout."""
+        known = () if self.recompute_values else rollout.keys(include_nested=True)
+        if self.stream.bootstrap:
+            fill_values(rollout, self.critic, {self.value_key: self.stream.episodic}, known=known)
+        self.estimator.compute(rollout, self.gamma, self.stream)
 
 
 class DiscountedReturns(AdvantageTransform):
@@ -167,43 +138,17 @@ class DiscountedReturns(AdvantageTransform):
         [1.75, 1.5, 1.0]
     """
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        bootstrap: bool = True,
-        time_dim: int | None = None,
-        reward_key: NestedKey = REWARD,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(AdvantageTransform, locals()))
-        self.bootstrap = bootstrap
+    bootstrap: Switch = True
 
-    def fill(self, rollout: TensorDictBase) -> None:
-        """Write the values if they are used."""
-        if self.bootstrap:
-            super().fill(rollout)
+    @property
+    def estimator(self) -> Estimator:
+        """Monte-Carlo returns."""
+        return MonteCarlo(standardize=self.standardize_advantages)
 
-    def compute(self, rollout: TensorDictBase) -> None:
-        """Write advantages and targets."""
-        if self.bootstrap:
-            super().compute(rollout)
-        else:
-            nothing = torch.zeros_like(self.reward(rollout))
-            self._write(rollout, nothing, nothing)
-
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute returns minus values, and the returns."""
-        target = discounted_returns(reward, next_value, *flags(rollout, reward), self.gamma)
-        return target - value, target
+    @property
+    def stream(self) -> Stream:
+        """What is read and written."""
+        return dataclasses.replace(super().stream, bootstrap=self.bootstrap)
 
 
 class GeneralizedAdvantages(AdvantageTransform):
@@ -227,29 +172,14 @@ class GeneralizedAdvantages(AdvantageTransform):
         [0.75, 0.5]
     """
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        lmbda: float = 0.95,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        time_dim: int | None = None,
-        reward_key: NestedKey = REWARD,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(AdvantageTransform, locals()))
-        self.lmbda = fraction(lmbda, "lmbda")
+    gamma: Fraction = setting(default=0.99, kw_only=False)
+    lmbda: Fraction = setting(default=0.95, kw_only=False)
+    critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
 
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute GAE of one critic."""
-        return gae(reward, value, next_value, *flags(rollout, reward), self.gamma, self.lmbda)
+    @property
+    def estimator(self) -> Estimator:
+        """GAE."""
+        return GAE(standardize=self.standardize_advantages, lmbda=self.lmbda)
 
 
 class VTraceAdvantages(AdvantageTransform):
@@ -283,76 +213,33 @@ class VTraceAdvantages(AdvantageTransform):
         [1.75, 1.5]
     """
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        lmbda: float = 1.0,
-        critic: TensorDictModuleBase | None = None,
-        actor: Any = None,
-        *,
-        rho_clip: float = 1.0,
-        c_clip: float = 1.0,
-        pg_rho_clip: float | None = None,
-        log_prob_key: NestedKey = "action_log_prob",
-        current_log_prob_key: NestedKey = "current_action_log_prob",
-        action_key: NestedKey = "action",
-        time_dim: int | None = None,
-        reward_key: NestedKey = REWARD,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(AdvantageTransform, locals()))
-        self.lmbda = fraction(lmbda, "lmbda")
-        self.actor = actor
-        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
-        self.log_prob_key, self.current_log_prob_key = nested_key(log_prob_key), nested_key(current_log_prob_key)
-        self.action_key = nested_key(action_key)
-
-    def fill(self, rollout: TensorDictBase) -> None:
-        """Write values and the current policy's log-probabilities."""
-        if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):
-            actor = require(self.actor, "actor", f"to compute {self.current_log_prob_key!r}")
-            rollout.set(self.current_log_prob_key, current_log_prob(rollout, actor, self.action_key))
-        super().fill(rollout)
-
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute V-trace of one critic."""
-        log_pi, log_mu = log_probs(rollout, self.current_log_prob_key, self.log_prob_key, value)
-        ends = flags(rollout, reward)
-        return vtrace(log_pi, log_mu, reward, value, next_value, *ends, self.gamma, lmbda=self.lmbda, **self.clips)
+    gamma: Fraction = setting(default=0.99, kw_only=False)
+    lmbda: Fraction = setting(default=1.0, kw_only=False)
+    critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
+    actor: Any = setting(default=None, kw_only=False)
+    rho_clip: Positive = 1.0
+    c_clip: Positive = 1.0
+    pg_rho_clip: Positive | None = None
+    log_prob_key: Key = LOG_PROB
+    current_log_prob_key: Key = CURRENT_LOG_PROB
+    action_key: Key = ACTION
 
     @property
-    def clips(self) -> dict[str, Any]:
-        """The thresholds of the importance weights, by the names of :func:`vtrace`."""
-        return {"rho_clip": self.rho_clip, "c_clip": self.c_clip, "pg_rho_clip": self.pg_rho_clip}
-
-
-def flags(rollout: TensorDictBase, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``terminated``, and where the trace ends, in the shape of ``like``."""
-    return rollout.get(TERMINATED).expand_as(like), boundaries(rollout).expand_as(like)
-
-
-def log_probs(rollout: TensorDictBase, current: NestedKey, behaviour: NestedKey, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return current and behaviour log-probabilities with as many dimensions as ``like``."""
-    check_behaviour(rollout, behaviour)
-    pair = []
-    for key in (current, behaviour):
-        value = rollout.get(key)
-        value = value.unsqueeze(-1) if value.ndim == like.ndim - 1 else value
-        pair.append(value.to(like.dtype).expand_as(like))
-    return pair[0], pair[1]
-
-
-def check_behaviour(rollout: TensorDictBase, behaviour: NestedKey) -> None:
-    """Check that the log-probabilities of the policy that acted are there."""
-    if rollout.get(behaviour, None) is None:
-        raise KeyError(
-            f"{behaviour!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
-            "let it write them (return_log_prob=True)."
+    def estimator(self) -> VTrace:
+        """V-trace."""
+        return VTrace(
+            standardize=self.standardize_advantages,
+            lmbda=self.lmbda,
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+            pg_rho_clip=self.pg_rho_clip,
+            log_prob_key=self.log_prob_key,
+            current_log_prob_key=self.current_log_prob_key,
+            action_key=self.action_key,
         )
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write values, the current policy's log-probabilities, advantages and targets on a time-major rollout."""
+        if self.actor is not None or self.current_log_prob_key not in rollout.keys(include_nested=True):
+            rollout.update(self.estimator.of_policy(rollout, self.actor, RECURRENT_KEYS))
+        super().compute(rollout)

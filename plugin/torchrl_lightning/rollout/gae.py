@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
-import torch
-from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
-from torch import Tensor
-
-from torchrl_lightning.estimators import gae
-from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import Check, fraction
-from torchrl_lightning.rollout.advantages import AdvantageTransform, GeneralizedAdvantages
-from torchrl_lightning.rollout.values import RECURRENT_KEYS
+from torchrl_lightning.rollout.estimates import GAE, Estimator
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
+from torchrl_lightning.settings import Fraction, setting
 
 
 class GAEBuffer(VanillaOnPolicyBuffer):
@@ -36,39 +29,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
 
     parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
 
-    def __init__(
-        self,
-        size: int,
-        device: torch.device | str = "cpu",
-        actor: Any = None,
-        algorithm: Any = None,
-        envs: Any = None,
-        gae_lambda: float = 0.95,
-        *,
-        gamma: float | None = None,
-        critic: TensorDictModuleBase | None = None,
-        intrinsic_critic: TensorDictModuleBase | None = None,
-        gamma_intrinsic: float | None = None,
-        normalize_intrinsic: bool = True,
-        intrinsic_direction: Literal["forward", "backward"] = "forward",
-        standardize_advantages: bool = True,
-        recompute_values: bool = False,
-        bootstrap: bool = True,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        frame_stack: int | None = None,
-        num_envs: int | None = None,
-        time_dim: int | None = None,
-        recurrent: bool | None = None,
-        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
-        batch_keys: Collection[NestedKey] | None = None,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        transform: Any = None,
-    ) -> None:
-        super().__init__(**passed_on(VanillaOnPolicyBuffer, locals()))
-        self.gae_lambda = fraction(gae_lambda, "gae_lambda")
+    gae_lambda: Fraction = setting(default=0.95, kw_only=False)
 
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
@@ -80,9 +41,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         """Number of filled steps; 0 if the buffer is empty."""
         return self.step
 
-    def estimator(self) -> AdvantageTransform:
-        """Return GAE of the extrinsic stream."""
-        return GeneralizedAdvantages(self.gamma, self.gae_lambda, **self._estimator_options())
-
-    def _returns(self, rewards: Tensor, values: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
-        return gae(rewards, values[:-1], values[1:], terminated, done, gamma, self.gae_lambda)[1]
+    @property
+    def estimator(self) -> Estimator:
+        """GAE, with the present settings."""
+        return GAE(standardize=self.standardize_advantages, lmbda=self.gae_lambda)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
-from torchrl_lightning.entries import nested_keys
+from torchrl_lightning.entries import Key, Keys
 from torchrl_lightning.environments.origins import env_ids
-from torchrl_lightning.estimators import IntrinsicRewardNormalizer, gae, vtrace
-from torchrl_lightning.keys import NORMALIZED_REWARD
-from torchrl_lightning.parts import passed_on
-from torchrl_lightning.ranges import fraction
-from torchrl_lightning.rollout.advantages import AdvantageTransform, log_probs
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer
+from torchrl_lightning.keys import (
+    INTRINSIC_ADVANTAGE,
+    INTRINSIC_REWARD,
+    INTRINSIC_TARGET,
+    INTRINSIC_VALUE,
+    NORMALIZED_REWARD,
+)
+from torchrl_lightning.rollout.advantages import AdvantageTransform
+from torchrl_lightning.rollout.estimates import GAE, Estimator, Stream, VTrace
+from torchrl_lightning.settings import Fraction, Switch, setting
 
 
 class IntrinsicReturns(AdvantageTransform):
@@ -49,64 +54,43 @@ class IntrinsicReturns(AdvantageTransform):
         [1.75, 1.5]
     """
 
-    episodic = False
+    gamma: Fraction = setting(default=0.99, kw_only=False)
+    lmbda: Fraction = setting(default=0.95, kw_only=False)
+    critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
+    normalize: Switch = True
+    direction: Literal["forward", "backward"] = "forward"
+    log_prob_keys: Keys | None = None
+    reward_key: Key = INTRINSIC_REWARD
+    value_key: Key = INTRINSIC_VALUE
+    advantage_key: Key = INTRINSIC_ADVANTAGE
+    value_target_key: Key = INTRINSIC_TARGET
 
-    def __init__(
-        self,
-        gamma: float = 0.99,
-        lmbda: float = 0.95,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        normalize: bool = True,
-        direction: Literal["forward", "backward"] = "forward",
-        log_prob_keys: tuple[NestedKey, NestedKey] | None = None,
-        time_dim: int | None = None,
-        reward_key: NestedKey = ("next", "intrinsic_reward"),
-        value_key: NestedKey = "intrinsic_state_value",
-        advantage_key: NestedKey = "intrinsic_advantage",
-        value_target_key: NestedKey = "intrinsic_value_target",
-        recompute_values: bool = False,
-        standardize_advantages: bool = False,
-        on_write: bool = False,
-    ) -> None:
-        super().__init__(**passed_on(AdvantageTransform, locals()))
-        self.lmbda = fraction(lmbda, "lmbda")
-        self.normalize = normalize
-        self.normalizer = IntrinsicRewardNormalizer(gamma, direction)
-        self.log_prob_keys = None if log_prob_keys is None else nested_keys(log_prob_keys)
-        self.clips: dict[str, Any] = {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.normalizer = IntrinsicRewardNormalizer(self.gamma, self.direction)
 
-    def fill(self, rollout: TensorDictBase) -> None:
-        """Normalise the rewards and write the values."""
-        self.normalize_rewards(rollout)
-        super().fill(rollout)
-
-    def normalize_rewards(self, rollout: TensorDictBase) -> None:
-        """Write the normalised rewards of a time-major rollout and advance the running statistics."""
-        reward = rollout.get(self.reward_key, None)
-        if reward is None:
-            raise KeyError(f"{self.reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
-        if self.normalize:
-            reward = self.normalizer.normalize(reward, env_ids(rollout, time_dim=0))
-        rollout.set(NORMALIZED_REWARD, reward)
-
-    def reward(self, rollout: TensorDictBase) -> Tensor:
-        """Return the normalised intrinsic reward."""
-        reward: Tensor = rollout.get(NORMALIZED_REWARD)
-        return reward
-
-    def advantages(
-        self, rollout: TensorDictBase, reward: Tensor, value: Tensor, next_value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute GAE, or V-trace, across episode ends."""
-        never = torch.zeros_like(reward, dtype=torch.bool)
+    @property
+    def estimator(self) -> Estimator:
+        """GAE, or V-trace."""
         if self.log_prob_keys is None:
-            return gae(reward, value, next_value, never, never, self.gamma, self.lmbda)
+            return GAE(standardize=self.standardize_advantages, lmbda=self.lmbda)
         current, behaviour = self.log_prob_keys
-        log_pi, log_mu = log_probs(rollout, current, behaviour, value)
-        return vtrace(
-            log_pi, log_mu, reward, value, next_value, never, never, self.gamma, lmbda=self.lmbda, **self.clips
+        return VTrace(
+            standardize=self.standardize_advantages,
+            lmbda=self.lmbda,
+            log_prob_key=behaviour,
+            current_log_prob_key=current,
         )
+
+    @property
+    def stream(self) -> Stream:
+        """What is read and written; it does not end with the episode."""
+        return dataclasses.replace(super().stream, reward=NORMALIZED_REWARD, episodic=False)
+
+    def compute(self, rollout: TensorDictBase) -> None:
+        """Write normalised rewards, values, advantages and targets on a time-major rollout."""
+        write_normalized(rollout, self.reward_key, self.normalizer if self.normalize else None)
+        super().compute(rollout)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the running statistics, so that ``state_dict`` includes them."""
@@ -115,3 +99,15 @@ class IntrinsicReturns(AdvantageTransform):
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics."""
         self.normalizer.load_state_dict(dict(state))
+
+
+def write_normalized(
+    rollout: TensorDictBase, reward_key: NestedKey, normalizer: IntrinsicRewardNormalizer | None
+) -> None:
+    """Write the normalised rewards of a time-major rollout, as they are without a normaliser."""
+    reward = rollout.get(reward_key, None)
+    if reward is None:
+        raise KeyError(f"{reward_key!r} is missing: the intrinsic stream needs intrinsic rewards.")
+    if normalizer is not None:
+        reward = normalizer.normalize(reward, env_ids(rollout, time_dim=0))
+    rollout.set(NORMALIZED_REWARD, reward)

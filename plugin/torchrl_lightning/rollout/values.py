@@ -13,10 +13,9 @@ from torch import Tensor
 from torchrl.modules import set_recurrent_mode
 
 from torchrl_lightning._modules import EvaluationMode, device_of
-from torchrl_lightning.entries import join, keyed_leaves, next_key, to_tensordict, under
+from torchrl_lightning.entries import join, keys_below, next_key, under
 from torchrl_lightning.keys import DONE, RECURRENT_STATE, TERMINATED
 from torchrl_lightning.rollout.batches import device_in, sequences
-from torchrl_lightning.rollout.storage import flatten_tree, gather
 
 RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 
@@ -24,7 +23,7 @@ RECURRENT_KEYS: tuple[NestedKey, ...] = (RECURRENT_STATE,)
 def value_keys(data: TensorDictBase, critic: TensorDictModuleBase | None, root: NestedKey) -> list[NestedKey]:
     """Return all value entries at or below ``root``, one for each critic."""
     keys = [] if critic is None else [join(key, ()) for key in critic.out_keys if under(key, root)]
-    return keys or [key for key, _ in keyed_leaves(data) if under(key, root)]
+    return keys or keys_below(data, root)
 
 
 def boundaries(rollout: TensorDictBase) -> Tensor:
@@ -85,7 +84,7 @@ def fill_values(
         if unroll and is_recurrent(critic.in_keys, recurrent_keys):
             out, successors = run_on_sequences(critic, rollout, cut, recurrent_keys)
         else:
-            out = run(critic, _flat_steps(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
+            out = run(critic, flat_entries(rollout, critic.in_keys)).unflatten(0, rollout.batch_size)
         for key in stale:
             rollout.set(key, _checked(out.get(key), key))
     if successors is None and bool(cut.any()):
@@ -128,9 +127,15 @@ def is_recurrent(keys: Collection[NestedKey], recurrent_keys: Collection[NestedK
     return any(under(key, state) for key in keys for state in recurrent_keys)
 
 
-def _flat_steps(rollout: TensorDictBase, keys: Collection[NestedKey]) -> TensorDict:
-    tree = flatten_tree(rollout.select(*keys, strict=False))
-    return to_tensordict(tree, torch.Size([rollout.batch_size.numel()]))
+def flat_entries(data: TensorDictBase, keys: Collection[NestedKey], rows: Tensor | None = None) -> TensorDict:
+    """Read entries of ``[T, N]`` as far as they are there, as flat rows: all of them, or some."""
+    out = TensorDict({}, [data.numel() if rows is None else len(rows)])
+    for key in keys:
+        value = data.get(key, None)
+        if value is not None:
+            flat = value.flatten(0, 1)
+            out.set(key, flat if rows is None else flat[rows])
+    return out
 
 
 def run_on_sequences(
@@ -182,7 +187,7 @@ def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, row
     for key in keys:
         if rollout.get(key, None) is not None:
             _successor_entry(rollout, key)
-    source = gather(flatten_tree(rollout.get("next").select(*keys, strict=False)), rows)
+    source = flat_entries(rollout.get("next"), keys, rows)
     if "is_init" in module.in_keys:
         source.set("is_init", torch.zeros(len(rows), 1, dtype=torch.bool, device=rows.device))
     return run(module, source)
@@ -215,7 +220,7 @@ def current_log_prob(
     if recurrent:
         source = sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)
     else:
-        source = _flat_steps(rollout, keys)
+        source = flat_entries(rollout, keys)
     log_prob: Tensor = run(actor, source, recurrent, lambda data: actor.get_dist(data).log_prob(data.get(action_key)))
     return log_prob.transpose(0, 1) if recurrent else log_prob.unflatten(0, rollout.batch_size)
 

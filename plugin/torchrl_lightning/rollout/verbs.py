@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.ranges import Check, integer
 from torchrl_lightning.rollout.names import DOCUMENTED, from_documented, to_documented
 
@@ -189,42 +187,6 @@ class DocumentedVerbs:
             info: returned unchanged.
         """
         return info
-
-    @property
-    def required_keys(self) -> list[NestedKey]:
-        """Entries that the policy must write."""
-        return ["action"]
-
-    def attach(self, env: Any, num_envs: int) -> None:
-        """Prepare for ``num_envs`` environments that are collected from; a hook for DataModules.
-
-        Args:
-            env: an id, a factory or a ready environment, as a DataModule takes it.
-            num_envs: how many are stepped side by side.
-        """
-
-    @property
-    def replay(self) -> ReplaySource | None:
-        """What is replayed in some environments in the place of their own steps; a hook for DataModules."""
-        return None
-
-    def note_collected(self, rollout: TensorDictBase) -> None:
-        """Take note of a rollout as it was collected, where what is stored is normalised; a hook for DataModules."""
-
-    def wrap_env(self, env: Any) -> Any:
-        """Return the environment to collect from; a hook for DataModules."""
-        return env
-
-    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
-        """Return the policy to collect with, in what :meth:`wrap_env` returned; a hook for DataModules."""
-        return policy
-
-    def before_epoch(self) -> None:
-        """Prepare another pass over the same data; a hook for DataModules."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics to log; a hook for DataModules."""
-        return {}
 
     def get_num_channels_obs(self, sample: TensorDictBase | Mapping[str, Any]) -> int:
         """Return the channels of one frame, and set ``num_channels_obs``.

@@ -1,0 +1,492 @@
+"""A buffer of one rollout: a storage, a writer, an estimator of advantages, and mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.data import TensorDictReplayBuffer
+
+from torchrl_lightning.checks import check_transform
+from torchrl_lightning.entries import keys_below, nested_keys, next_key, path_of, to_tensordict
+from torchrl_lightning.environments.played import ReplaySource
+from torchrl_lightning.estimators import IntrinsicRewardNormalizer
+from torchrl_lightning.files import StateFiles
+from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
+from torchrl_lightning.parts import OwnSignature, fresh_generator
+from torchrl_lightning.ranges import boolean, fraction, optional
+from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
+from torchrl_lightning.rollout.estimates import EXTRINSIC, GAE, INTRINSIC, Estimator, Stream
+from torchrl_lightning.rollout.hooks import RolloutHooks
+from torchrl_lightning.rollout.intrinsic import write_normalized
+from torchrl_lightning.rollout.minibatches import MinibatchSampler
+from torchrl_lightning.rollout.storage import RolloutStorage, gather
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values, is_recurrent
+from torchrl_lightning.rollout.writer import RolloutWriter
+from torchrl_lightning.state import check_state, flag, generator, mapping
+
+PARTS = ("storage", "sampler", "writer")
+
+
+class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
+    """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
+
+    Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
+    estimates some itself, over samples in any order, which is noise.
+
+    Args:
+        size: capacity along time.
+        estimator: how advantages follow from rewards and values.
+        device: device of the rollout.
+        actor: TensorDict policy, which V-trace asks; may be assigned later.
+        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards; may be assigned
+            later.
+        intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
+        algorithm: any object with ``gamma``, and optionally ``gamma_intrinsic``; read whenever they are needed.
+        envs: environments with ``num_envs``.
+        gamma: discount; overrides the algorithm's; 0.99 if there is neither.
+        gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
+        normalize_intrinsic: divide intrinsic rewards by their running deviation.
+        intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
+        recompute_values: run the critic even if the policy wrote values.
+        stream: the keys of rewards, values, advantages and targets.
+        hooks: what hangs on the buffer, such as demonstrations.
+        num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
+        time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
+        recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
+        recurrent_keys: root keys of recurrent states.
+        batch_keys: entries of a mini-batch; ``None`` takes all but flags and successor values.
+        batch_size: samples of ``sample``.
+        generator: random generator; seeded from torch's global one when ``None``.
+        transform: a TorchRL transform, applied on write (inverse) and on mini-batches.
+
+    Example:
+        >>> flag = torch.zeros(2, 1, 1, dtype=torch.bool)
+        >>> following = {"reward": torch.ones(2, 1, 1), "done": flag, "terminated": ~flag, "state_value": 0.0 * flag}
+        >>> rollout = TensorDict({"state_value": 0.5 * ~flag, "next": following}, [2, 1])
+        >>> buffer = RolloutBuffer(2, GAE(lmbda=0.9), time_dim=0)
+        >>> index = buffer.extend(rollout)
+        >>> buffer[:]["advantage"].flatten().tolist()
+        [0.5, 0.5]
+    """
+
+    storage: RolloutStorage
+    sampler: MinibatchSampler
+    writer: RolloutWriter
+
+    def __init__(
+        self,
+        size: int,
+        estimator: Estimator = GAE(),  # noqa: B008  # it never changes
+        *,
+        device: torch.device | str = "cpu",
+        actor: Any = None,
+        critic: TensorDictModuleBase | None = None,
+        intrinsic_critic: TensorDictModuleBase | None = None,
+        algorithm: Any = None,
+        envs: Any = None,
+        gamma: float | None = None,
+        gamma_intrinsic: float | None = None,
+        normalize_intrinsic: bool = True,
+        intrinsic_direction: Literal["forward", "backward"] = "forward",
+        recompute_values: bool = False,
+        stream: Stream = EXTRINSIC,
+        hooks: RolloutHooks | None = None,
+        num_envs: int | None = None,
+        time_dim: int | None = None,
+        recurrent: bool | None = None,
+        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
+        batch_keys: Collection[NestedKey] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        transform: Any = None,
+    ) -> None:
+        self.generator = generator = fresh_generator() if generator is None else generator
+        self.recurrent_keys = nested_keys(recurrent_keys)
+        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
+        super().__init__(
+            storage=RolloutStorage(size, num_envs=num_envs, device=device),
+            sampler=MinibatchSampler(generator=generator),
+            writer=RolloutWriter(time_dim, recurrent_keys=self.recurrent_keys),
+            dim_extend=0,
+            batch_size=batch_size,
+            generator=generator,
+            transform=transform,
+        )
+        self._estimator, self.stream = estimator, stream
+        self.hooks = RolloutHooks() if hooks is None else hooks
+        self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
+        self.algorithm, self.envs = algorithm, envs
+        self.gamma, self.gamma_intrinsic = gamma, gamma_intrinsic
+        self.recurrent = optional(boolean)(recurrent, "recurrent")
+        self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
+        self.recompute_values = boolean(recompute_values, "recompute_values")
+        self.normalize_intrinsic = boolean(normalize_intrinsic, "normalize_intrinsic")
+        self.policy_version: int | None = None
+        """Version of the policy that learns, to tell how far behind the one is that acted."""
+        self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, intrinsic_direction)
+        self._consumed = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.set_rng(self.generator)  # a copy, too, has one for all its parts
+
+    @property
+    def size(self) -> int:
+        """Capacity along time."""
+        return self.storage.size
+
+    @property
+    def num_envs(self) -> int | None:
+        """Number of environments; ``None`` before the first write."""
+        return self.storage.num_envs
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rollout."""
+        return torch.device(self.storage.device)
+
+    @property
+    def step(self) -> int:
+        """Steps stored."""
+        return self.storage.num_steps
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
+        if self.recurrent is not None:
+            return self.recurrent
+        return is_recurrent(self.storage.schema, self.recurrent_keys)
+
+    # ---- what is estimated ------------------------------------------------------------------------------------------
+
+    @property
+    def estimator(self) -> Estimator:
+        """How advantages are estimated by now."""
+        return self._estimator
+
+    @property
+    def gamma(self) -> float:
+        """Discount: the configured one, else the algorithm's current one, else 0.99."""
+        return self._discount(self._gamma, "gamma")
+
+    @gamma.setter
+    def gamma(self, gamma: float | None) -> None:
+        self._discount(gamma, "gamma")
+        self._gamma = gamma
+
+    @property
+    def gamma_intrinsic(self) -> float:
+        """Discount of the intrinsic stream; see :attr:`gamma`."""
+        return self._discount(self._gamma_intrinsic, "gamma_intrinsic")
+
+    @gamma_intrinsic.setter
+    def gamma_intrinsic(self, gamma: float | None) -> None:
+        self._discount(gamma, "gamma_intrinsic")
+        self._gamma_intrinsic = gamma
+
+    def _discount(self, given: float | None, name: str) -> float:
+        discount = getattr(self.algorithm, name, None) if given is None else given
+        return 0.99 if discount is None else fraction(discount, name)
+
+    @property
+    def normalizer(self) -> IntrinsicRewardNormalizer:
+        """The running deviation of the intrinsic rewards, with the current discount."""
+        if self._normalizer.gamma != (gamma := self.gamma_intrinsic):
+            self._normalizer = self._normalizer.discounted_by(gamma)
+        return self._normalizer
+
+    @property
+    def required_keys(self) -> list[NestedKey]:
+        """Entries that the policy must write."""
+        return [*self.estimator.required_keys]
+
+    @property
+    def result_keys(self) -> list[NestedKey]:
+        """Entries that the estimates write, by their configured names."""
+        results = [each for stream in (self.stream, INTRINSIC) for each in (stream.advantage, stream.target)]
+        return [*results, NORMALIZED_REWARD, CURRENT_LOG_PROB]
+
+    @property
+    def computed_keys(self) -> list[NestedKey]:
+        """Values, by their configured names."""
+        return [self.stream.value, INTRINSIC.value]
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
+        data = self._without_results(data)
+        if len(self.transform):
+            data = self.transform.inv(data)
+        rollout = self.writer.prepare(data, self.writer.time_dim if time_dim is None else time_dim, 0)
+        self.empty()
+        self.writer.write(rollout, copy=copy)
+
+    def _without_results(self, data: TensorDictBase) -> TensorDictBase:
+        """Drop what an estimate wrote: its results, and the values that it computed."""
+        # Computed values come together with the successors' values and the results; given ones come alone. Once data
+        # is stored, values are dropped if the stored data has none.
+        schema = self.storage.schema
+        drop = [key for key in self.result_keys if data.get(key, None) is not None]
+        computed = self._values_in(data)
+        if schema:
+            drop += [key for key in computed if key not in schema]
+        elif drop:
+            roots = [key for key in computed if next_key(key) in computed]
+            drop += [*roots, *(next_key(key) for key in roots)]
+        return data.exclude(*drop) if drop else data
+
+    def _values_in(self, data: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the values in ``data``, the successors' included."""
+        return [
+            found for key in self.computed_keys for root in (key, next_key(key)) for found in keys_below(data, root)
+        ]
+
+    def _reserve(self, step: TensorDictBase) -> None:
+        if self.storage.num_steps:
+            raise ValueError(f"{self.storage.num_steps} steps are stored; call reset() before init_tensors.")
+        self.storage.allocate(self.writer.complete(self._without_results(step)))
+
+    def _resize(self, size: int) -> None:
+        self.storage.resize(size)
+
+    def _write_step(self, step: TensorDictBase) -> None:
+        step = self.writer.complete(self._without_results(step))
+        if self._consumed:
+            self.writer.prepare(step.unsqueeze(0), 0, 0)
+            self.empty()
+        self.writer.add(step)
+        self.sampler.clear()
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Append a rollout (TorchRL's verb); ``insert_data_slice`` replaces."""
+        if self._consumed:
+            self.writer.prepare(tensordicts, self.writer.time_dim, 0)
+            self.empty()
+        index: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+        return index
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Discard the stored steps; keep the step after the last, so that the next rollout can continue."""
+        self._consumed = False
+        self.hooks.discard()
+        super().empty(empty_write_count)
+
+    # ---- estimates --------------------------------------------------------------------------------------------------
+
+    @property
+    def rollout(self) -> TensorDict:
+        """The stored rollout, ``[T, N]``, live: entries set on it go into mini-batches until the next write."""
+        return self.storage.rollout
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the stored rollout has no advantages yet: neither brought nor computed since the last write."""
+        return self.storage.num_steps > 0 and self.rollout.get(self.stream.advantage, None) is None
+
+    def estimated(self) -> TensorDict:
+        """Return the stored rollout, live, with advantages and targets; compute them if they are due.
+
+        Raises:
+            RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
+        """
+        if self.is_due:
+            self.write_estimates()
+        return self.rollout
+
+    def before_gradients(self) -> None:
+        """Write values, advantages and targets of every stream and critic over the filled steps.
+
+        Raises:
+            RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
+            KeyError: V-trace misses the log-probabilities of the policy that acted.
+        """
+        self.write_estimates()
+        self.hooks.note_estimated(self.rollout)
+
+    def before_epoch(self) -> None:
+        """Prepare another pass over the same data: correct for the updates of the previous pass, where that is meant.
+
+        A hook for DataModules.
+        """
+        if self.estimator.follows_policy:
+            self.write_estimates()
+
+    def write_estimates(self, estimator: Estimator | None = None) -> None:
+        """Write values, advantages and targets, by :attr:`estimator` if no other is given."""
+        estimator = self.estimator if estimator is None else estimator
+        self.evaluate(estimator)
+        self.estimate(estimator)
+
+    def evaluate(self, estimator: Estimator) -> None:
+        """Write what an estimator reads: values, and what the current policy says where that counts."""
+        rollout, now = self.rollout, estimator.follows_policy
+        said = estimator.of_policy(rollout, self.actor, self.recurrent_keys) if now else {}
+        self.fill_values(recompute=now, unroll=now)
+        for key, value in said.items():
+            rollout.set(key, value)
+
+    def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
+        """Write values of all steps and their successors.
+
+        Args:
+            recompute: run the critic even if the policy wrote values.
+            unroll: run a recurrent critic over whole sequences instead of from each stored state.
+        """
+        known = () if recompute or self.recompute_values else self.storage.schema
+        extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
+        intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if self.has_intrinsic else {}
+        streams = [(self.critic, extrinsic), (self.intrinsic_critic, intrinsic)]
+        if self.intrinsic_critic is None:
+            streams = [(self.critic, {**extrinsic, **intrinsic})]
+        for critic, roots in streams:
+            if roots:
+                keys = {"known": known, "recurrent_keys": self.recurrent_keys}
+                fill_values(self.rollout, critic, roots, unroll=unroll, **keys)
+
+    def estimate(self, estimator: Estimator | None = None) -> None:
+        """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
+        rollout, estimator = self.rollout, self.estimator if estimator is None else estimator
+        estimator.compute(rollout, self.gamma, self.stream)
+        if self.has_intrinsic:
+            self.normalize_int_rewards()
+            estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
+
+    @property
+    def has_intrinsic(self) -> bool:
+        """Whether the stored rollout has intrinsic rewards."""
+        return self.storage.num_steps > 0 and self.rollout.get(INTRINSIC_REWARD, None) is not None
+
+    def normalize_int_rewards(self) -> None:
+        """Divide the intrinsic rewards by a running estimate of their returns' deviation, once per rollout.
+
+        Raises:
+            KeyError: the rollout has no intrinsic rewards.
+        """
+        if self.rollout.get(NORMALIZED_REWARD, None) is None:
+            write_normalized(self.rollout, INTRINSIC_REWARD, self.normalizer if self.normalize_intrinsic else None)
+
+    def after_gradients(self, batch: Any, info: Any) -> Any:
+        """Mark the rollout as used, so that the next write starts a new one; return ``info``. May be called often."""
+        self._consumed = True
+        return info
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Sample the next batch of this epoch (TorchRL's verb); compute what is due before."""
+        if self.storage.num_steps:
+            self.estimated()
+        return super().sample(batch_size, return_info, include_info)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.storage.num_steps:
+            self.estimated()
+        return super().__getitem__(index)
+
+    def _all_data(self) -> TensorDictBase:
+        rollout, schema = self.estimated(), self.storage.schema
+        given = [key for key in self._values_in(rollout) if key in schema and path_of(key)[0] != "next"]
+        told = [key for key in (next_key(key) for key in given) if key not in schema]
+        return rollout.exclude(*told).clone()
+
+    def _batches(
+        self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
+    ) -> Iterator[TensorDictBase]:
+        rollout, whole = self.rollout, self.is_recurrent
+        units = rollout.shape[1] if whole else rollout.numel()
+        number, size = split_epoch(units, number, size, drop_last, whole=whole)
+        self.estimated()
+        hidden = [*REPEATED, *(next_key(key) for key in self.computed_keys)]
+        tree = pruned(rollout, self.batch_keys, hidden, flat=not whole)
+        source = to_tensordict(tree, rollout.batch_size) if whole else None
+
+        def batches() -> Iterator[TensorDictBase]:
+            for _ in range(num_epochs):
+                for index in self.sampler.epoch(
+                    units, size, shuffle=shuffle, drop_last=drop_last, num_batches=number, device=self.device
+                ):
+                    batch = gather(tree, index) if source is None else sequences(source, index, self.recurrent_keys)
+                    yield self.transform(batch) if len(self.transform) else batch
+
+        return batches()
+
+    # ---- around a rollout: what a DataModule calls ------------------------------------------------------------------
+
+    @property
+    def replay(self) -> ReplaySource | None:
+        """What is replayed in some environments in the place of their own steps."""
+        return self.hooks.replay
+
+    def attach(self, env: Any, num_envs: int) -> None:
+        """Prepare for ``num_envs`` environments that are collected from.
+
+        Args:
+            env: an id, a factory or a ready environment, as a DataModule takes it.
+            num_envs: how many are stepped side by side.
+        """
+        self.hooks.attach(env, num_envs)
+
+    def wrap_env(self, env: Any) -> Any:
+        """Return the environment to collect from."""
+        return self.hooks.wrap_env(env)
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Return the policy to collect with, in what :meth:`wrap_env` returned."""
+        return self.hooks.wrap_policy(policy)
+
+    def note_collected(self, rollout: TensorDictBase) -> None:
+        """Take note of a rollout as it was collected, where what is stored is normalised."""
+        self.hooks.note_collected(rollout)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics to log: the estimator's, and those of what hangs on the buffer."""
+        own = self.estimator.metrics(self.rollout, self.policy_version) if self.storage.num_steps else {}
+        return {**own, **self.hooks.metrics()}
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an exact copy of the buffer, tensors and scalars only (``torch.load(weights_only=True)`` reads it)."""
+        return {
+            "schema_version": 1,
+            **{name: getattr(self, name).state_dict() for name in PARTS},
+            "transforms": dict(self.transform.state_dict()),
+            "generator": self.generator.get_state().clone(),
+            "consumed": self._consumed,
+            "intrinsic": self.normalizer.state_dict(),
+            **self.hooks.state_dict(),
+        }
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
+        schema = {
+            **dict.fromkeys((*PARTS, "transforms", "intrinsic"), mapping),
+            "generator": generator(self.generator.device),
+            "consumed": flag,
+        }
+        check_state(state_dict, schema, "on-policy buffer", version=1)
+        for name in PARTS:
+            getattr(self, name).check_state(state_dict[name])
+        check_transform(self.transform, state_dict["transforms"])
+        self.normalizer.check_state(state_dict["intrinsic"])
+        self.hooks.check_state(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state; the buffer then yields the same next batches.
+
+        Raises:
+            ValueError: another version, capacity, number of environments or other data; names both.
+        """
+        self.check_state(state_dict)
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state_dict[name])
+        self.transform.load_state_dict(state_dict["transforms"])
+        self.generator.set_state(state_dict["generator"].cpu())
+        self._consumed = bool(state_dict["consumed"])
+        self.normalizer.load_state_dict(state_dict["intrinsic"])
+        self.hooks.load_state_dict(state_dict)

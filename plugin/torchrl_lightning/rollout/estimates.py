@@ -1,0 +1,244 @@
+"""How advantages and value targets follow from rewards and values: Monte-Carlo returns, GAE, V-trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_lightning.entries import Path, join, keys_below, next_key, path_of
+from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
+from torchrl_lightning.keys import (
+    ACTION,
+    ADVANTAGE,
+    CURRENT_LOG_PROB,
+    INTRINSIC_ADVANTAGE,
+    INTRINSIC_TARGET,
+    INTRINSIC_VALUE,
+    LOG_PROB,
+    NORMALIZED_REWARD,
+    POLICY_VERSION,
+    REWARD,
+    TARGET,
+    TERMINATED,
+    VALUE,
+)
+from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The keys of one stream of rewards, and how far its values reach.
+
+    Args:
+        reward: The rewards.
+        value: Values, or the parent of several critics' values.
+        advantage: Advantages; nested for several critics.
+        target: Value targets; nested for several critics.
+        episodic: Whether it ends with the episode.
+        bootstrap: Whether values are used; else they count as 0, and no critic is needed.
+    """
+
+    reward: NestedKey = REWARD
+    value: NestedKey = VALUE
+    advantage: NestedKey = ADVANTAGE
+    target: NestedKey = TARGET
+    episodic: bool = True
+    bootstrap: bool = True
+
+
+class Steps(NamedTuple):
+    """What one critic's advantages follow from, time first, all of one shape."""
+
+    reward: Tensor
+    value: Tensor
+    next_value: Tensor
+    terminated: Tensor
+    done: Tensor
+
+
+EXTRINSIC = Stream()
+INTRINSIC = Stream(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTRINSIC_TARGET, episodic=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """Base of the ways to estimate advantages, each with its own settings.
+
+    Args:
+        standardize: Whether advantages are scaled to zero mean and unit deviation over the whole rollout.
+    """
+
+    standardize: bool = False
+    required_keys: ClassVar[tuple[NestedKey, ...]] = (ACTION,)
+    """Entries that the policy must write."""
+    follows_policy: ClassVar[bool] = False
+    """Whether it asks :meth:`of_policy`, and for values of the current critic, before each pass over the data."""
+
+    def compute(self, rollout: TensorDictBase, gamma: float, stream: Stream = EXTRINSIC) -> None:
+        """Write advantages and targets of every critic on a time-major rollout that holds all values.
+
+        Args:
+            rollout: ``[T, N]``.
+            gamma: Discount of the stream.
+            stream: Which rewards and values are read, and what is written.
+        """
+        reward: Tensor = rollout.get(stream.reward)
+        if not stream.bootstrap:
+            nothing = torch.zeros_like(reward)
+            self._write(rollout, stream, (), reward, nothing, nothing, gamma)
+            return
+        for key in keys_below(rollout, stream.value):
+            critic, value = path_of(key)[len(path_of(stream.value)) :], rollout.get(key)
+            own = reward.to(value.dtype).expand_as(value)
+            self._write(rollout, stream, critic, own, value, rollout.get(next_key(key)), gamma)
+
+    def _write(
+        self,
+        rollout: TensorDictBase,
+        stream: Stream,
+        critic: Path,
+        reward: Tensor,
+        value: Tensor,
+        next_value: Tensor,
+        gamma: float,
+    ) -> None:
+        if stream.episodic:
+            ends = rollout.get(TERMINATED).expand_as(reward), boundaries(rollout).expand_as(reward)
+        else:
+            ends = (torch.zeros_like(reward, dtype=torch.bool),) * 2
+        advantage, target = self.advantages(Steps(reward, value, next_value, *ends), gamma, rollout)
+        rollout.set(join(stream.advantage, critic), self.standardized(advantage))
+        rollout.set(join(stream.target, critic), target)
+
+    def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return advantage and value target of one critic."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how advantages are estimated.")
+
+    def returns(self, steps: Steps, gamma: float) -> Tensor:
+        """Return the value target of one critic where the current policy collected the data."""
+        return discounted_returns(steps.reward, steps.next_value, steps.terminated, steps.done, gamma)
+
+    def standardized(self, advantage: Tensor) -> Tensor:
+        """Return advantages as they are written."""
+        return standardize(advantage) if self.standardize else advantage
+
+    def of_policy(
+        self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
+    ) -> dict[NestedKey, Tensor]:
+        """Return what the current policy says of the stored steps, where the estimator follows it."""
+        return {}
+
+    def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
+        """Return metrics of an estimated rollout."""
+        return {}
+
+
+class MonteCarlo(Estimator):
+    """Discounted returns as value targets, and ``A = R - V``; see :func:`~torchrl_lightning.discounted_returns`."""
+
+    def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Compute returns minus values, and the returns."""
+        target = self.returns(steps, gamma)
+        return target - steps.value, target
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAE(Estimator):
+    """Generalised advantage estimation; see :func:`~torchrl_lightning.gae`.
+
+    Args:
+        standardize: As in :class:`Estimator`.
+        lmbda: λ.
+    """
+
+    lmbda: float = 0.95
+
+    def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Compute GAE."""
+        return gae(*steps, gamma, self.lmbda)
+
+    def returns(self, steps: Steps, gamma: float) -> Tensor:
+        """Return the value target of GAE."""
+        return gae(*steps, gamma, self.lmbda)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VTrace(Estimator):
+    """Corrections for data that an older policy collected; see :func:`~torchrl_lightning.vtrace`.
+
+    Args:
+        standardize: As in :class:`Estimator`.
+        lmbda: λ.
+        rho_clip: ρ̄.
+        c_clip: c̄.
+        pg_rho_clip: ρ̄ of the policy gradient; as ``rho_clip`` when ``None``.
+        log_prob_key: log-probability under the behaviour policy; never overwritten.
+        current_log_prob_key: log-probability under the current policy.
+        action_key: the action.
+    """
+
+    lmbda: float = 1.0
+    rho_clip: float = 1.0
+    c_clip: float = 1.0
+    pg_rho_clip: float | None = None
+    log_prob_key: NestedKey = LOG_PROB
+    current_log_prob_key: NestedKey = CURRENT_LOG_PROB
+    action_key: NestedKey = ACTION
+    follows_policy: ClassVar[bool] = True
+
+    @property
+    def required_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
+        """Entries that the policy must write."""
+        return self.action_key, self.log_prob_key
+
+    def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Compute V-trace."""
+        self._check_behaviour(rollout)
+        pair = []
+        for key in (self.current_log_prob_key, self.log_prob_key):
+            log_prob = rollout.get(key)
+            log_prob = log_prob.unsqueeze(-1) if log_prob.ndim == steps.value.ndim - 1 else log_prob
+            pair.append(log_prob.to(steps.value.dtype).expand_as(steps.value))
+        current, behaviour = pair
+        return vtrace(
+            current,
+            behaviour,
+            *steps,
+            gamma,
+            lmbda=self.lmbda,
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+            pg_rho_clip=self.pg_rho_clip,
+        )
+
+    def of_policy(
+        self, rollout: TensorDictBase, actor: Any, recurrent_keys: Collection[NestedKey]
+    ) -> dict[NestedKey, Tensor]:
+        """Return the log-probabilities of the stored actions under the current policy."""
+        self._check_behaviour(rollout)
+        actor = require(actor, "actor", f"to compute {self.current_log_prob_key!r}")
+        return {self.current_log_prob_key: current_log_prob(rollout, actor, self.action_key, recurrent_keys)}
+
+    def _check_behaviour(self, rollout: TensorDictBase) -> None:
+        if rollout.get(self.log_prob_key, None) is None:
+            raise KeyError(
+                f"{self.log_prob_key!r} is missing: V-trace needs the log-probabilities of the policy that acted; "
+                "let it write them (return_log_prob=True)."
+            )
+
+    def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
+        """Return mean ``|ρ - 1|``, and the policy lag if versions are known."""
+        figures: dict[str, float] = {}
+        current, version = (rollout.get(key, None) for key in (self.current_log_prob_key, POLICY_VERSION))
+        if current is not None:
+            ratio = (current - rollout.get(self.log_prob_key)).exp()
+            figures["mean_abs_rho_minus_1"] = float((ratio - 1).abs().mean())
+        if version is not None and policy_version is not None:
+            figures["policy_lag"] = policy_version - float(version.double().mean())
+        return figures
