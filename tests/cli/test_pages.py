@@ -1,7 +1,8 @@
 """Every command and code block of the README and of the guide runs as it is written there, with less to do at its end.
 
 The rules: a line of a ``bash`` block is a command of ours; a ``yaml`` block names its file in a comment at its head;
-the ``python`` blocks of a page run in turn, in one namespace; a ``text`` block behind one is what it prints.
+``python`` blocks of a page, which may name one, too, run in turn, in one namespace; a ``text`` block behind one is what
+it prints.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ SHELL = r"python3 -m venv |pip install |pytest "
 NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
 COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))  # each once
 FIRST, *OTHERS = COMMANDS
-YAML = [each.text for page in FENCES.values() for each in page if each.language == "yaml"]
-FILES = [(named[1], text) for text in YAML if (named := re.match(r"(?:# @.*\n)?# ([\w/]+\.yaml)\n", text))]
+BLOCKS = [each for page in FENCES.values() for each in page]
+HEAD = r"(?:# @.*\n)?# ([\w/]+\.(?:yaml|py))\n"
+FILES = [(named[1], each.text) for each in BLOCKS if (named := re.match(HEAD, each.text))]
 # How the folder of a run begins; else by the experiment that is named, or trained if none is.
 NAMES = {"data=vanilla": "a2c_cartpole_vanilla", "data=ppod": "ppo_cartpole_ppod"}
 
@@ -113,12 +115,13 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
 
 
 def test_nothing_that_is_fenced_is_left_out():
-    assert {each.language for page in FENCES.values() for each in page} <= {"bash", "python", "yaml", "text"}
+    assert {each.language for each in BLOCKS} <= {"bash", "python", "yaml", "text"}
     assert FIRST == "torchrl-lightning-train"
     assert {shlex.split(line, comments=True)[0] for line in COMMANDS} == set(SCRIPTS)
     assert sum("--multirun" in line or "hparams_search" in line for line in OTHERS) == 3
     assert {name for name, line in LINES if re.match(SHELL, line)} == {"README"}
-    assert len({name for name, _ in FILES}) == len(YAML)
+    yamls = [name for name, _ in FILES if name.endswith(".yaml")]
+    assert len(set(yamls)) == sum(each.language == "yaml" for each in BLOCKS)
 
 
 def test_a_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
@@ -238,7 +241,7 @@ def run_blocks(blocks: list[str]) -> None:
 def test_the_code_of_a_page_prints_what_it_says(name, first):
     folder, run, _ = first
     blocks = [
-        re.sub(r"total_frames=[\d_]+", "total_frames=1024", each.text).replace("RUN", str(run))
+        re.sub(r"total_frames(=|\": )[\d_]+", r"total_frames\g<1>1024", each.text).replace("RUN", str(run))
         for each in FENCES[name]
         if each.language == "python"
     ]
