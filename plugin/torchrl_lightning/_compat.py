@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from torchrl.data.replay_buffers.storages.utils import _collate_id
+from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_lightning.files import OwnFiles, StateFiles
@@ -249,7 +251,7 @@ class SamplerHooks(StateFiles, OwnSignature, OwnGenerator):
     @_rng.setter
     def _rng(self, value: torch.Generator | None) -> None:
         if value is not None:
-            self._own_rng = value
+            self.generator = value
 
     def clear(self) -> None:
         """Forget what belongs to the stored data; called by ``ReplayBuffer.empty``."""
@@ -288,6 +290,9 @@ class SamplerBase(SamplerHooks, SamplerWithoutReplacement):
 
 class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with its private parts under public names."""
+
+    sample_options: Mapping[str, Any] = {}
+    """What the sampler is asked for by ``sample``, beside a number."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -339,14 +344,14 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         """Whether there is any transform."""
         return bool(self.transforms)
 
-    def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T]) -> T:
-        """Let the sampler draw and ``fetch(index, info)`` read, under TorchRL's locks."""
+    def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
+        """Let the sampler draw, by these options, and ``fetch(index, info)`` read, under TorchRL's locks."""
         size = self._batch_size if batch_size is None else batch_size
         with self._replay_lock:
             if not self.shared:
-                return fetch(*self._sampler.sample(self._storage, size))
+                return fetch(*self._sampler.sample(self._storage, size, **options))
             with self._write_lock:
-                return fetch(*self._sampler.sample(self._storage, size))
+                return fetch(*self._sampler.sample(self._storage, size, **options))
 
     def write(self, data: TensorDictBase, *args: Any) -> Any:
         """Write under TorchRL's locks, without transforms; further arguments go to the writer."""
@@ -378,12 +383,23 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             yield
 
-    def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
-        """Return ``sample(batch_size)``: batch and entries on TorchRL's long path, taken where :meth:`read` is not."""
-        return sample(batch_size)
+    def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
+        """Read cells on TorchRL's long path, taken where :meth:`read` is not; ``info`` are the sampler's entries."""
+        raise NotImplementedError
 
+    @pin_memory_output
     def _sample(self, batch_size: int) -> Drawn:
-        return self.read_long(super()._sample, batch_size)
+        # What TorchRL's does, but that the cells are looked up by a method, and transforms see them undisturbed.
+        with self.locked():
+            index, info = self._sampler.sample(self._storage, batch_size, **self.sample_options)
+            if self._sample_unit is not None:
+                index, info = self._sample_unit.expand(index, info, self._storage)
+            info["index"] = index
+            data = self._collate_fn(self.look_up(index, info))
+            if self.has_transform:
+                with data.unlock_(), _set_dispatch_td_nn_modules(True):
+                    data = self._transform(data)
+        return data, info
 
     def give_priority(self, index: Tensor, priority: Tensor, **kwargs: Any) -> None:
         """Hand flat priorities to the sampler under TorchRL's locks, without preparing them again."""

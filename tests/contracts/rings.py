@@ -15,7 +15,7 @@ from torch import Tensor
 from contracts.part import Refusal
 from contracts.refusals import no_hooks, no_tensordict
 from kit.rows import numbered
-from torchrl_lightning import ExperienceBuffer
+from torchrl_lightning import ExperienceBuffer, RingStorage
 
 Call = Callable[[Any], Any]
 
@@ -176,5 +176,5 @@ SAMPLER = (
     Refusal("1 generations for 2 cells", prefer([0, 1], 1.0, 1.0, generation=torch.ones(1))),
     Refusal("alpha must be", set_to(alpha=-1.0)),
     Refusal("beta must be", set_to(beta=-1.0)),
-    Refusal("build it with batch_length=2", set_to(batch_length=2)),
+    Refusal("build it with batch_length=2", lambda sampler: sampler.sample(RingStorage(12), 2, 2)),
 )

@@ -76,8 +76,7 @@ def test_stacks_are_those_of_the_recipe(shape, windows):
 def test_folded_steps_have_the_stack_after_the_last_of_them():
     ours, plain = filled((5, 7), n_steps=3)
     batch = ours.sample()
-    plain.storage.n_step = NStepReturns(plain.n_steps, plain.gamma)
-    expected = plain.storage.get(batch["index"])
+    expected = plain.storage.get(batch["index"], NStepReturns(plain.n_steps, plain.gamma))
     assert (batch["steps_to_next_obs"] == 3).any()
     assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 

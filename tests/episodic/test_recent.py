@@ -138,8 +138,8 @@ def test_single_steps_are_the_first_of_windows(inner: bool) -> None:
     found = []
     for length in (1, None):
         sampler = RecentSampler(recent_data_ratio=0.5, prioritized=prioritized(40) if inner else None)
-        sampler.batch_length = length
         buffer = ring(20, 2, sampler)
+        buffer.sample_options = {"batch_length": length}
         for _ in range(9):
             write(buffer)
         found.append(buffer.sample(8))

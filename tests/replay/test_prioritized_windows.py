@@ -15,6 +15,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from kit.golden import arrays
 from kit.rings import ring, starts_of, write
+from kit.states import equal
 from kit.statistics import chi_square
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.priorities import Priorities
@@ -143,16 +144,14 @@ def test_priorities_outlive_a_change_of_the_length() -> None:
     for position in range(6):
         give(buffer, 0, position, position + 1.0)
     for steps in (3, 1, 4, 2):
-        buffer.sampler.batch_length = steps
-        buffer.sample(2)
+        buffer.sampler.sample(buffer.storage, 2, steps)
         kept = [position + 1.0 for position in range(7 - steps)]
         assert buffer.sampler.table.tree.leaves.tolist() == kept + [0.0] * (8 - len(kept))
         assert buffer.sampler.table.tree.nnz == len(kept)
-    buffer.sampler.batch_length = 7
     with pytest.raises(ValueError, match=r"fullest ring holds 6 steps, windows need 7 \(batch_length=7"):
-        buffer.sample(2)
+        buffer.sampler.sample(buffer.storage, 2, 7)
     with pytest.raises(ValueError, match="build it with batch_length=2"):
-        PrioritizedSampler(8, 1.0, 1.0).batch_length = 2
+        PrioritizedSampler(8, 1.0, 1.0).sample(buffer.storage, 2, 2)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -178,15 +177,15 @@ def test_windows_that_are_refused_leave_shorter_ones() -> None:
     write(buffer, steps=3)
     for _ in range(2):
         assert sorted(set(starts_of(buffer.sample(12)))) == [(env, p) for env in range(2) for p in range(3)]
-        buffer.sampler.batch_length = 5
+        before = buffer.state_dict()["sampler"]
         with pytest.raises(ValueError, match="no room for a window"):
-            buffer.sample(12)
-        buffer.sampler.batch_length = 1
+            buffer.sampler.sample(buffer.storage, 12, 5)
+        assert equal(buffer.state_dict()["sampler"], before)
 
 
 def test_single_steps_are_the_first_of_windows() -> None:
     buffers = [make(2, 9, batch_length=1) for _ in "ab"]
-    buffers[1].sampler.batch_length = None
+    buffers[1].sample_options = {"batch_length": None}
     for buffer in buffers:
         write(buffer, steps=12)
         give(buffer, 1, 5, 7.0)
@@ -245,7 +244,7 @@ def test_what_may_be_drawn_equals_plain_lists(
             for env, each in enumerate(stored):
                 each.update({p: float(priority) for p in each if p % length * num_envs + env in cells})
         elif kind == "length":
-            sampler.batch_length = steps = argument
+            steps, buffer.sample_options = argument, {"batch_length": argument}
         elif kind == "empty":
             buffer.empty()
             stored = [{} for _ in range(num_envs)]
@@ -255,7 +254,6 @@ def test_what_may_be_drawn_equals_plain_lists(
         elif kind == "restore":
             state = copy.deepcopy(buffer.state_dict())
             buffer = build()
-            buffer.sampler.batch_length = steps
             buffer.load_state_dict(state)
         else:
             look(buffer, stored, steps, ignored)

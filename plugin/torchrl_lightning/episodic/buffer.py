@@ -164,7 +164,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             transform=transform,
         )
         if getattr(self.sampler, "batch_length", None) == 1:
-            self.sampler.batch_length = None  # single steps, until windows are asked for
+            self.sample_options = {"batch_length": None}  # single steps
         self.num_environments, self.max_length, self.layout, self.name = envs, length, layout, name
         self.num_earliest_frames_ignored, self.enable_checkpoint = ignored, enable_checkpoint
         self._initial_priority = initial_priority
@@ -294,14 +294,9 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             RuntimeError: nothing is stored.
             ValueError: no environment holds so many steps that are not ignored.
         """
-        sampler, writer = self.sampler, self.writer
+        writer, steps = self.writer, integer(batch_length, "batch_length")
         with self.locked():
-            before = getattr(sampler, "batch_length", None)
-            sampler.batch_length = integer(batch_length, "batch_length")
-            try:
-                batch = self.read(batch_size, self._fetch)
-            finally:
-                sampler.batch_length = before
+            batch = self.read(batch_size, self._fetch, batch_length=steps)
             first: Any = entry_of(batch, "index")
             env, position = steps_of(first.cpu().numpy()[:, 0], writer.length, writer.rings.arrays[0])
             found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}

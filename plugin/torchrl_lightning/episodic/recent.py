@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import fraction, integer
-from torchrl_lightning.replay.draws import uniform
+from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.prioritized import PrioritizedSampler
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
@@ -40,14 +40,14 @@ class RecentSampler(SequenceSampler):
     instead. Recent windows are not drawn by priority: their ``priority_weight`` and ``importance_weights`` are 1.
 
     Args:
-        batch_length: steps of a window; may be set between samples, and to None for single steps, ``[B]``.
+        batch_length: steps of a window.
         recent_data_steps: among how many of the newest beginnings of each environment.
         recent_data_ratio: which share of a batch; 0 draws everything evenly.
         with_replacement: draw beginnings of an environment independently; otherwise one from each of as many equal
             stretches as it gives draws, so that one comes twice only where two stretches meet within a step.
         num_earliest_frames_ignored: no window begins in the oldest so many stored steps of an environment.
-        prioritized: draws by priority what is not recent; built with a ``batch_length``, which follows this sampler's,
-            and with the same ``num_earliest_frames_ignored``.
+        prioritized: draws by priority what is not recent; built with a ``batch_length``, in place of which it is asked
+            for this sampler's, and with the same ``num_earliest_frames_ignored``.
         generator: random generator; the buffer's takes its place.
 
     Raises:
@@ -78,6 +78,8 @@ class RecentSampler(SequenceSampler):
     ) -> None:
         self.prioritized = prioritized
         super().__init__(batch_length, episode_ends="across", generator=generator)
+        if generator is not None:
+            self.generator = generator
         self.recent_data_steps = integer(recent_data_steps, "recent_data_steps")
         self.recent_data_ratio = fraction(recent_data_ratio, "recent_data_ratio")
         self.with_replacement = with_replacement
@@ -90,8 +92,21 @@ class RecentSampler(SequenceSampler):
                     f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}, got {found[0]} and {found[1]}."
                 )
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw windows; ``batch_size`` says how many.
+    @property
+    def generator(self) -> torch.Generator:
+        """The random generator, which is that of the prioritized sampler, too."""
+        return super().generator if self.prioritized is None else self.prioritized.generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator) -> None:
+        self._own_rng = value
+        if self.prioritized is not None:
+            self.prioritized.generator = value
+
+    def sample(
+        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+    ) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw windows, as :meth:`SequenceSampler.sample` does.
 
         Returns:
             Cells ``[B, T]``, and what a :class:`SequenceSampler` gives, or a :class:`PrioritizedSampler`.
@@ -100,25 +115,20 @@ class RecentSampler(SequenceSampler):
             RuntimeError: nothing is stored, or all priorities are zero.
             ValueError: no :class:`RingWriter` fills the storage, or no environment holds a whole window.
         """
-        prioritized = self._prioritized()
-        if prioritized is None:
-            return super().sample(storage, batch_size)
-        batch_size = integer(batch_size, "batch_size", 0)
-        recent = self._recent(self._writer(storage, batch_size), batch_size)
-        prioritized.batch_length = self.batch_length
-        index, info = prioritized.sample(storage, batch_size - recent)
+        if batch_length == "own":
+            batch_length = self.batch_length
+        if self.prioritized is None:
+            return super().sample(storage, batch_size, batch_length)
+        batch_size, steps = integer(batch_size, "batch_size", 0), batch_length or 1
+        recent = self._recent(self._writer(storage, batch_size, steps), batch_size, steps)
+        index, info = self.prioritized.sample(storage, batch_size - recent, batch_length)
         if not recent:
             return index, info
-        newest = super().sample(storage, recent)[0].to(index.device)
+        newest = super().sample(storage, recent, batch_length)[0].to(index.device)
         ones = torch.ones(newest.shape, device=index.device)
         first = newest if newest.ndim == 1 else newest[:, :1]
-        beside = {"write_generation": prioritized.table.generations[first].expand(newest.shape)}
+        beside = {"write_generation": self.prioritized.table.generations[first].expand(newest.shape)}
         return torch.cat([newest, index]), {key: torch.cat([beside.get(key, ones), info[key]]) for key in info}
-
-    def _prioritized(self) -> PrioritizedSampler | None:
-        if self.prioritized is not None:
-            self.prioritized.generator = self.generator
-        return self.prioritized
 
     def draw(self, count: int) -> NDArray[np.float64]:
         """Draw numbers in [0, 1), ``[count]``: all the randomness there is; override it to decide what is drawn.
@@ -130,19 +140,19 @@ class RecentSampler(SequenceSampler):
         return uniform(count, self.generator)
 
     def _fill(self, writer: RingWriter, cells: Ints, mask: NDArray[np.bool_]) -> None:
-        recent = self._recent(writer, len(cells)) if self.prioritized is None else len(cells)
+        recent = self._recent(writer, *cells.shape) if self.prioritized is None else len(cells)
         self._draw_evenly(writer, writer.length, cells[recent:], mask[recent:])
         self._draw_evenly(writer, self.recent_data_steps, cells[:recent], mask[:recent])
 
-    def _recent(self, writer: RingWriter, count: int) -> int:
+    def _recent(self, writer: RingWriter, count: int, steps: int) -> int:
         """Return how many of so many windows are to be drawn among the newest steps."""
-        beginnings = float(writer.filled.double().mean()) - (self._steps - 1 + self.num_earliest_frames_ignored)
+        beginnings = float(writer.filled.double().mean()) - (steps - 1 + self.num_earliest_frames_ignored)
         enough = beginnings * self.recent_data_ratio > self.recent_data_steps
         return math.ceil(count * self.recent_data_ratio) if enough else 0
 
     def _draw_evenly(self, writer: RingWriter, newest: int, cells: Ints, mask: NDArray[np.bool_]) -> None:
         """Fill windows, ``[n, T]``, that begin among so many of the newest beginnings."""
-        count, reach = cells.shape[0], self._steps - 1
+        count, reach = cells.shape[0], cells.shape[1] - 1
         if not count:
             return
         (positions, _), oldest = writer.rings.arrays, writer.oldest.numpy() + self.num_earliest_frames_ignored
@@ -151,7 +161,7 @@ class RecentSampler(SequenceSampler):
         if not len(owners):
             raise ValueError(
                 f"There is no room for a window: the fullest ring holds {int(writer.filled.max())} steps, windows need "
-                f"{self._steps + self.num_earliest_frames_ignored} (batch_length={self.batch_length}, "
+                f"{reach + 1 + self.num_earliest_frames_ignored} (batch_length={reach + 1}, "
                 f"num_earliest_frames_ignored={self.num_earliest_frames_ignored}). Collect more, or take shorter ones."
             )
         each, rest = divmod(count, len(owners))
@@ -191,8 +201,8 @@ class RecentSampler(SequenceSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator, and the state of the prioritized sampler or None."""
-        prioritized = self._prioritized()
-        return {**super().state_dict(), "prioritized": None if prioritized is None else prioritized.state_dict()}
+        prioritized = None if self.prioritized is None else self.prioritized.state_dict()
+        return {**super().state_dict(), "prioritized": prioritized}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore exactly: with the storage restored too, the next sample is the one that would have come next.
@@ -201,19 +211,17 @@ class RecentSampler(SequenceSampler):
             ValueError: another version, a missing entry, or a state with priorities where there are none or without.
         """
         super().load_state_dict(state_dict)
-        prioritized = self._prioritized()
-        if prioritized is not None:
-            prioritized.load_state_dict(state_dict["prioritized"])
+        if self.prioritized is not None:
+            self.prioritized.load_state_dict(state_dict["prioritized"])
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
         super().check_state(state_dict)
-        prioritized = self._prioritized()
-        if prioritized is None:
+        if self.prioritized is None:
             check_state(state_dict, {"prioritized": same(None, "sampler")}, "recent sampler")
         else:
             check_state(state_dict, {"prioritized": mapping}, "recent sampler")
-            prioritized.check_state(state_dict["prioritized"])
+            self.prioritized.check_state(state_dict["prioritized"])
 
     def __repr__(self) -> str:
         options = f"recent_data_steps={self.recent_data_steps}, recent_data_ratio={self.recent_data_ratio}"

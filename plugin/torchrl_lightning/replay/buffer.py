@@ -16,11 +16,12 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
-from torchrl_lightning._compat import Drawn, new_tensordict
+from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.checks import check_transform
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import write_state
 from torchrl_lightning.kernels.indices import integers, last_of_each
+from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.replay.checks import (
     STATE_VERSION,
@@ -234,17 +235,17 @@ class ExperienceBuffer(ShareableBuffer):
         Raises:
             RuntimeError: nothing is stored, or no batch size is known.
         """
-        others = any(not isinstance(each, EpisodeTransform) for each in self.transforms)
-        if others or return_info or include_info is not None or not self.is_plain(batch_size):
+        if return_info or include_info is not None or not self.is_plain(batch_size):
             return super().sample(batch_size, return_info, include_info)
-        if self._n_step is None and not self.has_transform:
-            return self.read(batch_size, self._fetch)
-        return self._derived(self._transformed, batch_size)
-
-    def _transformed(self, batch_size: int | None) -> TensorDictBase:
-        batch = self.read(batch_size, self._fetch)
-        for transform in self.transforms:
-            batch = transform(batch)
+        transforms = self.transforms
+        if not transforms:
+            return self.read(batch_size, self._fetch, **self.sample_options)
+        if any(not isinstance(each, EpisodeTransform) for each in transforms):
+            return super().sample(batch_size, return_info, include_info)
+        with self.locked():  # transforms may read more cells than were drawn
+            batch = self.read(batch_size, self._fetch, **self.sample_options)
+            for transform in transforms:
+                batch = transform(batch)
         return batch
 
     def draw(self, batch_size: int | None = None) -> TensorDictBase:
@@ -265,42 +266,47 @@ class ExperienceBuffer(ShareableBuffer):
             storage.check_even(type(sampler).__name__)
             index = integers(index, "Cells")
             storage.check_filled(index)
-        stamps = writer.rings.stamp(index)
-        cells = storage.cells
+        stamps, cells = writer.rings.stamp(index), storage.cells
         assert cells is not None
         device = cells.device
-        if not (index.is_cpu and cells.on_cpu):
+        here = index.is_cpu and cells.on_cpu
+        if not here:
             index, stamps = index.to(device), stamps.to(device)
-        names = (None, "time") if own and index.ndim == 2 else None
+        if self._n_step is not None and info:
+            self._drop_later(info)
         # Entries that the sampler gives itself need not be read.
-        entries = storage.gather(index, names, [key for key in info if isinstance(key, tuple)] if own else ())
+        given = [key for key in info if isinstance(key, tuple)] if own and info else ()
+        names = (None, "time") if own and index.ndim == 2 else None
+        entries = storage.gather(index, names, given, self._n_step)
         entries["index"], entries["write_position"] = index, stamps
-        if info and own:  # a fifth of the time that setting them one by one takes
-            entries.update((key, moved(info.pop(key), device)) for key in [key for key in info if isinstance(key, str)])
-        batch = new_tensordict(entries, index.shape, names, device)
+        others = {}
         for key, value in info.items():
+            if own and isinstance(key, str):  # a fifth of the time that setting it below takes
+                entries[key] = value if here else moved(value, device)
+            else:
+                others[key] = value
+        batch = new_tensordict(entries, index.shape, names, device)
+        for key, value in others.items():
             batch.set(key, value)
         return batch
 
-    def read_long(self, sample: Callable[[int], Drawn], batch_size: int) -> Drawn:
-        """Draw a batch on TorchRL's long path; ``write_position`` is at the latest what held when it was read."""
-        before = self.parts[2].rings.snapshot()
-        plain = self._n_step is None and not self.has_transform
-        data, info = sample(batch_size) if plain else self._derived(sample, batch_size)
-        index = info["index"]
-        if not (isinstance(index, tuple) and len(index) > 1):
-            where = index[0] if isinstance(index, tuple) else torch.as_tensor(index)
-            info["write_position"] = before[where.cpu() % len(before)]
-        return data, info
+    def look_up(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
+        """Read cells for TorchRL's ways of sampling; see :meth:`sample`."""
+        storage, _, writer = self.parts
+        if isinstance(index, tuple):
+            (index,) = index
+        index = torch.as_tensor(index)
+        info["write_position"] = writer.rings.stamp(index)
+        if self._n_step is not None:
+            self._drop_later(info)
+        data = storage.get(index, self._n_step)
+        return data.set("index", index.to(storage.device)) if self.has_transform else data
 
-    def _derived(self, read: Callable[..., Any], *args: Any) -> Any:
-        storage = self.parts[0]
-        with self.locked():  # also because transforms may read more cells than were drawn
-            storage.n_step, storage.shows_cells = self._n_step, self.has_transform
-            try:
-                return read(*args)
-            finally:
-                storage.n_step, storage.shows_cells = None, False
+    @staticmethod
+    def _drop_later(info: dict[Any, Any]) -> None:
+        """Leave out what a sampler gives of the next step, which n-step returns read of a later one."""
+        for key in [key for key in info if key[0] == NEXT]:
+            del info[key]
 
     def write_back(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         """Write rewritten entries of a sampled batch, e.g. recurrent states, back into the cells that they came from.

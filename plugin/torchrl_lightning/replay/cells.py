@@ -71,15 +71,11 @@ class Cells:
         self._table = _table(self.leaves)
         self._readings: dict[frozenset[Path], _Reading] = {}
 
-    def _follow(self) -> None:
-        # Sharing a storage with another process moves its memory.
-        if self._probe.data_ptr() != self._address:
-            self._view()
-
     @property
     def table(self) -> Ints:
         """Address of the cells and bytes of a row of each leaf, ``[L, 2]``."""
-        self._follow()
+        if self._probe.data_ptr() != self._address:  # shared with another process, the memory has moved
+            self._view()
         return self._table
 
     def match(self, data: TensorDictBase, rows: int) -> tuple[list[Tensor], tuple[Ints, Ints] | None]:
@@ -118,26 +114,29 @@ class Cells:
         Nested levels become TensorDicts of the index's shape, with these names of dimensions. Everything below
         ``"next"`` is read from the cells ``after``, if given.
         """
-        self._follow()
+        if self._probe.data_ptr() != self._address:
+            self._view()
         reading = self._readings.get(skip := frozenset(skip))
         if reading is None:
             reading = self._readings[skip] = self._prepare(skip)
         shape = index.shape
         if not self.on_cpu:
-            rows = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
+            where = [index.reshape(-1)] * 2 if after is None else [index.reshape(-1), after.reshape(-1)]
             found = [
-                leaf.index_select(0, rows[place >= reading.middle]).view(shape + leaf.shape[1:])
+                leaf.index_select(0, where[place >= reading.middle]).view(shape + leaf.shape[1:])
                 for place, leaf in enumerate(reading.leaves)
             ]
             return _entries(reading.level, found, shape, names, self.device)
         index = index.contiguous()
         after = index if after is None else after.contiguous()
-        sizes, found = tuple(shape), []
+        sizes, found, addresses = tuple(shape), [], []
         for tail, kind, dtype in reading.rows:  # numpy's empty arrays cost a quarter of torch's
             full = sizes + tail
-            found.append(torch.empty(full, dtype=dtype) if kind is None else torch.from_numpy(np.empty(full, kind)))
+            rows = torch.empty(full, dtype=dtype) if kind is None else torch.from_numpy(np.empty(full, kind))
+            found.append(rows)
+            addresses.append(rows.data_ptr())
         refused = jitted(row_kernels.gather)(
-            np.array([leaf.data_ptr() for leaf in found], np.int64), reading.table, reading.middle,
+            np.array(addresses, np.int64), reading.table, reading.middle,
             index.data_ptr(), after.data_ptr(), index.numel(), self.count,
         )  # fmt: skip
         if refused >= 0:
@@ -220,9 +219,10 @@ def _level(tree: Tree, numbers: dict[Path, int], above: Path = ()) -> Level:
 def _entries(
     level: Level, found: list[Tensor], shape: torch.Size, names: Names, device: torch.device
 ) -> dict[str, Any]:
-    return {
-        key: found[place]
-        if type(place) is int
-        else new_tensordict(_entries(place, found, shape, names, device), shape, names, device)
-        for key, place in level
-    }
+    entries = {}
+    for key, place in level:
+        if type(place) is int:
+            entries[key] = found[place]
+        else:
+            entries[key] = new_tensordict(_entries(place, found, shape, names, device), shape, names, device)
+    return entries

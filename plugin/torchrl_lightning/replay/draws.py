@@ -1,13 +1,16 @@
-"""Random numbers, as torch's generators give them, in half of torch's time on the CPU."""
+"""What a draw is asked for, and random numbers as torch's generators give them, in half of its time on the CPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+Own = Literal["own"]
+"""The length of windows that a sampler was built with."""
 
 
 def integers_below(high: int, count: int, generator: torch.Generator | None) -> Tensor:

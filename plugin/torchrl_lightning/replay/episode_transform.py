@@ -54,10 +54,22 @@ class EpisodeTransform(Transform):
             raise KeyError(f"{type(self).__name__} needs the entry 'index', the cells that a batch was read from.")
         return integers(index, "Cells").cpu()
 
+    def check_free(self, *storages: RingStorage | None) -> None:
+        """Refuse a transform that reads another storage than these."""
+        if self._storage not in (None, *storages):
+            raise ValueError(
+                f"This {type(self).__name__} reads the storage of another buffer; give each buffer one of its own, "
+                "e.g. by clone()."
+            )
+
+    def read_from(self, storage: RingStorage | None) -> None:
+        """Read this storage from now on."""
+        self._storage = storage
+
     def clone(self) -> Self:
         """Return a copy that is in no buffer."""
         copied = super().clone()
-        copied._storage = None
+        copied.read_from(None)
         return copied
 
 
@@ -73,10 +85,6 @@ def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = 
     modules = transform.modules() if isinstance(transform, nn.Module) else ()
     bound = [each for each in modules if isinstance(each, EpisodeTransform)]
     for each in bound:
-        if each._storage not in (None, storage, instead_of):
-            raise ValueError(
-                f"This {type(each).__name__} reads the storage of another buffer; give each buffer one of its own, "
-                "e.g. by clone()."
-            )
+        each.check_free(storage, instead_of)
     for each in bound:
-        each._storage = storage
+        each.read_from(storage)

@@ -69,5 +69,5 @@ class PreparedRows:
     def _advance(self) -> Tensor:
         writer, cells = self._writer, self._storage.cells
         assert cells is not None
-        flags = (NO_FLAGS, NO_FLAGS) if writer.index is None else (self._done, self._init)
+        flags = (NO_FLAGS, NO_FLAGS) if writer.rings.index is None else (self._done, self._init)
         return writer.advance((self._sources, cells.table), None, self._steps, *flags)

@@ -334,7 +334,8 @@ class Priorities:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that was checked, exactly."""
+        """Restore a state that was checked, exactly, ``alpha`` and ``eps`` among it."""
+        self.alpha, self.eps = float(state["alpha"]), float(state["eps"])
         priorities, leaves, generations = (
             state[key].to(self.priorities.device) for key in ("priorities", "leaves", "generations")
         )

@@ -18,6 +18,7 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.entries import nested_key
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.ranges import integer, not_negative, one_of, optional
+from torchrl_lightning.replay.draws import Own
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
 from torchrl_lightning.state import check_state, generator, number
@@ -67,8 +68,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         stratified: one draw from each of ``B`` equal shares of the total priority; otherwise independent draws.
         weight_norm: ``"batch"`` or ``"buffer"``: the largest weight there is 1; None leaves the weights as they are.
         initial_priority: least priority of new data.
-        batch_length: steps of a window; may be set to another number between samples, and to None for single cells,
-            ``[B]``. A sampler that is built with None draws nothing else.
+        batch_length: steps of a window; None for single cells, ``[B]``. A sampler that is built with None draws nothing
+            else.
         num_earliest_frames_ignored: nothing is drawn that begins in the oldest so many stored steps of an environment.
         generator: random generator; the buffer's takes its place.
 
@@ -113,7 +114,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         one_of(weight_norm, "weight_norm", WEIGHT_NORMS)
         eps, self.initial_priority = not_negative(eps, "eps"), not_negative(initial_priority, "initial_priority")
         self._beta = not_negative(beta, "beta")
-        self._batch_length = optional(integer)(batch_length, "batch_length")
+        self.batch_length = optional(integer)(batch_length, "batch_length")
+        """Steps of a window; None for single cells."""
         self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
         self.table = Priorities(
             max_capacity,
@@ -130,6 +132,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator
+        self._limited_by: tuple[Any, ...] = ()  # what the cells that may be drawn follow from
 
     @property
     def max_size(self) -> int:
@@ -170,17 +173,6 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self._beta = not_negative(value, "beta")
 
     @property
-    def batch_length(self) -> int | None:
-        """Steps of a window; None for single cells."""
-        return self._batch_length
-
-    @batch_length.setter
-    def batch_length(self, value: int | None) -> None:
-        if not self.knows_windows:
-            raise ValueError(f"This sampler draws single cells; build it with batch_length={value!r}.")
-        self._batch_length = optional(integer)(value, "batch_length")
-
-    @property
     def knows_windows(self) -> bool:
         """Whether it can draw windows, however long those are that it draws now."""
         return self.table.starts is not None
@@ -190,8 +182,15 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """Priority of new data."""
         return max(self.initial_priority, self.table.maximum)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    def sample(
+        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+    ) -> tuple[Any, dict[str, Any]]:
         """Draw cells, as :meth:`UniformSampler.sample` does, or windows.
+
+        Args:
+            storage: what the cells are in.
+            batch_size: how many cells, or windows.
+            batch_length: steps of each window, if not as built; None for single cells.
 
         Returns:
             Cells ``[B]`` (coordinates for a storage of several dimensions), and ``priority_weight`` (float32) and
@@ -203,15 +202,18 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
                 a window, or no :class:`RingWriter` tells where steps lie.
         """
         batch_size = integer(batch_size, "batch_size", 0)
+        steps = self.batch_length if batch_length == "own" else batch_length
+        if steps is not None and not self.knows_windows:
+            raise ValueError(f"This sampler draws single cells; build it with batch_length={steps!r}.")
         self._adopt(storage)
-        table = self.table
+        table, windows = self.table, None
         if not table.count:
             raise RuntimeError(f"Cannot sample {batch_size} cells: 0 are stored. Extend the buffer first.")
-        rings = None if table.starts is None else self._limit(storage)
-        windows = None
-        if rings is not None and self._batch_length is not None:
-            windows = self._batch_length, rings.num_envs, rings.length * rings.num_envs
-        found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(), windows)
+        if table.starts is not None:
+            rings = self._limit(storage, steps)
+            if steps is not None:
+                windows = steps, rings.num_envs, rings.length * rings.num_envs
+        found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(steps), windows)
         index, info = found[0], {"priority_weight": found[1], "write_generation": found[2]}
         if windows is not None:
             info["importance_weights"] = found[3]
@@ -227,7 +229,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         """
         return self.table.uniform(count, self.generator)
 
-    def _limit(self, storage: Storage) -> Rings:
+    def _limit(self, storage: Storage, batch_length: int | None) -> Rings:
         """Let only those cells be drawn from which a whole window is stored, and which are not ignored."""
         rings = rings_in(storage)
         if rings is None:
@@ -236,28 +238,28 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
                 f"{type(storage).__name__}; build the buffer with writer=RingWriter(num_envs=...), or the sampler "
                 "without them."
             )
-        reach, ignored = (self._batch_length or 1) - 1, self.num_earliest_frames_ignored
-        (positions, floor), table = rings.arrays, self.table
+        reach, ignored = integer(batch_length or 1, "batch_length") - 1, self.num_earliest_frames_ignored
+        positions, floor = rings.arrays
         source = positions.tobytes(), floor.tobytes(), rings.length, reach, ignored
-        assert table.starts is not None
-        if table.starts.source == source:
+        if self._limited_by == source:
             return rings
         begin = np.maximum(positions - rings.length, floor) + ignored
-        table.limit(begin, np.maximum(positions - reach, begin), rings.length)
-        if not table.tree.nnz and not table.starts.count:
+        end = np.maximum(positions - reach, begin)
+        if not (end > begin).any():
             raise ValueError(
                 f"There is no room for a window: the fullest ring holds {int(rings.filled.max())} steps, windows need "
-                f"{reach + 1 + ignored} (batch_length={self._batch_length}, num_earliest_frames_ignored={ignored}). "
+                f"{reach + 1 + ignored} (batch_length={batch_length}, num_earliest_frames_ignored={ignored}). "
                 "Collect more, or take shorter ones."
             )
-        table.starts.source = source
+        self.table.limit(begin, end, rings.length)
+        self._limited_by = source
         return rings
 
-    def _base(self) -> float:
+    def _base(self, batch_length: int | None) -> float:
         """Return what the leaves are divided by in the weights; zero stands for the smallest leaf of the batch."""
         table = self.table
         if self.weight_norm is None:
-            return table.total / ((table.count if self._batch_length is None else table.tree.nnz) or 1)
+            return table.total / ((table.count if batch_length is None else table.tree.nnz) or 1)
         # A stored cell that can never be drawn (priority and eps zero) must not make all weights zero.
         return 0.0 if table.lowest is None else float(table.power(table.lowest.summary()))
 
@@ -388,6 +390,7 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
     def clear(self) -> None:
         """Forget all priorities; called by ``ReplayBuffer.empty``."""
         self.table.clear()
+        self._limited_by = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return exponents, priorities, leaves and the generator: copies, tensors and scalars, only what is filled."""
@@ -409,8 +412,8 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self.check_state(state_dict)
         self.generator.set_state(state_dict["generator"].cpu())
         self._beta = float(state_dict["beta"])
-        self.table.alpha, self.table.eps = float(state_dict["alpha"]), float(state_dict["eps"])
         self.table.load_state_dict(state_dict)
+        self._limited_by = ()
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""

@@ -346,8 +346,8 @@ def rings_in(storage: Storage) -> Rings | None:
 
 def uneven_rings(storage: Storage) -> Rings | None:
     """Return the rings in a storage, unless its filled cells are simply the first ``len(storage)`` ones."""
-    rings = rings_in(storage)
-    return None if rings is None or rings.is_even else rings
+    writer = filler_of(storage)
+    return None if writer is None or writer.rings.is_even else writer.rings
 
 
 def stored_cells(storage: Storage) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl_lightning.entries import Path, leaves_of, nested_keys, path_of, tre
 from torchrl_lightning.kernels import windows
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.ranges import integer, one_of
-from torchrl_lightning.replay.draws import uniform
+from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter, writer_of
@@ -80,32 +80,31 @@ class SequenceSampler(SamplerHooks, Sampler):
         batch_length = integer(batch_length, "batch_length")
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in < batch_length:
             raise ValueError(f"burn_in must lie in [0, batch_length), got {burn_in!r} of {batch_length} steps.")
-        self.batch_length: int | None = batch_length
-        """Steps of a window, more than the burn-in; may be set between samples, to None for single steps, ``[B]``."""
+        self.batch_length = batch_length
+        """Steps of a window, more than the burn-in."""
         self.episode_ends, self.burn_in = episode_ends, burn_in
         self.recurrent_keys = [path_of(key) for key in nested_keys(recurrent_keys)]
         self._own_rng = generator
         self._by_episode = episode_ends != "across"
         self.clear()
 
-    @property
-    def _steps(self) -> int:
-        return self.batch_length or 1
-
-    @property
-    def _reach(self) -> int:
-        return self.burn_in if self.episode_ends == "pad" else self._steps - 1
-
     def clear(self) -> None:
         """Forget what is known of the storage; called by ``ReplayBuffer.empty``."""
         self._listed = -1, 0  # how much was written, and for windows of which length, when all beginnings were listed
         self._list: NDArray[np.float64] = np.empty(0)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw windows; ``batch_size`` says how many.
+    def sample(
+        self, storage: Storage, batch_size: int, batch_length: int | Own | None = "own"
+    ) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw windows.
+
+        Args:
+            storage: what the cells are in.
+            batch_size: how many windows.
+            batch_length: steps of each, if not as built; more than the burn-in, or None for single steps.
 
         Returns:
-            Cells ``[B, T]``; ``mask`` ``[B, T]`` and the recurrent states.
+            Cells ``[B, T]``; ``mask`` ``[B, T]`` and the recurrent states. Of single steps, all ``[B]``.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -113,20 +112,24 @@ class SequenceSampler(SamplerHooks, Sampler):
                 unknown where episodes end.
         """
         batch_size = integer(batch_size, "batch_size", 0)
-        writer = self._writer(storage, batch_size)
-        cells = np.empty((batch_size, self._steps), np.int64)
+        if batch_length == "own":
+            batch_length = self.batch_length
+        steps = 1 if batch_length is None else integer(batch_length, "batch_length", self.burn_in + 1)
+        writer = self._writer(storage, batch_size, steps)
+        cells = np.empty((batch_size, steps), np.int64)
         mask = np.empty(cells.shape, np.bool_)
         self._fill(writer, cells, mask)
         index = torch.from_numpy(cells)
         info: dict[Any, Any] = {"mask": torch.from_numpy(mask)}
         info.update(_first_states(storage, index, self.recurrent_keys, self.episode_ends == "across"))
-        if self.batch_length is None:
+        if batch_length is None:
             return index.squeeze(1), {key: value.squeeze(1) for key, value in info.items()}
         return index, info
 
     def _fill(self, writer: RingWriter, cells: NDArray[np.int64], mask: NDArray[np.bool_]) -> None:
         episodes = NO_INDEX if writer.index is None else writer.index.arrays
-        reach, draw = self._reach, jitted(windows.draw)
+        steps, draw = cells.shape[1], jitted(windows.draw)
+        reach = self.burn_in if self.episode_ends == "pad" else steps - 1
         options = reach, self.burn_in, self._by_episode, self.episode_ends == "pad"
         rule = (writer.length, *writer.rings.arrays), episodes, options
         missing, found, drawn = len(cells), 0, 0
@@ -135,20 +138,20 @@ class SequenceSampler(SamplerHooks, Sampler):
         while missing and drawn < MAX_DRAWS:
             found = draw(uniform(size, self.generator), True, *rule, cells, mask, found)
             if found < 0:
-                raise self._too_long(rule)
+                raise self._too_long(rule, steps)
             missing, drawn, size = len(cells) - found, drawn + size, min(4 * size, MAX_DRAWS)
         if missing:
-            known = writer.write_count, self._steps
+            known = writer.write_count, steps
             if self._listed != known:
                 self._list, self._listed = jitted(windows.all_starts)(*rule), known
             if not len(self._list):
-                raise self._too_long(rule)
+                raise self._too_long(rule, steps)
             choice = (uniform(missing, self.generator) * len(self._list)).astype(np.int64)
             draw(self._list[choice], False, *rule, cells, mask, found)
 
-    def _writer(self, storage: Storage, count: int) -> RingWriter:
+    def _writer(self, storage: Storage, count: int, steps: int) -> RingWriter:
         if not len(storage):
-            raise RuntimeError(f"Cannot sample {count} windows of {self._steps} steps: 0 steps are stored.")
+            raise RuntimeError(f"Cannot sample {count} windows of {steps} steps: 0 steps are stored.")
         writer = writer_of(storage)
         if writer is None:
             raise ValueError(
@@ -163,12 +166,12 @@ class SequenceSampler(SamplerHooks, Sampler):
             )
         return writer
 
-    def _too_long(self, rule: tuple[Any, ...]) -> ValueError:
+    def _too_long(self, rule: tuple[Any, ...], steps: int) -> ValueError:
         longest = jitted(windows.longest_run)(*rule)
         what = "episode has" if self._by_episode else "run of steps of one environment has"
         return ValueError(
-            f"There is no room for a window: the longest stored {what} {longest} steps, windows need {self._reach + 1} "
-            f"(batch_length={self.batch_length}, burn_in={self.burn_in}). Collect more, take shorter windows"
+            f"There is no room for a window: the longest stored {what} {longest} steps, windows need {rule[2][0] + 1} "
+            f"(batch_length={steps}, burn_in={self.burn_in}). Collect more, take shorter windows"
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
         )
 
@@ -218,12 +221,10 @@ def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], acros
     init, begins = leaves.get(("is_init",)), None
     if init is not None:
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)
-    # With n-step returns the state after the last step is read, with everything else of that step.
-    one_step = not isinstance(storage, RingStorage) or storage.n_step is None
     states: dict[Path, Tensor] = {}
     for path, leaf in leaves.items():
         after = path[0] == "next"
-        if any(under(path[after:], key) for key in keys) and (one_step or not after):
+        if any(under(path[after:], key) for key in keys):
             states[path] = _expanded(leaf, cells, index.shape, begins, zero=not after)
     return states
 

@@ -31,26 +31,17 @@ class Starts:
         [True, True, True, False, True, False]
     """
 
-    source: tuple[bytes | int, ...]
-    """What they follow from, noted by whoever moves them, who need not do so again while it is the same."""
-
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget them."""
         self.begin, self.end, self.length = EVERYWHERE[0], EVERYWHERE[1], 1
-        self.source = ()
 
     @property
     def arrays(self) -> tuple[Ints, Ints, int]:
         """What kernels get."""
         return self.begin, self.end, self.length
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return int((self.end - self.begin).sum())
 
     def move(self, begin: Ints, end: Ints, length: int) -> tuple[Tensor, Tensor] | None:
         """Set them, for rings of ``length`` cells; return the cells that cease, and that come to be such, if any."""
@@ -60,7 +51,7 @@ class Starts:
                 return None
         else:
             old = until = np.zeros_like(begin)
-        self.begin, self.end, self.length, self.source = begin, end, length, ()
+        self.begin, self.end, self.length = begin, end, length
         return (
             self._cells(old, np.minimum(until, begin), np.maximum(old, end), until),
             self._cells(begin, np.minimum(end, old), np.maximum(begin, until), end),
@@ -88,7 +79,7 @@ class Starts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that was checked."""
         self.begin, self.end = state["start_begin"].numpy().copy(), state["start_end"].numpy().copy()
-        self.length, self.source = state["start_length"], ()
+        self.length = state["start_length"]
 
     @staticmethod
     def check_state(state: Mapping[str, Any], capacity: int, owner: str) -> None:

@@ -79,10 +79,6 @@ class RingStorage(processes.Owned, StorageBase):
         self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.cells: Cells | None = None
-        self.n_step: NStepReturns | None = None
-        """How what is read is folded into n-step returns: set by a buffer while it samples."""
-        self.shows_cells = False
-        """Whether what is read says in which cells it lies: set by a buffer while it samples for its transforms."""
 
     @property
     def tree(self) -> Tree:
@@ -249,15 +245,22 @@ class RingStorage(processes.Owned, StorageBase):
 
     # ------------------------------------------------------------------ reading
 
-    def gather(self, index: Tensor, names: Names = None, skip: Collection[tuple[str, ...]] = ()) -> dict[str, Any]:
+    def gather(
+        self,
+        index: Tensor,
+        names: Names = None,
+        skip: Collection[tuple[str, ...]] = (),
+        n_step: NStepReturns | None = None,
+    ) -> dict[str, Any]:
         """Read entries of the cells ``index`` (int64 on the storage's device, filled); see :meth:`Cells.gather`.
 
         Every batch is read here.
         """
         assert self.cells is not None
-        if self.n_step is None:
+        if n_step is None:
             return self.cells.gather(index, names, skip)
-        return self.n_step.gather(self.cells, getattr(self.writer, "index", None), index, names, skip)
+        rings = rings_in(self)
+        return n_step.gather(self.cells, None if rings is None else rings.index, index, names, skip)
 
     def leaves(self, key: NestedKey) -> list[tuple[tuple[str, ...], Tensor]]:
         """Return the stored leaf of a key, or all below it: paths, and all cells, ``[max_size, ...]``; not to be read.
@@ -271,11 +274,15 @@ class RingStorage(processes.Owned, StorageBase):
             raise KeyError(f"There is no stored entry {key!r}; stored are {sorted(self.tree)}.")
         return found
 
-    def get(self, index: Any) -> TensorDictBase:
+    def get(self, index: Any, n_step: NStepReturns | None = None) -> TensorDictBase:
         """Read cells: copies for a tensor of indices of any shape, a view for anything else.
 
         Indices ``[B, T]`` yield sequences named ``(None, "time")``. A negative number, alone or in a list, counts back
         from the last filled cell, as in a Python list; in a tensor, it refers to no cell.
+
+        Args:
+            index: the cells.
+            n_step: fold the steps of a tensor of indices with those that follow.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -293,10 +300,7 @@ class RingStorage(processes.Owned, StorageBase):
         index = integers(index, "Cells").to(self.device)
         self.check_filled(index)
         names = (None, "time") if index.ndim == 2 else None
-        entries = self.gather(index, names)
-        if self.shows_cells:
-            entries["index"] = index
-        return new_tensordict(entries, index.shape, names, index.device)
+        return new_tensordict(self.gather(index, names, (), n_step), index.shape, names, index.device)
 
     def _view(self, index: Any) -> TensorDictBase:
         assert self.data is not None
@@ -333,7 +337,7 @@ class RingStorage(processes.Owned, StorageBase):
             )
 
     def __len__(self) -> int:
-        return self._len
+        return self._len if self._shared else self._own_length  # half as many calls
 
     def draw(self, count: int) -> Tensor:
         """Draw cells uniformly, for TorchRL's ``RandomSampler``, from evenly filled rings."""

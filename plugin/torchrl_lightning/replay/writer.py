@@ -222,14 +222,16 @@ class RingWriter(WriterBase):
 
     def claim(self, env: Ints, steps: int) -> None:
         """Let the cells that the next steps go to leave the rings, so that nobody reads a row while it is written."""
-        self._check_room(env, steps)
+        if not self.overwrite:
+            self._check_room(env, steps)
         self.rings.claim(env, steps)
         self.count_cells()
 
     def advance(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Tensor:
         """Let the rings write matched rows (:meth:`Rings.write`), and tell it; return the cells, ``[steps * M]``."""
         rings, storage = self.rings, self.storage
-        self._check_room(rings.ids if ids is None else ids, steps)
+        if not self.overwrite:
+            self._check_room(rings.ids if ids is None else ids, steps)
         before = rings.count
         cells = rings.write(leaves, ids, steps, done, init)
         if isinstance(storage, RingStorage):
@@ -244,7 +246,7 @@ class RingWriter(WriterBase):
         return index
 
     def _check_room(self, env: Ints, steps: int) -> None:
-        if not self.overwrite and not (room := self.rings.has_room(env, steps)).all():
+        if not (room := self.rings.has_room(env, steps)).all():
             raise ValueError(
                 f"The rings of the environments {env[~room].tolist()} have no room for {steps} more steps, and "
                 "overwrite=False; take out the oldest ones first (dequeue), or build it longer or with overwrite=True; "
