@@ -132,7 +132,7 @@ class EpisodicReturn(Nameable):
         reward, ends, out = found
         time_steps = self.layout.time_steps
         if jitted(write_returns)(
-            cells, (writer.length, *writer.rings.arrays), episodes.arrays, reward, ends, time_steps, int(time_steps),
+            cells, episodes.rings, episodes.arrays, reward, ends, time_steps, int(time_steps),
             self._factors, out,
         ):  # fmt: skip
             self._storage.touch()

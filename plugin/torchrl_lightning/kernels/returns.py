@@ -1,4 +1,4 @@
-"""The compiled pass over episodes that have ended: rewards in their cells become returns in their cells."""
+"""Compiled sums of rewards in cells: the returns of episodes that have ended, and n-step returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_lightning.kernels.episodes import locate, oldest_of
 from torchrl_lightning.kernels.scan_rows import scan_rows
 
 
@@ -16,8 +17,8 @@ def write_returns(
 
     Args:
         cells: the cells, ``[n]``; those in which no episode ends are passed over.
-        rings: cells of a ring; next position of every environment, and below which one nothing is stored, ``[N]``.
-        episodes: arrays of the episode index.
+        rings: what :func:`locate` gets, here and below.
+        episodes: the same.
         reward: of all cells, ``[C, F]``.
         ends: whether nothing comes after a step, of all cells, ``[C]``.
         at_zero: whether that is said by a zero.
@@ -28,19 +29,15 @@ def write_returns(
     Returns:
         Whether an episode ends in any of them.
     """
-    (length, positions, floor), (gamma, lowest, highest) = rings, factors
-    column, done = episodes[0], episodes[1]
+    (length, positions, _), done, (gamma, lowest, highest) = rings, episodes[1], factors
     width, features = len(positions), reward.shape[1]
     carry, written = np.zeros(features, out.dtype), False
     for closing in cells:
         if not done[closing]:
             continue
         written = True
-        env, newest = closing % width, positions[closing % width] - 1
-        end = newest - (newest - closing // width) % length
-        # A first step notes its own position or a later one, any other step where its episode began.
-        first = end if column[closing] >= end else column[closing]
-        low = max(first, newest + 1 - length, floor[env]) + shift
+        env, end, first, _ = locate(closing, rings, episodes)
+        low = max(first, oldest_of(env, rings)) + shift
         known = end - low + 1  # rows up to the last one after which nothing comes
         while known > 0 and (ends[(low + known - 1) % length * width + env] == 0) != at_zero:
             known -= 1
@@ -59,3 +56,38 @@ def write_returns(
             for f in range(features):
                 out[cell, f] = returns[k * features + f]
     return written
+
+
+def fold_rows(
+    cells: Any, rings: Any, episodes: Any, how: Any, rewards: Any, last: Any, total: Any, steps: Any, gamma: Any
+) -> None:
+    """Fold steps with those that follow them in their episodes (numba); the last four arrays are filled.
+
+    Args:
+        cells: where the first steps are, any shape ``[*B]``.
+        rings: as above.
+        episodes: the same.
+        how: most steps, and the discount of each.
+        rewards: of all cells, ``[cells, *F]``.
+        last: cells of the last steps, ``[*B]``.
+        total: discounted sums of rewards, ``[*B, *F]``.
+        steps: numbers of steps, ``[*B]``.
+        gamma: discounts after them, ``[*B]``.
+    """
+    (most, factor), width, size = how, len(rings[1]), len(rewards)
+    first, final, taken, discounts = cells.reshape(-1), last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
+    reward, sums = rewards.reshape(size, -1), total.reshape(len(first), -1)
+    for row in range(len(first)):
+        cell = first[row]
+        _, position, _, end = locate(cell, rings, episodes)
+        count, discount = min(most, end - position + 1), factor
+        for place in range(reward.shape[1]):
+            sums[row, place] = reward[cell, place]
+        for _ in range(count - 1):
+            cell += width
+            if cell >= size:
+                cell -= size
+            for place in range(reward.shape[1]):
+                sums[row, place] += discount * reward[cell, place]
+            discount *= factor
+        final[row], taken[row], discounts[row] = cell, count, discount

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.kernels import rings as ring_kernels
+from torchrl_lightning.kernels import episodes as episode_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.replay.steps import Flags, Ints, check_steps, steps_of
 
@@ -97,9 +97,9 @@ class EpisodeIndex:
         return position % self.length * self.num_envs + env
 
     @property
-    def followed(self) -> tuple[Ints, Ints]:
-        """Where each cell's episode began (a first step notes its own or a later position), and next positions."""
-        return self._column, self._positions
+    def rings(self) -> tuple[int, Ints, Ints]:
+        """The rings as kernels get them."""
+        return self.length, self._positions, self._floor
 
     def steps_of(self, cells: Ints) -> tuple[Ints, Ints]:
         """Return environments and positions of the steps in cells."""
@@ -114,8 +114,8 @@ class EpisodeIndex:
         return begin, end
 
     def _look(self, env: Ints, position: Ints, clip: bool, relative: bool, begin: Ints, end: Ints) -> None:
-        flat, rings = (env.ravel(), position.ravel()), (self.length, self._positions, self._floor)
-        if not jitted(ring_kernels.bounds)(*flat, rings, self.arrays, clip, relative, begin, end):
+        flat = env.ravel(), position.ravel()
+        if not jitted(episode_kernels.bounds)(*flat, self.rings, self.arrays, clip, relative, begin, end):
             check_steps(*flat, self._oldest(np.arange(self.num_envs)), self._positions)
 
     @staticmethod

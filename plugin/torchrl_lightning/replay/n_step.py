@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_lightning._compat import entries_of
 from torchrl_lightning.entries import Path
 from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.returns import fold_rows
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.ranges import fraction, integer
 from torchrl_lightning.replay.cells import Cells, Names
@@ -85,7 +86,8 @@ class NStepReturns:
         # In their final shapes, because each view of a tensor costs as much as a tenth of this.
         last, steps, gamma = (np.empty(rows.shape, kind) for kind in (np.int64, np.int64, np.float32))
         total = np.empty(rows.shape + rewards.shape[1:], rewards.dtype)
-        jitted(fold_rows)(rows, *episodes.followed, self.n_steps, self.gamma, rewards, last, total, steps, gamma)
+        how = self.n_steps, self.gamma
+        jitted(fold_rows)(rows, episodes.rings, episodes.arrays, how, rewards, last, total, steps, gamma)
         return torch.from_numpy(last), torch.from_numpy(total), torch.from_numpy(steps), torch.from_numpy(gamma)
 
     def fold_by_steps(self, episodes: EpisodeIndex, reward: Tensor, index: Tensor) -> Folded:
@@ -106,58 +108,3 @@ class NStepReturns:
         steps = torch.from_numpy(left).to(index.device)
         gamma = (self.gamma ** steps.double()).float()
         return cells.view(shape), total.view(shape + reward.shape[1:]), steps.view(shape), gamma.view(shape)
-
-
-def fold_rows(
-    cells: Any,
-    begins: Any,
-    positions: Any,
-    n_steps: int,
-    factor: float,
-    rewards: Any,
-    last: Any,
-    total: Any,
-    steps: Any,
-    gamma: Any,
-) -> None:
-    """Fold steps (numba); the last four arrays are filled.
-
-    Args:
-        cells: where the first steps are, any shape ``[*B]``.
-        begins: of all cells: where a step's episode began; for a first step its own position, or a later one.
-        positions: next position of every ring, ``[num_envs]``.
-        n_steps: most steps.
-        factor: discount of a step.
-        rewards: of all cells, ``[cells, *F]``.
-        last: cells of the last steps, ``[*B]``.
-        total: discounted sums of rewards, ``[*B, *F]``.
-        steps: numbers of steps, ``[*B]``.
-        gamma: discounts after them, ``[*B]``.
-    """
-    width, size = len(positions), len(begins)
-    length = size // width
-    first, final, taken_steps, factors = cells.reshape(-1), last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
-    reward, sums = rewards.reshape(size, -1), total.reshape(len(first), -1)
-    for row in range(len(first)):
-        cell = first[row]
-        slot = cell // width
-        newest = positions[cell - slot * width] - 1
-        behind = newest % length - slot
-        if behind < 0:
-            behind += length
-        position = newest - behind
-        for place in range(reward.shape[1]):
-            sums[row, place] = reward[cell, place]
-        discount, taken = factor, 1
-        while taken < min(behind + 1, n_steps):  # the seam is behind the newest step
-            following = cell + width
-            if following >= size:
-                following -= size
-            if begins[following] >= position + taken:
-                break
-            cell = following
-            for place in range(reward.shape[1]):
-                sums[row, place] += discount * reward[cell, place]
-            discount *= factor
-            taken += 1
-        final[row], taken_steps[row], factors[row] = cell, taken, discount

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_lightning.kernels import rings as ring_kernels
+from torchrl_lightning.kernels import episodes as episode_kernels
 from torchrl_lightning.kernels.compiled import jitted
 
 Ints = NDArray[np.int64]
@@ -27,7 +27,7 @@ def steps_between(low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
 def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
     """Return environments and positions of the steps in cells of rings, of their shape; see ``Rings.position_of``."""
     env, position = np.empty(cells.shape, np.int64), np.empty(cells.shape, np.int64)
-    jitted(ring_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
+    jitted(episode_kernels.steps_of)(cells.ravel(), length, positions, env.reshape(-1), position.reshape(-1))
     return env, position
 
 
