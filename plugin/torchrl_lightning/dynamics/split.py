@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,14 +11,14 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.steps import steps_between
-from torchrl_lightning.state import check_state, same, tensor, whole
+from torchrl_lightning.state import array, tensor, whole
+from torchrl_lightning.stated import Fixed, Kept, Stated
 from torchrl_lightning.trust import Nameable
 
-STATE_VERSION = 1
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class HoldoutSplit(Nameable):
+class HoldoutSplit(Stated, Nameable):
     """Split the rows in rings into a training and a validation part, where no row ever changes sides.
 
     The side of a row is decided when it is first seen, by a hash of the seed, its environment and its ever-increasing
@@ -48,13 +45,24 @@ class HoldoutSplit(Nameable):
         [0, 4, 8, 18]
     """
 
+    OWNER, VERSION = "split", 1
+    STATE = {
+        "seed": Kept(whole()),
+        "validation_fraction": Fixed(),
+        "max_validation": Fixed(),
+        "cells": Kept(whole(), "_num_cells"),
+        "held": Kept(tensor(torch.int64, None, low=0, high=lambda _, state: state["cells"] - 1), "_held_cells"),
+        "seen": Kept(array(torch.int64, None, low=0), "_seen"),
+        "era": Kept(whole(), "_era"),
+    }
+
     def __init__(self, validation_fraction: float = 0.2, max_validation: int = 5000, *, seed: int = 0) -> None:
         if not 0.0 < validation_fraction < 1.0:
             raise ValueError(
                 f"validation_fraction must be above 0 and below 1, so that neither part is empty, got "
                 f"{validation_fraction!r}."
             )
-        self.validation_fraction = validation_fraction
+        self.validation_fraction = float(validation_fraction)
         self.max_validation = integer(max_validation, "max_validation")
         self.seed = integer(seed, "seed", 0)
         self._held = torch.zeros(0, dtype=torch.bool)  # beside the cells
@@ -107,39 +115,21 @@ class HoldoutSplit(Nameable):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the sides and of what was seen: tensors and numbers only."""
-        return {
-            "schema_version": STATE_VERSION,
-            "seed": self.seed,
-            "validation_fraction": float(self.validation_fraction),
-            "max_validation": self.max_validation,
-            "cells": len(self._held),
-            "held": self._held.nonzero().squeeze(1),
-            "seen": torch.from_numpy(self._seen.copy()),
-            "era": self._era,
-        }
+    @property
+    def _num_cells(self) -> int:
+        return len(self._held)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state, the seed among it.
+    @_num_cells.setter
+    def _num_cells(self, number: int) -> None:
+        self._held = torch.zeros(number, dtype=torch.bool)
 
-        Raises:
-            ValueError: another version, fraction or limit, or it is not a state of a split; nothing is changed.
-        """
-        schema = {
-            "seed": whole(),
-            "validation_fraction": same(float(self.validation_fraction), "split"),
-            "max_validation": same(self.max_validation, "split"),
-            "cells": whole(),
-            "seen": tensor(torch.int64, None, low=0),
-            "era": whole(),
-        }
-        check_state(state_dict, schema, "split", STATE_VERSION)
-        check_state(state_dict, {"held": tensor(torch.int64, None, low=0, high=state_dict["cells"] - 1)}, "split")
-        self.seed, self._era = state_dict["seed"], state_dict["era"]
-        self._held = torch.zeros(state_dict["cells"], dtype=torch.bool)
-        self._held[state_dict["held"]] = True
-        self._seen = state_dict["seen"].numpy().copy()
+    @property
+    def _held_cells(self) -> Tensor:
+        return self._held.nonzero().squeeze(1)
+
+    @_held_cells.setter
+    def _held_cells(self, cells: Tensor) -> None:
+        self._held[cells] = True
 
 
 def _shares(seed: int, env: NDArray[np.int64], stamp: NDArray[np.int64]) -> NDArray[np.float64]:

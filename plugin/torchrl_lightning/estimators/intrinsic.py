@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -12,10 +11,20 @@ from torch import Tensor
 
 from torchrl_lightning.estimators._checks import check_fraction
 from torchrl_lightning.kernels.scan import discounted_scan
-from torchrl_lightning.state import check_state, number, same, tensor
+from torchrl_lightning.state import Here, number, tensor
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
 
-class IntrinsicRewardNormalizer:
+def _sums(value: Any, name: str, here: Here) -> Tensor | None:
+    """Expect the sums of a filter, of any shape."""
+    if value is None:
+        return None
+    shape, largest = value.shape if isinstance(value, Tensor) else (), sys.float_info.max
+    found: Tensor = tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True)(value, name)
+    return found.detach()
+
+
+class IntrinsicRewardNormalizer(Stated):
     r"""Divide intrinsic rewards by a running standard deviation of their discounted sum.
 
     .. math::
@@ -39,6 +48,16 @@ class IntrinsicRewardNormalizer:
     tensor([[0.],
             [2.]])
     """
+
+    OWNER, VERSION = "normaliser", 1
+    STATE = {
+        "gamma": Fixed(),
+        "direction": Fixed(),
+        "mean": Kept(number(), "_mean"),
+        "variance": Kept(number(0), "_variance"),
+        "count": Kept(number(0), "_count"),
+        "filter": Kept(_sums, "_filter", missing=None),
+    }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
         if direction not in ("forward", "backward"):
@@ -149,48 +168,3 @@ class IntrinsicRewardNormalizer:
         self._mean += shift * count / total
         self._variance = spread / total
         self._count = total
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the statistics and the filter as tensors and numbers, a copy."""
-        state: dict[str, Any] = {
-            "schema_version": 1,
-            "gamma": self.gamma,
-            "direction": self.direction,
-            "mean": self._mean,
-            "variance": self._variance,
-            "count": self._count,
-        }
-        if self._filter is not None:
-            state["filter"] = self._filter.clone()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: an entry is missing or wrong, or the state comes from another version, discount or direction;
-                nothing is changed.
-        """
-        self.check_state(state)
-        kept = state.get("filter")
-        self._filter = None if kept is None else kept.detach().clone()
-        self._mean, self._variance, self._count = (float(state[key]) for key in ("mean", "variance", "count"))
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
-        schema = {
-            "gamma": same(self.gamma, "normaliser"),
-            "direction": same(self.direction, "normaliser"),
-            "mean": number(),
-            "variance": number(0),
-            "count": number(0),
-        }
-        check_state(state, schema, "normaliser", version=1)
-        kept = state.get("filter")
-        if kept is not None:
-            shape, largest = kept.shape if isinstance(kept, Tensor) else (), sys.float_info.max
-            tensor(torch.float64, *shape, low=-largest, high=largest, anywhere=True)(kept, "'filter'")

@@ -9,7 +9,7 @@ are a function of the leaves alone, and rounding cannot pile up. Numba's walks k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -22,7 +22,8 @@ from torchrl_lightning.kernels.memory import allocate
 from torchrl_lightning.kernels.scan import runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 from torchrl_lightning.parts import is_spawning
-from torchrl_lightning.state import check_state, same, tensor
+from torchrl_lightning.state import tensor
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
@@ -37,7 +38,7 @@ OPERATORS: dict[Any, str] = {
 """The operations that may be given as torch's functions."""
 
 
-class SegmentTree:
+class SegmentTree(Stated):
     """The sum, minimum or maximum over an array, kept up to date in ``O(log capacity)`` for each changed element.
 
     Every leaf starts at ``initial``; so the minimum of a new tree is 0 until each leaf has been set.
@@ -63,6 +64,9 @@ class SegmentTree:
         >>> tree.summary().item(), tree[[2, 1]].tolist()
         (5.0, [5.0, 0.0])
     """
+
+    OWNER, VERSION = "tree", 1
+    STATE = {"op": Fixed(), "capacity": Fixed(), "leaves": Kept("_read_leaves", "_used")}
 
     def __init__(
         self,
@@ -224,32 +228,18 @@ class SegmentTree:
         self.leaves.fill_(self.initial)
         self._rebuild()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return operation, capacity, and the leaves up to the last one that differs from ``initial``; a copy.
-
-        Example:
-            >>> tree = SumSegmentTree(1000)
-            >>> tree[1] = 2.0
-            >>> tree.state_dict()["leaves"].tolist()
-            [0.0, 2.0]
-        """
+    @property
+    def _used(self) -> Tensor:
+        """The leaves up to the last one that differs from ``initial``."""
         used = (self.leaves != self.initial).nonzero()
-        extent = int(used[-1]) + 1 if len(used) else 0
-        return {"schema_version": 1, "op": self.op, "capacity": self.capacity, "leaves": self.leaves[:extent].clone()}
+        return self.leaves[: int(used[-1]) + 1 if len(used) else 0]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over all leaves.
+    @_used.setter
+    def _used(self, leaves: Tensor) -> None:
+        self.set_all(leaves)
 
-        Raises:
-            ValueError: the state is of another operation or capacity, or holds values that no leaf may have.
-        """
-        schema = {
-            "op": same(self.op, "tree"),
-            "capacity": same(self.capacity, "tree"),
-            "leaves": tensor(self.dtype, None, anywhere=True),
-        }
-        check_state(state_dict, schema, self.name, version=1)
-        self.set_all(state_dict["leaves"])
+    def _read_leaves(self, value: Any, name: str) -> Tensor:
+        return self._fitting(tensor(self.dtype, None, anywhere=True)(value, name))
 
     def set_all(self, leaves: Tensor) -> None:
         """Set the first leaves, and all others back to ``initial``, in ``O(capacity)``.
@@ -266,13 +256,18 @@ class SegmentTree:
             >>> tree.leaves.tolist(), tree.nnz
             ([1.0, 2.0, 0.0, 0.0], 2)
         """
+        new = self._fitting(leaves)
+        self.leaves[: new.numel()].copy_(new)
+        self.leaves[new.numel() :].fill_(self.initial)
+        self._rebuild()
+
+    def _fitting(self, leaves: Tensor) -> Tensor:
+        """Return leaves as the tree keeps them, or refuse them."""
         new = leaves.to(device=self.device, dtype=self.dtype).reshape(-1)
         if new.numel() > self.capacity:
             raise ValueError(f"{self.name}: got {new.numel()} leaves, but holds {self.capacity}.")
         self._check_leaves(new)
-        self.leaves[: new.numel()].copy_(new)
-        self.leaves[new.numel() :].fill_(self.initial)
-        self._rebuild()
+        return new
 
     def _rebuild(self) -> None:
         level = self._width
