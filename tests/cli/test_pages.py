@@ -148,6 +148,15 @@ def test_every_link_leads_to_a_file_or_a_heading_and_the_readme_to_every_page():
     assert pictures == {name for page in PAGES.values() for name in re.findall(r"(\w+\.(?:png|svg))\)", page)}
 
 
+def test_the_floors_are_those_that_imports_are_held_to():
+    (contract, *_) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [set(re.findall(r"torchrl_lightning\.(\w+)", layer)) for layer in contract["layers"]]
+    package = PROJECT / "plugin" / "torchrl_lightning"
+    expected = [rooms for layer in layers if (rooms := {each for each in layer if (package / each).is_dir()})]
+    rows = re.findall(r"^\| [2-9] \| (.*?) \|", PAGES["architecture"], flags=re.MULTILINE)
+    assert [set(re.findall(r"`(\w+)/`", row)) for row in rows] == expected
+
+
 def test_the_table_of_experiments_has_all_with_their_frames():
     rows = re.findall(r"^\| `(\w+)` \| .* \| (\d+) \| [^|]*\|$", PAGES["README"], flags=re.MULTILINE)
     assert {name for name, _ in rows} == {path.stem for path in (CONF_DIR / "experiment").glob("*.yaml")}
