@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.sharedctypes import Value
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase
@@ -242,6 +242,8 @@ class WriterBase(StateFiles, Writer):
 
 class SamplerHooks(StateFiles, OwnSignature, OwnGenerator):
     """A sampler's private hooks under public names, with a generator of its own."""
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator",)
 
     # A TorchRL buffer without a generator assigns None here; the sampler then keeps its own.
     @property

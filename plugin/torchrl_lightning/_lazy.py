@@ -1,24 +1,26 @@
-"""Export the names of a package's stub, each imported when it is first asked for. Imports nothing heavy."""
+"""Export the names of the package and of its rooms, each imported when it is first asked for. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import ast
+import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562) from the stub beside its file.
+@cache
+def wiring() -> dict[str, Any]:
+    """Read what ``tests/wiring.py`` derives from the modules: names, and the arguments of the parts."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("wiring.json").read_text(encoding="utf-8"))
+    return found
 
-    The stub is the only list of names, so that type checkers and the running program cannot disagree.
-    """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    module_of = {
-        alias.name: str(node.module) for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of the package or of one of its rooms (PEP 562)."""
+    module_of: dict[str, str] = wiring()["exports"][package]
 
     def lazy_getattr(name: str) -> Any:
         if name not in module_of:
@@ -27,5 +29,8 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         setattr(sys.modules[package], name, value)
         return value
 
+    for name, module in module_of.items():
+        if module == f"{package}.{name}":  # which would be found instead of what it defines
+            lazy_getattr(name)
     names = sorted(module_of)
     return lazy_getattr, lambda: sorted(names), names

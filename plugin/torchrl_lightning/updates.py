@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["UpdateBatches", "updates_of"]
+
 from collections.abc import Iterator
 from typing import Any, NoReturn
 

@@ -29,7 +29,7 @@ def test_the_wheel_carries_the_modules_the_hydra_tree_the_plugin_and_the_type_ma
     assert {Path(name).suffix for name in tree} == {".yaml", ".safetensors"}
     modules = {str(path.relative_to(PROJECT / "plugin")) for path in PROJECT.glob("plugin/**/*.py")}
     assert "hydra_plugins/torchrl_lightning_searchpath/__init__.py" in modules
-    assert tree | modules | {"torchrl_lightning/py.typed"} <= names
+    assert tree | modules | {"torchrl_lightning/py.typed", "torchrl_lightning/wiring.json"} <= names
     # An __init__.py there would hide the Hydra plugins of all other distributions.
     assert "hydra_plugins/__init__.py" not in names
     roots = {name.split("/")[0] for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["BestCheckpoint", "LastCheckpoint"]
+
 import logging
 from pathlib import Path
 from typing import Any

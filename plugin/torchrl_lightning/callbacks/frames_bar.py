@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+__all__ = ["FramesProgressBar"]
+
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -35,6 +37,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         >>> type(trainer.progress_bar_callback).__name__
         'FramesProgressBar'
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "frames_bar"
 
     def __init__(self, refresh_every: float = 0.2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The names of the room and the modules that they come from."""
+"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
 
 from torchrl_lightning.collectors.asynchronous import AsynchronousCollector as AsynchronousCollector
 from torchrl_lightning.collectors.episodes import play_episodes as play_episodes

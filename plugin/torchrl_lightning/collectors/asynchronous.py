@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["AsynchronousCollector"]
+
 import copy
 import pickle
 import weakref

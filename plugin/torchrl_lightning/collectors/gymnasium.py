@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["GymnasiumCollector"]
+
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 

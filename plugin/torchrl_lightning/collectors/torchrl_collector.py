@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["TorchRLCollector"]
+
 from typing import TYPE_CHECKING
 
 import numpy as np

@@ -1,11 +1,10 @@
-"""Configs of our components for TorchRL's groups, derived from their constructors.
+"""Configs of our components for TorchRL's groups, with all arguments of their constructors.
 
 A key may be written as a string or as a list of strings, a dtype as its name.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 # Also for its side effect: it stores TorchRL's own options of the groups below.
@@ -14,80 +13,35 @@ from hydra.core.config_store import ConfigStore
 from torchrl.trainers.algorithms.configs.data import ReplayBufferBaseConfig, SamplerConfig, StorageConfig, WriterConfig
 from torchrl.trainers.algorithms.configs.transforms import TransformConfig
 
-import torchrl_lightning
-from torchrl_lightning._fields import config_fields
+from torchrl_lightning._lazy import wiring
+from torchrl_lightning._schemas import config_class
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
-
-
-def config_of(name: str, base: type[Any]) -> type[Any]:
-    """Make the config of a public class, of TorchRL's kind ``base``: a field for each argument of its constructor."""
-    settings: list[tuple[str, Any, Any]] = [
-        ("_target_", str, f"{torchrl_lightning.__name__}.{name}"),
-        ("_convert_", str, "all"),
-        ("_partial_", bool, False),
-        *config_fields(getattr(torchrl_lightning, name)),
-    ]
-    return dataclasses.make_dataclass(
-        f"{name}Config",
-        [
-            (key, kind, dataclasses.field(default_factory=default.copy) if isinstance(default, list) else default)
-            for key, kind, default in settings
-        ],
-        bases=(base,),
-        namespace={"__doc__": f"Config of :class:`torchrl_lightning.{name}`.", "__module__": __name__},
-    )
-
-
-def _group(base: type[Any], **components: str) -> dict[str, type[Any]]:
-    return {name: config_of(component, base) for name, component in components.items()}
-
-
-# Each is a transform, and also the module of TorchRL's ModuleTransform, which the group ``value`` is for.
-_ESTIMATORS = _group(
-    TransformConfig,
-    discounted_returns="DiscountedReturns",
-    generalized_advantages="GeneralizedAdvantages",
-    vtrace_advantages="VTraceAdvantages",
-    intrinsic_returns="IntrinsicReturns",
-)
-
-COMPONENTS: dict[str, dict[str, type[Any]]] = {
-    "storage": _group(StorageConfig, rollout="RolloutStorage", ring="RingStorage", frame="FrameStorage"),
-    "writer": _group(WriterConfig, rollout="RolloutWriter", ring="RingWriter"),
-    "sampler": _group(
-        SamplerConfig,
-        minibatch="MinibatchSampler",
-        uniform="UniformSampler",
-        prioritized="PrioritizedSampler",
-        sequence="SequenceSampler",
-        recent="RecentSampler",
-    ),
-    "transform": {
-        **_ESTIMATORS,
-        **_group(
-            TransformConfig,
-            frame_stack="FrameStackTransform",
-            hindsight_relabel="HindsightRelabel",
-            dynamics_targets="DynamicsTargets",
-        ),
-    },
-    "value": _ESTIMATORS,
-    "replay_buffer": _group(
-        ReplayBufferBaseConfig,
-        vanilla="VanillaOnPolicyBuffer",
-        gae="GAEBuffer",
-        vtrace="VTraceBuffer",
-        ppod="PPODBuffer",
-        ppo="PPOBuffer",
-        experience="ExperienceBuffer",
-        episodic="EpisodicReplayBuffer",
-        recurrent="RecurrentReplayBuffer",
-        simple="SimpleReplayBuffer",
-        model_based="MBReplayBuffer",
-    ),
+# TorchRL's kind of each of ours, and its groups. An estimator is a transform, and also the module of TorchRL's
+# ModuleTransform, which the group ``value`` is for.
+_KINDS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "storage": (StorageConfig, ("storage",)),
+    "writer": (WriterConfig, ("writer",)),
+    "sampler": (SamplerConfig, ("sampler",)),
+    "transform": (TransformConfig, ("transform",)),
+    "value": (TransformConfig, ("transform", "value")),
+    "buffer": (ReplayBufferBaseConfig, ("replay_buffer",)),
 }
+
+
+def _components() -> dict[str, dict[str, type[Any]]]:
+    found: dict[str, dict[str, type[Any]]] = {}
+    for target, part in wiring()["parts"].items():
+        base, groups = _KINDS.get(part["group"], (None, ()))
+        if base is not None:
+            config = config_class(target, f"{target.rpartition('.')[2]}Config", bases=(base,), partial=False)
+            for group in groups:
+                found.setdefault(group, {})[part["name"]] = config
+    return found
+
+
+COMPONENTS = _components()
 
 
 def register_configs() -> None:

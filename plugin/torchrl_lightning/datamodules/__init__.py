@@ -1,17 +1,7 @@
 """Lightning DataModules: each owns an environment, a collector, a buffer and the count of environment frames."""
 
-from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.branched_replay import BranchedReplay
-from torchrl_lightning.datamodules.dynamics import DynamicsDataModule
-from torchrl_lightning.datamodules.mixed_replay import MixedReplay
-from torchrl_lightning.datamodules.on_policy import OnPolicyDataModule
-from torchrl_lightning.datamodules.replay import ReplayDataModule
+from __future__ import annotations
 
-__all__ = [
-    "BranchedReplay",
-    "DynamicsDataModule",
-    "ExperienceDataModule",
-    "MixedReplay",
-    "OnPolicyDataModule",
-    "ReplayDataModule",
-]
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

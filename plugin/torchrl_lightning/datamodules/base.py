@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+__all__ = ["ExperienceDataModule"]
+
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -87,6 +89,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     Raises:
         ValueError: A size is not positive, or ``frames_per_batch`` does not fit ``num_envs`` and the resets.
     """
+
+    CONFIG_NAME: ClassVar[str | None] = None
 
     env: Any = setting(kw_only=False)
     num_envs: Count = 8

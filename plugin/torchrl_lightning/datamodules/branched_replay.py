@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+__all__ = ["BranchedReplay"]
+
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -61,6 +63,8 @@ class BranchedReplay(Nameable):
         >>> data = ReplayDataModule("Pendulum-v1", buffer=ExperienceBuffer, source=source)
         >>> module = MBPOModule()  # to be fitted with it
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("buffer",)
 
     def __init__(
         self,

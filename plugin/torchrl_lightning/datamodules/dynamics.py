@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DynamicsDataModule"]
+
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Protocol

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["MixedReplay"]
+
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["OnPolicyDataModule"]
+
 import inspect
 import time
 from collections.abc import Iterator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["ReplayDataModule"]
+
 import logging
 import secrets
 import time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DemonstrationActor"]
+
 from typing import Any, get_args
 
 from tensordict import TensorDictBase

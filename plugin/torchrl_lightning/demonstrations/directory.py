@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DemonstrationDirectory"]
+
 import json
 import logging
 from collections.abc import Collection, Sequence

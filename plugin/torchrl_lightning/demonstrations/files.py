@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["read_demonstration", "write_demonstration"]
+
 import json
 import math
 from collections.abc import Mapping

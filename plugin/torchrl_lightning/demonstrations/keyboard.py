@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["play_demonstrations"]
+
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["minari_demonstrations"]
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

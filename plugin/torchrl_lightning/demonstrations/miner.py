@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DemonstrationMiner"]
+
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["PPODBuffer"]
+
 import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

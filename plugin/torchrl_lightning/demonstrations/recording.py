@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["record_demonstrations"]
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DemonstrationReplay"]
+
 import copy
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args

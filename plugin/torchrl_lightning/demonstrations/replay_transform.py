@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+__all__ = ["DemonstrationReplayTransform"]
+
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +51,8 @@ class DemonstrationReplayTransform(PlayingTransform):
         >>> rollout["demo", "action"].tolist(), rollout["next", "reward"].flatten().tolist()
         ([0, 1, 1], [0.0, 0.0, 1.0])
     """
+
+    CONFIG_NAME: ClassVar[str | None] = None
 
     def __init__(self, replay: DemonstrationReplay) -> None:
         super().__init__(in_keys=[], out_keys=[REPLAYED, DEMO_ACTION, DEMO_SERIAL])

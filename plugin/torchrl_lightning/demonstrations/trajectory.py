@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["Demonstration"]
+
 import copy
 import math
 from collections.abc import Mapping

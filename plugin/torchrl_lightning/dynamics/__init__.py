@@ -1,6 +1,7 @@
 """Experience that models of an environment learn from: their inputs and targets, and the buffer of transitions."""
 
-from torchrl_lightning.dynamics.buffer import MBReplayBuffer as MBReplayBuffer
-from torchrl_lightning.dynamics.scaler import StandardScaler as StandardScaler
-from torchrl_lightning.dynamics.split import HoldoutSplit as HoldoutSplit
-from torchrl_lightning.dynamics.targets import DynamicsTargets as DynamicsTargets
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

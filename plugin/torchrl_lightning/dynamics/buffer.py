@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["MBReplayBuffer"]
+
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -71,6 +73,9 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
         >>> [tuple(batch["inputs"].shape) for batch in buffer.generate_batches(mini_batch_size=3)]
         [(3, 4), (3, 4), (2, 4)]
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "model_based"
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("actor", "algorithm", "batch_size", "envs", "generator", "num_envs")
 
     storage: RingStorage
     writer: RingWriter

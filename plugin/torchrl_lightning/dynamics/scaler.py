@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["StandardScaler"]
+
 from collections.abc import Sequence
 from typing import Self
 

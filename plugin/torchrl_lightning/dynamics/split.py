@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["HoldoutSplit"]
+
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""The names of the room and the modules that they come from."""
+"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
 
 from torchrl_lightning.environments.frame_stack import FrameStack as FrameStack
 from torchrl_lightning.environments.goal_reward import GoalReward as GoalReward

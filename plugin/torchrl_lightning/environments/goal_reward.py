@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["GoalReward"]
+
 from typing import Any, SupportsFloat
 
 import gymnasium as gym

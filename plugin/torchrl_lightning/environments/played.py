@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["FollowedReplaySource", "ReplaySource", "ReplayedRows"]
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+__all__ = ["EnvironmentRecipe", "SelectObservation"]
+
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -105,6 +107,8 @@ class EnvironmentRecipe(Settings, Nameable):
         >>> EnvironmentRecipe("CartPole-v1", observe=[0, 2])
         EnvironmentRecipe('CartPole-v1', observe=[0, 2])
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "recipe"
 
     id: Annotated[Factory, _name_or_named] = setting(kw_only=False)
     env_kwargs: Annotated[Mapping[str, Any], _dict] = setting(default=None, kw_only=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["spawn_seed"]
+
 from zlib import crc32
 
 import numpy as np

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["EnvironmentSpecs", "environment_specs"]
+
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["make_environment"]
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

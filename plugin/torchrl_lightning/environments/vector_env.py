@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["make_vector_env"]
+
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

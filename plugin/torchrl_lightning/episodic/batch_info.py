@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["BatchInfo"]
+
 from typing import Any
 
 import torch

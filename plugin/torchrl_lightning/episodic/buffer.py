@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["EpisodicReplayBuffer"]
+
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["FrameStorage"]
+
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["HindsightRelabel"]
+
 from collections.abc import Callable
 from typing import Any
 

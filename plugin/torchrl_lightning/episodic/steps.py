@@ -17,6 +17,8 @@ episode that ends without being terminated (a LAST step whose discount is not ze
 
 from __future__ import annotations
 
+__all__ = ["StepLayout"]
+
 from dataclasses import dataclass
 
 from tensordict import TensorDictBase

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["gae"]
+
 import math
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["IntrinsicRewardNormalizer"]
+
 import math
 import sys
 from typing import Any, Literal, Self

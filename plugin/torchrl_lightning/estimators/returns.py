@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["discount_cumsum", "discounted_returns"]
+
 import math
 from typing import Any, overload
 

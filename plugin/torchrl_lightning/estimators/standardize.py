@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["standardize"]
+
 import torch
 from torch import Tensor
 

@@ -1,1 +1,7 @@
 """Compiled kernels and the trees and scans over them: one way to compile, no data of a buffer."""
+
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

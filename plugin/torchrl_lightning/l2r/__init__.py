@@ -1,6 +1,7 @@
 """l2r-lab's buffers: steps go in one by one, batches come out at random; their typed configs."""
 
-from torchrl_lightning.l2r.ppo import PPOBuffer
-from torchrl_lightning.l2r.simple import SimpleReplayBuffer
+from __future__ import annotations
 
-__all__ = ["PPOBuffer", "SimpleReplayBuffer"]
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

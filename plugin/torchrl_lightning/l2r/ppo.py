@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["PPOBuffer"]
+
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -103,6 +105,18 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         >>> buffer.sample_batch()["ret"].sort().values.tolist()
         [1.0, 1.5, 1.75]
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = (
+        "actor",
+        "algorithm",
+        "critic",
+        "envs",
+        "generator",
+        "intrinsic_critic",
+        "num_envs",
+        "size",
+        "time_dim",
+    )
 
     schema: ClassVar[type] = PPOBufferSchema
     parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["SimpleReplayBuffer"]
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,8 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
         >>> batch["obs2"], batch["done"]
         (tensor([[1., 1.]]), tensor([0.]))
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("generator", "num_envs", "shared")
 
     schema: ClassVar[type] = SimpleReplayBufferSchema
 

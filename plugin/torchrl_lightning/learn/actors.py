@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+__all__ = ["build_actor", "build_critic"]
+__room__ = ["Actor", "Critic"]
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["ClippedNormal", "MultiCategorical"]
+
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

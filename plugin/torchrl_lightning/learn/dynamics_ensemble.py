@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+__all__ = ["DynamicsEnsemble"]
+
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from lightning import LightningDataModule
@@ -62,6 +64,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         >>> module.policy(specs.observation.zero([2]))["action"].shape
         torch.Size([2, 1])
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "pets"
 
     num_elites: Count | None = None
     planner: Annotated[Planner, otherwise(lambda: CrossEntropyPlanner)] = setting(default=None)

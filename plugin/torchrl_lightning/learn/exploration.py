@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["EpsilonGreedyPolicy", "ExploringPolicy", "NoisyPolicy", "StochasticPolicy"]
+
 from dataclasses import dataclass
 
 import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["LoadedPolicy", "load_policy"]
+
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["LossModuleAgent"]
+
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["MBPOModule"]
+
 from typing import Annotated, Any, Self
 
 import torch

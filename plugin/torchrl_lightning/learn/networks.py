@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+__all__ = ["CNNNetwork", "MLPNetwork", "RecurrentNetwork"]
+__room__ = ["Network"]
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,7 +213,7 @@ class Network(Protocol):
 
 
 @dataclass
-class MLPNetwork(Nameable):
+class MLPNetwork(Network, Nameable):
     """A multi-layer perceptron over flat observations.
 
     Args:
@@ -243,7 +246,7 @@ class MLPNetwork(Nameable):
 
 
 @dataclass
-class CNNNetwork(Nameable):
+class CNNNetwork(Network, Nameable):
     """Convolutions over pixels, by default those of Mnih et al. (2015), shared by actor and critic.
 
     Args:
@@ -279,7 +282,7 @@ class CNNNetwork(Nameable):
 
 
 @dataclass
-class RecurrentNetwork(Nameable):
+class RecurrentNetwork(Network, Nameable):
     """A GRU or an LSTM over another network's features; actor and critic always share it.
 
     One memory for both keeps the critic a function of what a rollout records: given a row's observation and

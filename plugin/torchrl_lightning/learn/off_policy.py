@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["OffPolicyModule"]
+
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -55,6 +57,8 @@ class OffPolicyModule(TermsModule):
     Raises:
         ValueError: An interval is below 1, ``tau`` is not in (0, 1], or there are no states to refresh.
     """
+
+    CONFIG_NAME: ClassVar[str | None] = None
 
     followed: ClassVar[Sequence[str]]
 

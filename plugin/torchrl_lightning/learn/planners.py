@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+__all__ = ["CrossEntropyPlanner", "RandomShootingPlanner"]
+
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
@@ -44,6 +46,8 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         candidates: Action sequences tried at a time, K.
         particles: How often each is tried, of which the returns are averaged.
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("env",)
 
     env: WorldModelEnvironment = setting(kw_only=False)
     horizon: Count = 15
@@ -153,6 +157,8 @@ class CrossEntropyPlanner(ShootingPlanner):
         ValueError: A number is out of range, or there are fewer than two elites or more than candidates.
         TypeError: The actions are not bounded floating-point vectors.
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "cem"
 
     candidates: Count = 150
     elites: int = 15

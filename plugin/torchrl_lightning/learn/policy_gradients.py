@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["A2CModule", "PPOModule", "ReinforceModule", "VTraceModule"]
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DQNModule", "SACModule", "TD3Module"]
+
 import math
 from typing import Annotated, Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["build_action_critic", "build_q_network"]
+
 from collections.abc import Sequence
 from typing import Any
 

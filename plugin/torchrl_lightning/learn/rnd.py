@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+__all__ = ["RandomNetworkDistillation"]
+
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -43,6 +45,8 @@ class RandomNetworkDistillation(Settings, nn.Module):
         >>> rollout["next", "intrinsic_reward"].shape
         torch.Size([5, 2, 1])
     """
+
+    CONFIG_NAME: ClassVar[str | None] = "rnd"
 
     network: Annotated[Network, otherwise(lambda: MLPNetwork([64, 64], "relu"))] = setting(default=None, kw_only=False)
     embedding_size: Count = 64

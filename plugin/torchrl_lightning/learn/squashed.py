@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__room__ = ["build_deterministic_actor", "build_squashed_actor"]
+
 import math
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["WorldModelEnvironment"]
+
 from typing import Any, Self
 
 import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["WorldModelFit"]
+
 import copy
 from typing import Any
 

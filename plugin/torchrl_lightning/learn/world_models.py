@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["OutsideBox", "WorldModel"]
+
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Self
 

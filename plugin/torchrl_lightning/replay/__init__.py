@@ -1,9 +1,7 @@
 """Replay: rings of cells, their writer and episode index, samplers, and the buffers over them."""
 
-from torchrl_lightning.replay.buffer import ExperienceBuffer as ExperienceBuffer
-from torchrl_lightning.replay.episode_index import EpisodeIndex as EpisodeIndex
-from torchrl_lightning.replay.prioritized import PrioritizedSampler as PrioritizedSampler
-from torchrl_lightning.replay.sequences import SequenceSampler as SequenceSampler
-from torchrl_lightning.replay.storage import RingStorage as RingStorage
-from torchrl_lightning.replay.uniform import UniformSampler as UniformSampler
-from torchrl_lightning.replay.writer import RingWriter as RingWriter
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+__all__ = ["ExperienceBuffer"]
+
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -82,6 +84,8 @@ class ExperienceBuffer(ShareableBuffer):
         >>> batch["observation"].shape, batch["index"].shape
         (torch.Size([4, 3]), torch.Size([4]))
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("batch_size", "collate_fn", "generator", "num_envs", "shared")
 
     def __init__(
         self,

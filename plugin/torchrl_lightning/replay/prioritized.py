@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["PrioritizedSampler"]
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

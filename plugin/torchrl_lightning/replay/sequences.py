@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["SequenceSampler"]
+
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["RingStorage"]
+
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,7 @@
 """On-policy experience: one rollout, its advantages, and its mini-batches."""
 
-from torchrl_lightning.rollout.advantages import DiscountedReturns as DiscountedReturns
-from torchrl_lightning.rollout.advantages import GeneralizedAdvantages as GeneralizedAdvantages
-from torchrl_lightning.rollout.advantages import VTraceAdvantages as VTraceAdvantages
-from torchrl_lightning.rollout.gae import GAEBuffer as GAEBuffer
-from torchrl_lightning.rollout.intrinsic import IntrinsicReturns as IntrinsicReturns
-from torchrl_lightning.rollout.minibatches import MinibatchSampler as MinibatchSampler
-from torchrl_lightning.rollout.storage import RolloutStorage as RolloutStorage
-from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer as VanillaOnPolicyBuffer
-from torchrl_lightning.rollout.vtrace import VTraceBuffer as VTraceBuffer
-from torchrl_lightning.rollout.writer import RolloutWriter as RolloutWriter
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["DiscountedReturns", "GeneralizedAdvantages", "VTraceAdvantages"]
+
 import dataclasses
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["IntrinsicReturns"]
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["VanillaOnPolicyBuffer"]
+
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
@@ -73,6 +75,19 @@ class VanillaOnPolicyBuffer(Settings, RolloutBuffer, DocumentedVerbs):
         >>> batch["value_target"].flatten().tolist()
         [1.75, 1.75, 1.5, 1.5, 1.0, 1.0]
     """
+
+    HANDED_OVER: ClassVar[tuple[str, ...]] = (
+        "size",
+        "actor",
+        "algorithm",
+        "envs",
+        "critic",
+        "intrinsic_critic",
+        "num_envs",
+        "time_dim",
+        "batch_size",
+        "generator",
+    )
 
     parameters: ClassVar[Mapping[str, Check]] = {
         "size": integer,

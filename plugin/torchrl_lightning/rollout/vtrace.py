@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["VTraceBuffer"]
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar

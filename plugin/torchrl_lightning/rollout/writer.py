@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["RolloutWriter"]
+
 from collections.abc import Collection, Iterator
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Velora's buffers: transitions with recurrent states, their documented columns, and their files."""
 
-from torchrl_lightning.velora.base import BufferBase
-from torchrl_lightning.velora.experience import BatchExperience
-from torchrl_lightning.velora.recurrent import RecurrentReplayBuffer
+from __future__ import annotations
 
-__all__ = ["BatchExperience", "BufferBase", "RecurrentReplayBuffer"]
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+__all__ = ["BufferBase"]
+
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import safe_open
@@ -58,6 +60,8 @@ class BufferBase(ExperienceBuffer):
         >>> buffer.sample(2).states.flatten().tolist()
         [1.0, 2.0]
     """
+
+    CONFIG_NAME: ClassVar[str | None] = None
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["BatchExperience"]
+
 from collections.abc import Mapping
 
 import torch

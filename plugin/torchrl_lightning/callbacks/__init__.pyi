@@ -1,0 +1,7 @@
+"""The exported names and the modules that define them. Written by ``tests/wiring.py``."""
+
+from torchrl_lightning.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+from torchrl_lightning.callbacks.checkpoints import BestCheckpoint as BestCheckpoint
+from torchrl_lightning.callbacks.checkpoints import LastCheckpoint as LastCheckpoint
+from torchrl_lightning.callbacks.experience_log import ExperienceLog as ExperienceLog
+from torchrl_lightning.callbacks.frames_bar import FramesProgressBar as FramesProgressBar

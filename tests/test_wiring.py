@@ -1,0 +1,91 @@
+"""What is derived from the modules is what they say, so that signature, export, schema and YAML cannot drift apart."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import wiring
+from torchrl_lightning._schemas import schema
+
+
+def test_what_is_written_is_what_the_modules_say():
+    names = wiring.exports()
+    written = {
+        **wiring.stubs(names),
+        wiring.DATA: wiring.data(names, dict(wiring.parts(names[wiring.NAME]))),
+    }
+    differing = [path for path, text in written.items() if path.read_text() != text]
+    assert not differing, "run python tests/wiring.py"
+    assert {path for path in written if path.suffix == ".pyi"} == set(wiring.PACKAGE.rglob("*.pyi"))
+
+
+def test_what_is_read_is_json_that_merges_by_lines():
+    text = wiring.DATA.read_text()
+    assert re.search(r'^    "with_replacement": "bool = true",$', text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) < 150
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (int, int),
+        (float | None, float | None),
+        (Literal["sync", "async"], str),
+        (str | Path | None, str | None),
+        (torch.device | str, str),
+        (Sequence[int] | None, list[int] | None),
+        (tuple[int, ...], list[int]),
+        (int | float, int | float),
+        (Sequence[int] | str, Any),
+        (Callable[[], int] | None, Any),
+        (tuple[int, str], Any),
+        (torch.dtype, Any),
+    ],
+)
+def test_types_are_those_that_a_config_can_check(annotation, expected):
+    assert wiring.checked_type(annotation) == expected
+
+
+class Part:
+    HANDED_OVER: ClassVar[tuple[str, ...]] = ("keys",)
+
+    def __init__(
+        self, size: int, keys: tuple[str, ...] = ("a",), kind: type = dict, dtype: torch.dtype = torch.float64
+    ):
+        pass
+
+
+class Smaller(Part):
+    def __init__(self, size: int):
+        super().__init__(size)
+
+
+def test_arguments_are_written_as_a_config_writes_them():
+    assert wiring.described(Part, "sampler", "part", ["keys"], {})["arguments"] == {
+        "size": 'int = "???"',
+        "keys": 'list[str] = ["a"]',
+        "kind": 'Any = "???"',
+        "dtype": 'Any = "float64"',
+    }
+
+
+def test_an_argument_that_does_not_exist_is_not_handed_over():
+    assert wiring.inherited(Part) == ["keys"]
+    assert wiring.inherited(Smaller) == []
+    with pytest.raises(ValueError, match="Part takes no length, width"):
+        wiring.described(Part, "sampler", "part", ["length", "size", "width"], {})
+
+
+def test_a_schema_travels_to_other_processes():
+    config = OmegaConf.structured(schema("torchrl_lightning.UniformSampler"))
+    again = pickle.loads(pickle.dumps(config))
+    assert OmegaConf.get_type(again) is OmegaConf.get_type(config)
+    assert again == config
