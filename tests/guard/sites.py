@@ -46,7 +46,7 @@ class Site:
 
 def draw(package: Path, seed: int, count: int) -> list[Site]:
     """A third of each kind, spread evenly over all places of that kind."""
-    files = sorted(path for path in package.rglob("*.py"))
+    files = sorted(package.rglob("*.py"))
     trees = {path: ast.parse(path.read_text()) for path in files}
     kernels = compiled_functions({path: (path.read_text(), tree) for path, tree in trees.items()})
     places: dict[str, list[Site]] = {"comparison": [], "constant": [], "statement": []}
