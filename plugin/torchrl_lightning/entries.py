@@ -49,19 +49,21 @@ def path_of(key: NestedKey) -> Path:
 
 def next_key(key: NestedKey) -> Path:
     """Return the same key under ``next``."""
-    return ("next", *path_of(key))
+    return ("next", key) if isinstance(key, str) else ("next", *key)
 
 
 def under(key: NestedKey, root: NestedKey) -> bool:
     """Return whether ``key`` is ``root`` or nested below it."""
     if isinstance(key, str):
         return key == root or root == (key,)
-    path = path_of(root)
+    path = (root,) if isinstance(root, str) else root
     return key[: len(path)] == path
 
 
 def join(root: NestedKey, suffix: Path) -> NestedKey:
     """Return ``root`` extended by ``suffix``; a plain string if possible."""
+    if not suffix and isinstance(root, str):
+        return root
     joined = path_of(root) + suffix
     return joined[0] if len(joined) == 1 else joined
 
@@ -113,7 +115,7 @@ def level_of(data: TensorDictBase) -> dict[str, Any]:
 def tree_of(data: TensorDictBase, path: Path = ()) -> Tree:
     """Build the nested dict of the leaves of ``data``; a TypeError if one is no dense tensor, or some rows lack it."""
     tree: Tree = {}
-    for key, value in level_of(data).items():
+    for key, value in (entries_of if type(data) is TensorDict else level_of)(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             tree[key] = tree_of(value, (*path, key))
         elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:

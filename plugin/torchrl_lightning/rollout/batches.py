@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import Tree, next_key, path_of
+from torchrl_lightning.entries import Tree, next_key
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.ranges import integer
 
@@ -66,7 +66,7 @@ def pruned(
         marks = [REPLAYED] if rollout.get(REPLAYED, None) is not None else []
         rollout = rollout.select(*keys, *marks)
         hidden = ()
-    skip = {path_of(key) for key in hidden}
+    skip = {(key,) if isinstance(key, str) else key for key in hidden}
 
     def walk(node: TensorDictBase, prefix: tuple[str, ...]) -> Tree:
         tree: Tree = {}

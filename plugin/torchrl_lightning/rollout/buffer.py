@@ -25,7 +25,7 @@ from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.intrinsic import write_normalized
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
-from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values, is_recurrent
+from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.writer import RolloutWriter
 from torchrl_lightning.state import check_state, flag, generator, mapping
 
@@ -160,7 +160,7 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         """Whether mini-batches are whole environments: as configured, else if a recurrent state is stored."""
         if self.recurrent is not None:
             return self.recurrent
-        return is_recurrent(self.storage.schema, self.recurrent_keys)
+        return self.storage.layout.holds(self.recurrent_keys)
 
     # ---- what is estimated ------------------------------------------------------------------------------------------
 
@@ -324,11 +324,11 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
 
     def evaluate(self, estimator: Estimator) -> None:
         """Write what an estimator reads: values, and what the current policy says where that counts."""
-        rollout, now = self.rollout, estimator.follows_policy
-        said = estimator.of_policy(rollout, self.actor, self.recurrent_keys) if now else {}
+        now = estimator.follows_policy
+        said = estimator.of_policy(self.rollout, self.actor, self.recurrent_keys) if now else {}
         self.fill_values(recompute=now, unroll=now)
         for key, value in said.items():
-            rollout.set(key, value)
+            self.rollout.set(key, value)
 
     def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
         """Write values of all steps and their successors.
@@ -337,29 +337,24 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
             recompute: run the critic even if the policy wrote values.
             unroll: run a recurrent critic over whole sequences instead of from each stored state.
         """
+        rollout = self.rollout
         known = () if recompute or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
-        intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if self.has_intrinsic else {}
+        intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if _has_intrinsic(rollout) else {}
         streams = [(self.critic, extrinsic), (self.intrinsic_critic, intrinsic)]
         if self.intrinsic_critic is None:
             streams = [(self.critic, {**extrinsic, **intrinsic})]
         for critic, roots in streams:
             if roots:
-                keys = {"known": known, "recurrent_keys": self.recurrent_keys}
-                fill_values(self.rollout, critic, roots, unroll=unroll, **keys)
+                fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
 
     def estimate(self, estimator: Estimator | None = None) -> None:
         """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
         rollout, estimator = self.rollout, self.estimator if estimator is None else estimator
         estimator.compute(rollout, self.gamma, self.stream)
-        if self.has_intrinsic:
+        if _has_intrinsic(rollout):
             self.normalize_int_rewards()
             estimator.compute(rollout, self.gamma_intrinsic, INTRINSIC)
-
-    @property
-    def has_intrinsic(self) -> bool:
-        """Whether the stored rollout has intrinsic rewards."""
-        return self.storage.num_steps > 0 and self.rollout.get(INTRINSIC_REWARD, None) is not None
 
     def normalize_int_rewards(self) -> None:
         """Divide the intrinsic rewards by a running estimate of their returns' deviation, once per rollout.
@@ -367,8 +362,9 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         Raises:
             KeyError: the rollout has no intrinsic rewards.
         """
-        if self.rollout.get(NORMALIZED_REWARD, None) is None:
-            write_normalized(self.rollout, INTRINSIC_REWARD, self.normalizer if self.normalize_intrinsic else None)
+        rollout = self.rollout
+        if rollout.get(NORMALIZED_REWARD, None) is None:
+            write_normalized(rollout, INTRINSIC_REWARD, self.normalizer if self.normalize_intrinsic else None)
 
     def after_gradients(self, batch: Any, info: Any) -> Any:
         """Mark the rollout as used, so that the next write starts a new one; return ``info``. May be called often."""
@@ -445,8 +441,10 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics to log: the estimator's, and those of what hangs on the buffer."""
-        own = self.estimator.metrics(self.rollout, self.policy_version) if self.storage.num_steps else {}
-        return {**own, **self.hooks.metrics()}
+        estimator, figures = self.estimator, {}
+        if estimator.follows_policy and self.storage.num_steps:
+            figures = estimator.metrics(self.rollout, self.policy_version)
+        return {**figures, **self.hooks.metrics()}
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -490,3 +488,7 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         self._consumed = bool(state_dict["consumed"])
         self.normalizer.load_state_dict(state_dict["intrinsic"])
         self.hooks.load_state_dict(state_dict)
+
+
+def _has_intrinsic(rollout: TensorDictBase) -> bool:
+    return rollout.get(INTRINSIC_REWARD, None) is not None

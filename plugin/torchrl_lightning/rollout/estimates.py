@@ -135,7 +135,7 @@ class Estimator:
         return {}
 
     def metrics(self, rollout: TensorDictBase, policy_version: int | None) -> dict[str, float]:
-        """Return metrics of an estimated rollout."""
+        """Return metrics of an estimated rollout, where the estimator follows the policy."""
         return {}
 
 

@@ -20,7 +20,6 @@ from torchrl_lightning.entries import (
     Tree,
     describe,
     keyed_leaves,
-    leaves_of,
     map_leaves,
     schema_difference,
     to_tensordict,
@@ -28,6 +27,7 @@ from torchrl_lightning.entries import (
 )
 from torchrl_lightning.memory import check_room
 from torchrl_lightning.ranges import integer, optional
+from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.state import mapping, same, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
 
@@ -80,8 +80,13 @@ class RolloutStorage(Stated, StorageBase):
         self.num_envs = num_envs
         self.num_steps = 0
         self.tail: TensorDict | None = None
-        self.schema: Schema = {}
+        self.layout = RolloutLayout({})
         self._rollout: TensorDict | None = None
+
+    @property
+    def schema(self) -> Schema:
+        """Shape and dtype of each entry; empty before the first write."""
+        return self.layout.schema
 
     @property
     def shape(self) -> torch.Size | None:
@@ -95,9 +100,9 @@ class RolloutStorage(Stated, StorageBase):
         Raises:
             RuntimeError: nothing is stored.
         """
-        if self.data is None or not self.num_steps:
-            raise RuntimeError("The rollout storage is empty: write a rollout first (insert_data_slice or extend).")
         if self._rollout is None:
+            if self.data is None or not self.num_steps:
+                raise RuntimeError("The rollout storage is empty: write a rollout first (insert_data_slice or extend).")
             self._rollout = self.data[: self.num_steps]
             self._rollout.names = ["time", None]
         return self._rollout
@@ -118,7 +123,7 @@ class RolloutStorage(Stated, StorageBase):
             lambda value: torch.zeros((rows, *value.shape), dtype=value.dtype, device=self.device), tree_of(row)
         )
         self.data = to_tensordict(tree, torch.Size([rows, envs]))
-        self.schema = describe(row, 1)
+        self.layout = RolloutLayout(describe(row, 1))
 
     def adopt(self, rollout: TensorDictBase) -> bool:
         """Take over the memory of a rollout ``[size, N]`` instead of copying it.
@@ -126,12 +131,12 @@ class RolloutStorage(Stated, StorageBase):
         Returns:
             Whether it could: every leaf must be in one piece, on this device and for all steps.
         """
-        tree = tree_of(rollout)
-        fits = all(value.is_contiguous() and value.device == self.device for _, value in leaves_of(tree))
-        if rollout.shape[0] != self.size or not fits:
+        fits = [each.is_contiguous() and each.device == self.device for each in rollout.values(True, True)]
+        if type(rollout) is not TensorDict or rollout.shape[0] != self.size or not all(fits):
             return False
-        self.data = to_tensordict(tree, rollout.shape)
-        self.schema = describe(self.data, 2)
+        self.data = rollout.copy()
+        if not self.schema:
+            self.layout = RolloutLayout(describe(rollout, 2))
         self.num_envs = rollout.shape[1]
         self.max_size = rollout.shape.numel()
         self.finish_write(self.size)

@@ -98,11 +98,12 @@ def _cut_rows(rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]])
     """Mark the steps ``[T, N]`` whose successors are needed but not stored as steps: cut ones, and the last ones."""
     steps, envs = rollout.shape
     cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
-    if any(episodic for _, episodic in wanted):
+    kinds = {episodic for _, episodic in wanted}
+    if True in kinds:
         cut |= boundaries(rollout).reshape(steps, envs, -1)[..., 0]
         cut[-1] = True
         cut &= ~rollout.get(TERMINATED).reshape(steps, envs, -1)[..., 0]
-    if any(not episodic for _, episodic in wanted):
+    if False in kinds:
         cut[-1] = True
     return cut
 

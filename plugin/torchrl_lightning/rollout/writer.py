@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RolloutWriter"]
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
-from torchrl_lightning.keys import DONE, REWARD, TERMINATED, VALID
+from torchrl_lightning.keys import DONE, NEXT, TERMINATED, VALID
+from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept, Stated
@@ -76,9 +77,10 @@ class RolloutWriter(Stated, WriterBase):
 
     @property
     def _target(self) -> RolloutStorage:
-        if self.storage is None:
+        storage: RolloutStorage | None = self.storage
+        if storage is None:
             raise RuntimeError("The writer has no storage yet; give both to a replay buffer.")
-        return self.storage
+        return storage
 
     def extend(self, data: TensorDictBase, time_dim: int | None = None) -> Tensor:
         """Append a rollout and return the written cells ``(t, n)``, in the order of ``data``."""
@@ -93,14 +95,14 @@ class RolloutWriter(Stated, WriterBase):
     def prepare(self, data: TensorDictBase, time_dim: int | None, start: int) -> TensorDictBase:
         """Check that ``data`` may be written from step ``start`` on and view it as ``[T, N]``; change nothing."""
         check_tensordict(data)
-        rollout = time_major(data, time_dim)
-        steps, size = rollout.shape[0], self._target.size
+        rollout, storage = time_major(data, time_dim), self._target
+        steps, size = rollout.shape[0], storage.size
         if not rollout.shape.numel():
             raise ValueError(f"The rollout is empty: it holds {steps} steps of {rollout.shape[1]} environments.")
         if start + steps > size:
             stored = f" after {start} stored ones; call empty() first" if start else ""
             raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
-        self._check(rollout, 2)
+        self._check(storage, rollout, 2)
         return rollout
 
     def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
@@ -112,9 +114,9 @@ class RolloutWriter(Stated, WriterBase):
         start, steps = storage.num_steps, rollout.shape[0]
         if copy or not storage.adopt(rollout):
             storage.set(slice(start, start + steps), rollout)
-        storage.tail = self._tail(rollout[-1])
+        storage.tail = self._tail(storage, rollout, -1)
         self.write_count += steps
-        cells = self._cells(start, steps)
+        cells = self._cells(storage, start, steps)
         self.notify(cells)
         return cells
 
@@ -129,12 +131,12 @@ class RolloutWriter(Stated, WriterBase):
             )
         if storage.num_steps >= storage.size:
             raise ValueError(f"All size={storage.size} steps are stored, step {storage.size + 1} does not fit.")
-        self._check(data, 1)
+        self._check(storage, data, 1)
         row = storage.num_steps
         storage.set(row, data)
-        storage.tail = self._tail(data)
+        storage.tail = self._tail(storage, data, ...)
         self.write_count += 1
-        self.notify(self._cells(row, 1))
+        self.notify(self._cells(storage, row, 1))
         return row
 
     def complete(self, step: TensorDictBase) -> TensorDictBase:
@@ -143,7 +145,8 @@ class RolloutWriter(Stated, WriterBase):
         Raises:
             KeyError: what is missing does not follow from the step before.
         """
-        step, tail, schema = step.copy(), self._target.tail, self._target.schema
+        step, storage = step.copy(), self._target
+        tail, schema = storage.tail, storage.schema
         if tail is not None and tail.shape == step.shape:
             present = set(step.keys(include_nested=True))
             absent = {key: value for key, value in keyed_leaves(tail) if key in schema and key not in present}
@@ -167,20 +170,19 @@ class RolloutWriter(Stated, WriterBase):
 
     def _check_first(self, step: TensorDictBase) -> None:
         following = step.get("next")
-        names = list(dict.fromkeys(path_of(key)[0] for key, _ in _handed_on(following)))
+        names = list(dict.fromkeys(path_of(key)[0] for key in RolloutLayout(describe(step, 1)).handed_on))
         for name in names:
             if name in self.recurrent_keys and step.get(name, None) is None:
                 step.set(name, following.get(name).clone().zero_())
         if names and not any(step.get(name, None) is not None for name in names if name not in self.recurrent_keys):
             raise KeyError(f"The first step has none of {names}, and nothing was stored before it to carry them over.")
 
-    def _cells(self, start: int, steps: int) -> Tensor:
-        envs = self._target.num_envs or 0
-        flat = torch.arange(start * envs, (start + steps) * envs, device=self._target.device)
+    def _cells(self, storage: RolloutStorage, start: int, steps: int) -> Tensor:
+        envs = storage.num_envs or 0
+        flat = torch.arange(start * envs, (start + steps) * envs, device=storage.device)
         return torch.stack((flat // envs, flat % envs), -1)
 
-    def _check(self, data: TensorDictBase, batch_dims: int) -> None:
-        storage = self._target
+    def _check(self, storage: RolloutStorage, data: TensorDictBase, batch_dims: int) -> None:
         envs = data.shape[-1]
         if storage.num_envs is not None and envs != storage.num_envs:
             raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
@@ -191,30 +193,23 @@ class RolloutWriter(Stated, WriterBase):
                 f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
                 "unsplit batches (split_trajs=False)."
             )
-        schema = describe(data, batch_dims)
-        if storage.schema and schema != storage.schema:
-            raise ValueError(f"The rollout differs from what is stored: {schema_difference(storage.schema, schema)}.")
-        for key in (REWARD, *(k for k in schema if path_of(k)[0].endswith("state_value"))):
+        schema, layout = describe(data, batch_dims), storage.layout
+        if layout.schema and schema != layout.schema:
+            raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
+        for key in (layout if layout.schema else RolloutLayout(schema)).finite:
             check_finite(data.get(key), key)
 
-    def _tail(self, last: TensorDictBase) -> TensorDict:
-        done = last.get(DONE).to(self._target.device, copy=True)
-        tail = TensorDict({}, last.shape)
-        for key, value in _handed_on(last.get("next")):
-            value = value.to(self._target.device, copy=True)
+    def _tail(self, storage: RolloutStorage, data: TensorDictBase, row: Any) -> TensorDict:
+        """Return what the step after a row begins with."""
+        done = data.get(DONE)[row].to(storage.device, copy=True)
+        tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
+        for key in storage.layout.handed_on:
+            value = following.get(key)[row].to(storage.device, copy=True)
             if path_of(key)[0] in self.recurrent_keys or key in self.recurrent_keys:
                 value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
             tail.set(key, value)
         tail.set("is_init", done)
         return tail
-
-
-def _handed_on(following: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Yield the entries of a successor that the step after it begins with: all but rewards, flags and values."""
-    for key, value in keyed_leaves(following):
-        name = path_of(key)[0]
-        if name not in ("reward", "done", "terminated", "truncated") and not name.endswith(("state_value", "_reward")):
-            yield key, value
 
 
 def check_flags(data: TensorDictBase) -> None:
