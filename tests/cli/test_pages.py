@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import pytest
@@ -40,33 +40,27 @@ PAGES = {path.stem: path.read_text() for path in (PROJECT / "README.md", *sorted
 SCRIPTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
-class Fence(NamedTuple):
-    language: str
-    text: str
-    follows: str  # the language of the fence right before it
+def fenced(page: str, language: str = r"\w*") -> list[str]:
+    """Return the blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def fences(page: str) -> list[Fence]:
-    """Return what a page fences."""
-    found = list(re.finditer(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
-    ends = [(0, ""), *((match.end(), match[1]) for match in found)]
-    between = [page[end : match.start()].strip() for (end, _), match in zip(ends, found, strict=False)]
-    return [
-        Fence(match[1], match[2], "" if said else language)
-        for match, said, (_, language) in zip(found, between, ends, strict=False)
-    ]
-
-
-FENCES = {name: fences(page) for name, page in PAGES.items()}
-LINES = [(name, line) for name in PAGES for each in FENCES[name] if each[0] == "bash" for line in each[1].splitlines()]
+# Each block, and what it prints where a text follows at once.
+PRINTED = r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?"
+PYTHON = {name: found for name, page in PAGES.items() if (found := re.findall(PRINTED, page, flags=re.M | re.S))}
+LINES = [(name, line) for name, page in PAGES.items() for text in fenced(page, "bash") for line in text.splitlines()]
 # .ci/run installs, and this is the test command.
 SHELL = r"python3 -m venv |pip install |pytest "
 NEIGHBOURS = r"Neighbours: .*\[the guide\]\(../../README.md#the-guide\)\."
 COMMANDS = list(dict.fromkeys(line for _, line in LINES if not re.match(SHELL, line)))  # each once
 FIRST, *OTHERS = COMMANDS
-BLOCKS = [each for page in FENCES.values() for each in page]
 HEAD = r"(?:# @.*\n)?# ([\w/]+\.(?:yaml|py))\n"
-FILES = [(named[1], each.text) for each in BLOCKS if (named := re.match(HEAD, each.text))]
+FILES = [
+    (named[1], text)
+    for page in PAGES.values()
+    for text in fenced(page, "(?:yaml|python)")
+    if (named := re.match(HEAD, text))
+]
 # How the folder of a run begins; else by the experiment that is named, or trained if none is.
 NAMES = {"data=vanilla": "a2c_cartpole_vanilla", "data=ppod": "ppo_cartpole_ppod"}
 
@@ -83,12 +77,6 @@ def run_line(line: str, folder: Path, frames: int, run: Path | None = None) -> D
     done = call(module.rpartition(".")[2], *arguments, *few, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
-
-
-def block(language: str, page: str) -> str:
-    """Return the only block of a page in this language."""
-    (text,) = [each.text for each in FENCES[page] if each.language == language]
-    return text
 
 
 def runs_below(folder: Path) -> set[Path]:
@@ -115,13 +103,15 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
 
 
 def test_nothing_that_is_fenced_is_left_out():
-    assert {each.language for each in BLOCKS} <= {"bash", "python", "yaml", "text"}
+    languages = re.findall(r"^```(\w*)\n.*?^```$", "\n".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
+    assert set(languages) == {"bash", "python", "yaml", "text"}
+    assert languages.count("text") == sum(bool(said) for blocks in PYTHON.values() for _, said in blocks)
     assert FIRST == "torchrl-lightning-train"
     assert {shlex.split(line, comments=True)[0] for line in COMMANDS} == set(SCRIPTS)
     assert sum("--multirun" in line or "hparams_search" in line for line in OTHERS) == 3
     assert {name for name, line in LINES if re.match(SHELL, line)} == {"README"}
     yamls = [name for name, _ in FILES if name.endswith(".yaml")]
-    assert len(set(yamls)) == sum(each.language == "yaml" for each in BLOCKS)
+    assert len(set(yamls)) == languages.count("yaml")
 
 
 def test_a_page_is_short_says_what_it_is_for_and_leads_to_its_neighbours():
@@ -199,7 +189,7 @@ def test_a_command_runs_as_it_is_written(line, first):
     folder, run, _ = first
     before = runs_below(folder)
     resumed = "last.ckpt" in line
-    done = run_line(line, folder, 2048 if resumed else 520 if re.search("=(pets|mbpo)_", line) else 1024, run)
+    done = run_line(line, folder, 2048 if resumed else 510 if re.search("=(pets|mbpo)_", line) else 1024, run)
     new = runs_below(folder) - before
     if "torchrl-lightning-train" not in line or "--help" in line:
         assert not new
@@ -237,36 +227,28 @@ def test_a_command_runs_as_it_is_written(line, first):
         assert last_line(done.stdout)[4] == "2048"
 
 
+END = "\0\n"  # of what a block prints
+
+
 def run_blocks(blocks: list[str]) -> None:
-    """Run blocks in turn; a line of zeros behind what each prints."""
+    """Run blocks in turn, and end what each prints."""
     made: dict[str, Any] = {"__name__": "__main__"}
     sys.path.insert(0, "")  # as python has it
     for number, text in enumerate(blocks):
         exec(compile(text, f"block {number}", "exec"), made)
-        print("\0")  # noqa: T201
+        sys.stdout.write(END)
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if any(each.language == "python" for each in FENCES[name])])
+@pytest.mark.parametrize("name", PYTHON)
 def test_the_code_of_a_page_prints_what_it_says(name, first):
     folder, run, _ = first
-    blocks = [
-        re.sub(r"total_frames(=|\": )[\d_]+", r"total_frames\g<1>1024", each.text).replace("RUN", str(run))
-        for each in FENCES[name]
-        if each.language == "python"
-    ]
+    few = (re.sub(r"(total_frames(?:=|\": ))[\d_]+", r"\g<1>1024", text) for text, _ in PYTHON[name])
+    blocks = [text.replace("RUN", str(run)) for text in few]
     process = Forked(partial(run_blocks, blocks), folder, said=folder / f"{name}-said")
     assert process.ends() == 0, process.said
-    expected = {}
-    for each in FENCES[name]:
-        if each.language == "python":
-            expected[len(expected)] = ""
-        elif each.language == "text" and each.follows == "python":
-            expected[len(expected) - 1] = each.text
-    printed = process.said.split("\0\n")
-    for number, text in expected.items():
-        if text:  # the last lines: Lightning speaks before
-            said = "\n".join(printed[number].splitlines()[-len(text.splitlines()) :]) + "\n"
-            assert doctest.OutputChecker().check_output(text, said, doctest.ELLIPSIS), said
+    for (_, expected), printed in zip(PYTHON[name], process.said.split(END), strict=False):
+        last = "".join(printed.splitlines(keepends=True)[-expected.count("\n") :])  # Lightning speaks before
+        assert not expected or doctest.OutputChecker().check_output(expected, last, doctest.ELLIPSIS), printed
 
 
 def shown(env: gymnasium.Env | EnvBase) -> object:
@@ -278,10 +260,11 @@ def test_an_own_environment_is_the_same_on_the_command_line_and_in_python(first,
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     made: dict[str, Any] = {}
-    exec(block("python", "environments"), made)
+    exec(PYTHON["environments"][0][0], made)
     written = [made[name] for name in ("hopper", "acrobot", "pendulum", "treasure")]
     assert made["data"].num_envs == 8
-    for line, recipe in zip(block("bash", "environments").splitlines(), written, strict=True):
+    (lines,) = fenced(PAGES["environments"], "bash")
+    for line, recipe in zip(lines.splitlines(), written, strict=True):
         said = call("train", *shlex.split(line)[1:], "--cfg", "job", "--package", "data.env", cwd=folder).stdout
         composed_env = instantiate(yaml.safe_load(said))
         with contextlib.suppress(gymnasium.error.DependencyNotInstalled):
