@@ -153,7 +153,7 @@ def same(own: Any, owner: str, argument: str | None = None) -> Check:
 
 
 def tensor(
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     *shape: Bound,
     low: Bound = None,
     high: Bound = None,
@@ -162,19 +162,19 @@ def tensor(
     """Expect a tensor of values in ``[low, high]``, where a size may be None for any, on the CPU if not anywhere."""
 
     def check(value: Any, name: str, here: Here = NOWHERE) -> Tensor:
-        sizes, least, most = [here(size) for size in shape], here(low), here(high)
+        kind, sizes, least, most = here(dtype), [here(size) for size in shape], here(low), here(high)
         fits = (
             isinstance(value, Tensor)
             and value.layout is torch.strided
             and not value.is_meta
-            and value.dtype == dtype
+            and value.dtype == kind
             and (anywhere or value.is_cpu)
             and value.ndim == len(sizes)
             and all(size in (None, found) for size, found in zip(sizes, value.shape, strict=True))
         )
         if not fits:
             expected = ", ".join("any" if size is None else str(size) for size in sizes)
-            raise wrong(value, name, f"a tensor [{expected}] of {str(dtype).removeprefix('torch.')}")
+            raise wrong(value, name, f"a tensor [{expected}] of {str(kind).removeprefix('torch.')}")
         found: Tensor = value
         if not found.numel():
             return found

@@ -4,6 +4,7 @@ A part derives from :class:`Stated` and says in ``STATE`` what its state holds, 
 
 ===================== ================================================================================================
 :class:`Kept`         an attribute as it is: a number, a flag, a tensor, an array; or what a check makes of its value
+:class:`Handed`       a property that says what is written, and whose setter copies what was read
 :class:`Filled`       a tensor or array that is filled in place, because others hold it too
 :class:`Fixed`        what the part was built with; a state of another is refused
 :class:`Nested`       a part that is :class:`Stated` itself, or None
@@ -104,10 +105,15 @@ class Kept(Entry):
 
     def put(self, part: Any, attribute: str, value: Any) -> None:
         """Set the attribute to a copy."""
-        *holders, last = attribute.split(".")
-        for holder in holders:
-            part = getattr(part, holder)
-        setattr(part, last, _each(value, _copied))
+        _set(part, attribute, _each(value, _copied))
+
+
+class Handed(Kept):
+    """Hand the value to a property, whose setter copies what it takes. The arguments are those of :class:`Kept`."""
+
+    def put(self, part: Any, attribute: str, value: Any) -> None:
+        """Set the property."""
+        _set(part, attribute, value)
 
 
 class Filled(Kept):
@@ -275,6 +281,13 @@ class Stated:
 
     def _loaded(self) -> None:
         """Derive what follows from the entries, which have just been loaded."""
+
+
+def _set(part: Any, attribute: str, value: Any) -> None:
+    *holders, last = attribute.split(".")
+    for holder in holders:
+        part = getattr(part, holder)
+    setattr(part, last, value)
 
 
 def saved(value: Any, copy: bool) -> Any:

@@ -19,7 +19,7 @@ from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
 from torchrl_lightning.ranges import integer, one_of
 from torchrl_lightning.state import check_state, mapping, sequence, whole
-from torchrl_lightning.stated import Fixed, Kept, Nested, Stated
+from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
 
 End = Literal["recorded", "terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
@@ -65,7 +65,7 @@ class DemonstrationReplay(Stated):
     """
 
     OWNER, VERSION = "demonstration replay", 1
-    STATE = {"num_envs": Fixed(), "playing": Kept("_read_positions", "_positions"), "sampler": Nested()}
+    STATE = {"num_envs": Fixed(), "playing": Handed("_read_positions", "_positions"), "sampler": Nested()}
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from torchrl_lightning.replay import RingWriter
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.steps import steps_between
 from torchrl_lightning.state import array, tensor, whole
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.stated import Fixed, Handed, Kept, Stated
 from torchrl_lightning.trust import Nameable
 
 _STEP, _ONCE, _TWICE = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -52,8 +52,8 @@ class HoldoutSplit(Stated, Nameable):
         "seed": Kept(whole()),
         "validation_fraction": Fixed(),
         "max_validation": Fixed(),
-        "cells": Kept(whole(), "_num_cells"),
-        "held": Kept(tensor(torch.int64, None, low=0, high=lambda _, state: state["cells"] - 1), "_held_cells"),
+        "cells": Handed(whole(), "_num_cells"),
+        "held": Handed(tensor(torch.int64, None, low=0, high=lambda _, state: state["cells"] - 1), "_held_cells"),
         "seen": Kept(array(torch.int64, None, low=0), "_seen"),
         "era": Kept(whole(), "_era"),
     }

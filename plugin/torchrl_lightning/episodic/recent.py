@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["RecentSampler"]
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.sequences import SequenceSampler
 from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.state import check_state, mapping, same
+from torchrl_lightning.stated import Nested
 
 
 class RecentSampler(SequenceSampler):
@@ -66,6 +65,9 @@ class RecentSampler(SequenceSampler):
         >>> batch.shape, bool((batch["step"][:2, 0] >= 46).all())
         (torch.Size([8, 2]), True)
     """
+
+    OWNER = "recent sampler"
+    STATE = {**SequenceSampler.STATE, "prioritized": Nested()}
 
     def __init__(
         self,
@@ -200,30 +202,6 @@ class RecentSampler(SequenceSampler):
         super().clear()
         if self.prioritized is not None:
             self.prioritized.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the generator, and the state of the prioritized sampler or None."""
-        prioritized = None if self.prioritized is None else self.prioritized.state_dict()
-        return {**super().state_dict(), "prioritized": prioritized}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: with the storage restored too, the next sample is the one that would have come next.
-
-        Raises:
-            ValueError: another version, a missing entry, or a state with priorities where there are none or without.
-        """
-        super().load_state_dict(state_dict)
-        if self.prioritized is not None:
-            self.prioritized.load_state_dict(state_dict["prioritized"])
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        super().check_state(state_dict)
-        if self.prioritized is None:
-            check_state(state_dict, {"prioritized": same(None, "sampler")}, "recent sampler")
-        else:
-            check_state(state_dict, {"prioritized": mapping}, "recent sampler")
-            self.prioritized.check_state(state_dict["prioritized"])
 
     def __repr__(self) -> str:
         options = f"recent_data_steps={self.recent_data_steps}, recent_data_ratio={self.recent_data_ratio}"

@@ -25,7 +25,7 @@ from torchrl_lightning.kernels.scan import runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.state import tensor
-from torchrl_lightning.stated import Fixed, Kept, Stated
+from torchrl_lightning.stated import Fixed, Handed, Stated
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
 Backend: TypeAlias = Literal["auto", "numba", "torch"]
@@ -68,7 +68,7 @@ class SegmentTree(Stated):
     """
 
     OWNER, VERSION = "tree", 1
-    STATE = {"op": Fixed(), "capacity": Fixed(), "leaves": Kept("_read_leaves", "_used")}
+    STATE = {"op": Fixed(), "capacity": Fixed(), "leaves": Handed("_read_leaves", "_used")}
 
     def __init__(
         self,

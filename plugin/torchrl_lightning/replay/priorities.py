@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.draws import uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
 from torchrl_lightning.replay.steps import Ints
-from torchrl_lightning.state import Check, check_state, number, same, tensor
 
 ABSENT = -1.0  # the priority of a cell that holds nothing
 
@@ -321,63 +319,51 @@ class Priorities:
             if tree is not None:
                 tree.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of what is stored: tensors and scalars."""
-        part = slice(self.extent)
-        return {
-            "capacity": self.capacity,
-            "priorities": self.priorities[part].clone(),
-            "leaves": self.tree.leaves[part].clone(),
-            "generations": self.generations[part].clone(),
-            "largest": self.largest,
-            **({} if self.starts is None else self.starts.state_dict()),
-        }
+    @property
+    def held(self) -> Tensor:
+        """The priorities of the cells that were ever written; the first ones, as :attr:`leaves` and :attr:`writes`."""
+        return self.priorities[: self.extent]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that was checked, exactly, ``alpha`` and ``eps`` among it."""
-        self.alpha, self.eps = float(state["alpha"]), float(state["eps"])
-        priorities, leaves, generations = (
-            state[key].to(self.priorities.device) for key in ("priorities", "leaves", "generations")
-        )
-        self.tree.set_all(leaves)
+    @held.setter
+    def held(self, priorities: Tensor) -> None:
         self.extent = len(priorities)
         self.priorities[: self.extent], self.priorities[self.extent :] = priorities, ABSENT
-        self.generations[: self.extent], self.generations[self.extent :] = generations, 0
-        self.count, self.largest = int((self.priorities >= 0).sum()), float(state["largest"])
-        if self.starts is not None:
-            self.starts.load_state_dict(state)
+        self.count = int((self.priorities >= 0).sum())
+
+    @property
+    def leaves(self) -> Tensor:
+        """What those cells are drawn in proportion to."""
+        return self.tree.leaves[: self.extent]
+
+    @leaves.setter
+    def leaves(self, leaves: Tensor) -> None:
+        self.tree.set_all(leaves)
+
+    @property
+    def writes(self) -> Tensor:
+        """The generations of those cells."""
+        return self.generations[: self.extent]
+
+    @writes.setter
+    def writes(self, generations: Tensor) -> None:
+        self.generations[: len(generations)], self.generations[len(generations) :] = generations, 0
+
+    def rebuild(self) -> None:
+        """Look for the lowest and highest priority anew."""
         if self.lowest is not None:
             self.lowest.set_all(torch.where(self._drawable(self.priorities), self.priorities, math.inf))
         if self.highest is not None:
             self.highest.set_all(self.priorities.clamp(min=0))
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit, or that nothing could have saved."""
-        kinds = {"priorities": self.priorities.dtype, "leaves": self.tree.dtype, "generations": torch.int32}
-        schema: dict[str, Check] = {name: tensor(dtype, None, anywhere=True) for name, dtype in kinds.items()}
-        capacity = same(self.capacity, "sampler", "max_capacity")
-        check_state(state, {"capacity": capacity, "largest": number(0), **schema}, "prioritized sampler")
-        sizes = [len(state[name]) for name in kinds]
-        if len(set(sizes)) > 1 or sizes[0] > self.capacity:
-            raise ValueError(
-                f"The state's {tuple(kinds)} have the lengths {sizes}; they must be equal, and at most {self.capacity}."
-            )
-        drawable = torch.ones(sizes[0], dtype=torch.bool)
-        if self.starts is not None:
-            Starts.check_state(state, self.capacity, "prioritized sampler")
-            starts = Starts()
-            starts.load_state_dict(state)
-            drawable = starts.hold(torch.arange(sizes[0]))
-        priorities, leaves = state["priorities"].cpu(), state["leaves"].cpu()
-        power = (priorities.clamp(min=0) + float(state["eps"])).pow(float(state["alpha"]))
-        power = torch.where(drawable, power, 0.0)
+    def could_hold(self, priorities: Tensor, leaves: Tensor, alpha: float, eps: float, starts: Starts | None) -> bool:
+        """Return whether some table could hold these priorities and leaves ``[n]``, which may lie on any device."""
+        priorities, leaves = priorities.cpu(), leaves.cpu()
+        power = (priorities.clamp(min=0) + eps).pow(alpha)
+        if starts is not None:
+            power = torch.where(starts.hold(torch.arange(len(power))), power, 0.0)
         held = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
         free = (priorities == ABSENT) & (leaves == 0)
-        if not ((held | free) & (leaves >= 0) & (leaves <= self._limit)).all():
-            raise ValueError(
-                "The prioritized sampler state is foreign: it holds priorities that are negative or not finite, of "
-                "cells that hold nothing, or other leaves than (priority + eps) ** alpha."
-            )
+        return bool(((held | free) & (leaves >= 0) & (leaves <= self._limit)).all())
 
     def _all_zero(self) -> RuntimeError:
         return RuntimeError(

@@ -23,9 +23,10 @@ from torchrl_lightning.ranges import integer, not_negative, one_of, optional
 from torchrl_lightning.replay.draws import Own
 from torchrl_lightning.replay.priorities import Priorities
 from torchrl_lightning.replay.rings import Rings, rings_in, stored_cells
-from torchrl_lightning.state import check_state, generator, number
+from torchrl_lightning.replay.starts import Starts
+from torchrl_lightning.state import array, number, tensor, whole
+from torchrl_lightning.stated import Drawn, Fixed, Handed, Kept, Stated
 
-STATE_VERSION = 1
 WEIGHT_NORMS = ("batch", "buffer", None)
 REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
@@ -36,7 +37,16 @@ REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 FLOATS = (torch.float32, torch.float64)
 
 
-class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
+def _as_many(_: Any, state: Mapping[str, Any]) -> int:
+    return len(state["leaves"])
+
+
+def _begin(_: Any, state: Mapping[str, Any]) -> Tensor:
+    begin: Tensor = state["start_begin"]
+    return begin
+
+
+class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     """Draw cell ``i`` with probability ``P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha``.
 
     Importance weights are ``w_i = (N P(i))^-beta``, divided by the largest of the batch or of the buffer. New data get
@@ -90,6 +100,30 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         ([1, 2, 2, 2], [1.0, 0.333..., 0.333..., 0.333...])
     """
 
+    OWNER, VERSION = "prioritized sampler", 1
+    STATE = {
+        "alpha": Kept(number(0), "table.alpha"),
+        "beta": Kept(number(0), "_beta"),
+        "eps": Kept(number(0), "table.eps"),
+        "capacity": Fixed("table.capacity", "max_capacity"),
+        "leaves": Handed(tensor("dtype", None, anywhere=True), "table.leaves"),
+        "priorities": Handed(tensor("dtype", _as_many, anywhere=True), "table.held"),
+        "generations": Handed(tensor(torch.int32, _as_many, anywhere=True), "table.writes"),
+        "largest": Kept(number(0), "table.largest"),
+        "start_begin": Kept(array(torch.int64, None, low=0), "table.starts.begin", only="knows_windows"),
+        "start_length": Kept(whole(1, "max_size"), "table.starts.length", only="knows_windows"),
+        "start_end": Kept(
+            array(
+                torch.int64,
+                lambda _, state: len(state["start_begin"]),
+                low=_begin,
+                high=lambda _, state: state["start_begin"] + state["start_length"],
+            ),
+            "table.starts.end",
+            only="knows_windows",
+        ),
+        "generator": Drawn(),
+    }
     reads_rings = True
 
     def __init__(
@@ -394,35 +428,24 @@ class PrioritizedSampler(SamplerHooks, _PrioritizedSampler):
         self.table.clear()
         self._limited_by = ()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return exponents, priorities, leaves and the generator: copies, tensors and scalars, only what is filled."""
-        return {
-            "schema_version": STATE_VERSION,
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "eps": self.eps,
-            **self.table.state_dict(),
-            "generator": self.generator.get_state().clone(),
-        }
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        foreign, held, starts = f"The {self.OWNER} state is foreign", len(values["leaves"]), None
+        if held > self.max_size:
+            raise ValueError(f"{foreign}: it has {held} leaves, expected at most {self.max_size}.")
+        if self.knows_windows:
+            starts = Starts(*(values[f"start_{name}"] for name in ("begin", "end", "length")))
+            if len(starts.begin) * starts.length > self.max_size:
+                raise ValueError(f"{foreign}: it tells of {len(starts.begin)} rings of {starts.length} cells.")
+        priorities, leaves, alpha, eps = (values[name] for name in ("priorities", "leaves", "alpha", "eps"))
+        if not self.table.could_hold(priorities, leaves, alpha, eps, starts):
+            raise ValueError(
+                f"{foreign}: it holds priorities that are negative or not finite, of cells that hold nothing, or other "
+                "leaves than (priority + eps) ** alpha."
+            )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: the next sample is the one that would have come next.
-
-        Raises:
-            ValueError: another version, capacity or dtype, a missing entry, or priorities that cannot be.
-        """
-        self.check_state(state_dict)
-        self.generator.set_state(state_dict["generator"].cpu())
-        self._beta = float(state_dict["beta"])
-        self.table.load_state_dict(state_dict)
+    def _loaded(self) -> None:
+        self.table.rebuild()
         self._limited_by = ()
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {name: number(0) for name in ("alpha", "beta", "eps")}
-        schema["generator"] = generator(self.generator.device)
-        check_state(state_dict, schema, "prioritized sampler", STATE_VERSION)
-        self.table.check_state(state_dict)
 
     def __repr__(self) -> str:
         return (

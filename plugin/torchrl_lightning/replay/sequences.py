@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["SequenceSampler"]
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,15 +24,14 @@ from torchrl_lightning.replay.draws import Own, uniform
 from torchrl_lightning.replay.rings import NO_INDEX
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter, writer_of
-from torchrl_lightning.state import check_state, generator
+from torchrl_lightning.stated import Drawn, Entry, Stated
 
-STATE_VERSION = 2
 EPISODE_ENDS = ("inside", "across", "pad")
 MAX_DRAWS = 1 << 16
 """So many steps are drawn before all of them are looked at."""
 
 
-class SequenceSampler(SamplerHooks, Sampler):
+class SequenceSampler(Stated, SamplerHooks, Sampler):
     """Draw windows of ``batch_length`` successive steps of one environment; batches are ``[B, T]``.
 
     ``batch_size`` counts windows. A batch holds ``index`` (cells) and ``mask``, both ``[B, T]``; ``mask`` marks the
@@ -67,6 +66,8 @@ class SequenceSampler(SamplerHooks, Sampler):
         (torch.Size([2, 4]), [None, 'time'], True)
     """
 
+    OWNER, VERSION = "sequence sampler", 2
+    STATE: ClassVar[Mapping[str, Entry]] = {"generator": Drawn()}
     reads_rings = True
 
     def __init__(
@@ -177,23 +178,10 @@ class SequenceSampler(SamplerHooks, Sampler):
             + (', or pad them (episode_ends="pad").' if self.episode_ends == "inside" else ".")
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the generator."""
-        return {"schema_version": STATE_VERSION, "generator": self.generator.get_state().clone()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: with the storage restored too, the next sample is the one that would have come next.
-
-        Raises:
-            ValueError: another version, or a missing entry.
-        """
-        self.check_state(state_dict)
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Forget what is known of the storage, and take over the generator."""
         self.clear()
-        self.generator.set_state(state_dict["generator"].cpu())
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        check_state(state_dict, {"generator": generator(self.generator.device)}, "sequence sampler", STATE_VERSION)
+        super().put_state(values)
 
     def __repr__(self) -> str:
         options = f"episode_ends={self.episode_ends!r}, burn_in={self.burn_in}"

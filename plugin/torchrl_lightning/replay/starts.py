@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_lightning.replay.steps import Ints, steps_between
-from torchrl_lightning.state import check_state, tensor, whole
 
 EVERYWHERE: tuple[Ints, Ints, int] = (np.empty(0, np.int64), np.empty(0, np.int64), 0)
 """What kernels get where every stored step may be drawn."""
@@ -31,12 +27,12 @@ class Starts:
         [True, True, True, False, True, False]
     """
 
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, begin: Ints = EVERYWHERE[0], end: Ints = EVERYWHERE[1], length: int = 1) -> None:
+        self.begin, self.end, self.length = begin, end, length
 
     def clear(self) -> None:
         """Forget them."""
-        self.begin, self.end, self.length = EVERYWHERE[0], EVERYWHERE[1], 1
+        self.__init__()  # type: ignore[misc]
 
     @property
     def arrays(self) -> tuple[Ints, Ints, int]:
@@ -70,23 +66,3 @@ class Starts:
         begin, end = (torch.from_numpy(each).to(cells.device) for each in (self.begin, self.end))
         env = cells % len(begin)
         return (cells // len(begin) - begin[env]) % self.length < (end - begin)[env]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies: tensors and scalars."""
-        begin, end = torch.from_numpy(self.begin.copy()), torch.from_numpy(self.end.copy())
-        return {"start_begin": begin, "start_end": end, "start_length": self.length}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that was checked."""
-        self.begin, self.end = state["start_begin"].numpy().copy(), state["start_end"].numpy().copy()
-        self.length = state["start_length"]
-
-    @staticmethod
-    def check_state(state: Mapping[str, Any], capacity: int, owner: str) -> None:
-        """Refuse what cannot be restored."""
-        schema = {"start_begin": tensor(torch.int64, None, low=0), "start_length": whole(1, capacity)}
-        check_state(state, schema, owner)
-        begin, length = state["start_begin"], state["start_length"]
-        if len(begin) * length > capacity:
-            raise ValueError(f"The {owner} state is foreign: it tells of {len(begin)} rings of {length} cells.")
-        check_state(state, {"start_end": tensor(torch.int64, len(begin), low=begin, high=begin + length)}, owner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = ["UniformSampler"]
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torchrl_lightning._compat import SamplerHooks
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.rings import rings_in, uneven_rings
-from torchrl_lightning.state import check_state, flag, generator
+from torchrl_lightning.state import flag
+from torchrl_lightning.stated import Drawn, Kept, Stated
 
-STATE_VERSION = 1
 
-
-class UniformSampler(SamplerHooks, Sampler):
+class UniformSampler(Stated, SamplerHooks, Sampler):
     """Draw stored cells uniformly.
 
     ``stratified`` gives every environment of a :class:`RingWriter` the same number of draws (one more for some, by
@@ -44,6 +42,8 @@ class UniformSampler(SamplerHooks, Sampler):
         [0, 1, 2]
     """
 
+    OWNER, VERSION = "uniform sampler", 1
+    STATE = {"with_replacement": Kept(flag), "stratified": Kept(flag), "generator": Drawn()}
     reads_rings = True
 
     def __init__(
@@ -140,30 +140,6 @@ class UniformSampler(SamplerHooks, Sampler):
         # Stretches differ in length by one step; the offset, the same for a whole ring, makes all steps equal.
         offset = (uniform[1][(draws.cumsum(0) - draws)[env]] * steps).long()
         return env, (rank + offset) % steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return options and generator: tensors and scalars."""
-        return {
-            "schema_version": STATE_VERSION,
-            "with_replacement": self.with_replacement,
-            "stratified": self.stratified,
-            "generator": self.generator.get_state().clone(),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore exactly: the next sample is the one that would have come next.
-
-        Raises:
-            ValueError: another version, a missing entry, or no generator state.
-        """
-        self.check_state(state_dict)
-        self.generator.set_state(state_dict["generator"].cpu())
-        self.with_replacement, self.stratified = state_dict["with_replacement"], state_dict["stratified"]
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {"with_replacement": flag, "stratified": flag, "generator": generator(self.generator.device)}
-        check_state(state_dict, schema, "uniform sampler", STATE_VERSION)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(with_replacement={self.with_replacement}, stratified={self.stratified})"
