@@ -334,7 +334,7 @@ SAMPLERS = {
             "'alpha' is -1.0": (("alpha",), -1.0),
             "no state of a random generator": (("generator",), torch.zeros(3)),
             "'priorities' is a tensor .* of float32": (("priorities",), torch.ones(SIZE)),
-            r"'priorities' is a tensor .13. of float64, expected a tensor .12.": (("priorities",), torch.ones(SIZE + 1, dtype=torch.float64)),
+            "a tensor .13. of float64, expected": (("priorities",), torch.ones(SIZE + 1, dtype=torch.float64)),
             "expected a tensor .3. of float64": (("leaves",), torch.ones(3, dtype=torch.float64)),
             "other leaves": (("leaves",), torch.ones(SIZE, dtype=torch.float64)),
             "not finite": (("priorities",), torch.full((SIZE,), math.nan, dtype=torch.float64)),
