@@ -24,7 +24,8 @@ from torchrl_lightning.replay.rows import vector
 from torchrl_lightning.rollout.estimates import GAE, Estimator, Steps
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Count, Fraction, NotNegative, setting
-from torchrl_lightning.state import check_state, flag, mapping, whole
+from torchrl_lightning.state import check_state, flag, whole
+from torchrl_lightning.stated import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         "time_dim",
     )
 
+    STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Kept("_read_paths", "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
     parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
 
@@ -380,27 +382,23 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return an exact copy of the buffer, with the open path."""
+    @property
+    def _paths(self) -> dict[str, Any]:
         told = [name for name in ("done", "truncated") if name in self._last_step]
-        paths = {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
-        return {**super().state_dict(), "paths": paths}
+        return {"stored": self._stored, "path_start": self._path_start, "told": bool(told)}
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        super().check_state(state_dict)
-        check_state(state_dict, {"paths": mapping}, "on-policy buffer")
-        check_state(state_dict["paths"], {"stored": whole(), "path_start": whole(), "told": flag}, "path")
-        (stored, start), steps = (state_dict["paths"][name] for name in ("stored", "path_start")), state_dict["storage"]
-        if not 0 <= stored - start <= self.size or (stored and steps["num_steps"] != min(stored, self.size)):
+    @_paths.setter
+    def _paths(self, paths: Mapping[str, Any]) -> None:
+        self._stored, self._path_start = paths["stored"], paths["path_start"]
+        self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None
+
+    def _read_paths(self, value: Any, name: str) -> dict[str, Any]:
+        return check_state(value, {"stored": whole(), "path_start": whole(), "told": flag}, "path")
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        (stored, start, _), steps = values["paths"].values(), values["storage"]["num_steps"]
+        if not 0 <= stored - start <= self.size or (stored and steps != min(stored, self.size)):
             raise ValueError(
                 f"The path state is foreign: {stored} steps stored, the open path begins at {start}, and the rollout "
-                f"has {steps['num_steps']} steps of {self.size}."
+                f"has {steps} steps of {self.size}."
             )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; the buffer then yields the same next batches."""
-        super().load_state_dict(state_dict)
-        paths = state_dict["paths"]
-        self._stored, self._path_start = int(paths["stored"]), int(paths["path_start"])
-        self._last_step, self._drawable = {"done": False} if paths["told"] else {}, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_lightning.checks import check_transform
+from torchrl_lightning.checks import Transforms
 from torchrl_lightning.entries import keys_below, nested_keys, next_key, path_of, to_tensordict
 from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
@@ -27,12 +27,11 @@ from torchrl_lightning.rollout.minibatches import MinibatchSampler
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
 from torchrl_lightning.rollout.writer import RolloutWriter
-from torchrl_lightning.state import check_state, flag, generator, mapping
+from torchrl_lightning.state import flag
+from torchrl_lightning.stated import Drawn, Kept, Nested, Stated
 
-PARTS = ("storage", "sampler", "writer")
 
-
-class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
+class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
     """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
 
     Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
@@ -73,6 +72,17 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
         >>> buffer[:]["advantage"].flatten().tolist()
         [0.5, 0.5]
     """
+
+    OWNER, VERSION = "on-policy buffer", 1
+    STATE = {
+        "storage": Nested(),
+        "sampler": Nested(),
+        "writer": Nested(),
+        "transforms": Transforms("transform"),
+        "generator": Drawn(),
+        "consumed": Kept(flag, "_consumed"),
+        "intrinsic": Nested("normalizer"),
+    }
 
     storage: RolloutStorage
     sampler: MinibatchSampler
@@ -306,7 +316,7 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
             KeyError: V-trace misses the log-probabilities of the policy that acted.
         """
         self.write_estimates()
-        self.hooks.note_estimated(self.rollout)
+        self.hooks.note_estimated(self.rollout, self.stream.value)
 
     def before_epoch(self) -> None:
         """Prepare another pass over the same data: correct for the updates of the previous pass, where that is meant.
@@ -441,53 +451,11 @@ class RolloutBuffer(StateFiles, OwnSignature, TensorDictReplayBuffer):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics to log: the estimator's, and those of what hangs on the buffer."""
-        estimator, figures = self.estimator, {}
-        if estimator.follows_policy and self.storage.num_steps:
-            figures = estimator.metrics(self.rollout, self.policy_version)
-        return {**figures, **self.hooks.metrics()}
-
-    # ---- state ------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an exact copy of the buffer, tensors and scalars only (``torch.load(weights_only=True)`` reads it)."""
-        return {
-            "schema_version": 1,
-            **{name: getattr(self, name).state_dict() for name in PARTS},
-            "transforms": dict(self.transform.state_dict()),
-            "generator": self.generator.get_state().clone(),
-            "consumed": self._consumed,
-            "intrinsic": self.normalizer.state_dict(),
-            **self.hooks.state_dict(),
-        }
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        schema = {
-            **dict.fromkeys((*PARTS, "transforms", "intrinsic"), mapping),
-            "generator": generator(self.generator.device),
-            "consumed": flag,
-        }
-        check_state(state_dict, schema, "on-policy buffer", version=1)
-        for name in PARTS:
-            getattr(self, name).check_state(state_dict[name])
-        check_transform(self.transform, state_dict["transforms"])
-        self.normalizer.check_state(state_dict["intrinsic"])
-        self.hooks.check_state(state_dict)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; the buffer then yields the same next batches.
-
-        Raises:
-            ValueError: another version, capacity, number of environments or other data; names both.
-        """
-        self.check_state(state_dict)
-        for name in PARTS:
-            getattr(self, name).load_state_dict(state_dict[name])
-        self.transform.load_state_dict(state_dict["transforms"])
-        self.generator.set_state(state_dict["generator"].cpu())
-        self._consumed = bool(state_dict["consumed"])
-        self.normalizer.load_state_dict(state_dict["intrinsic"])
-        self.hooks.load_state_dict(state_dict)
+        estimator, rollout = self.estimator, self.rollout if self.storage.num_steps else None
+        figures = self.hooks.metrics(rollout)
+        if rollout is not None and estimator.follows_policy:
+            figures |= estimator.metrics(rollout, self.policy_version)
+        return figures
 
 
 def _has_intrinsic(rollout: TensorDictBase) -> bool:

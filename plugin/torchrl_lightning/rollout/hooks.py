@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 
 from torchrl_lightning.environments.played import ReplaySource
 
@@ -38,22 +38,12 @@ class RolloutHooks:
     def note_collected(self, rollout: TensorDictBase) -> None:
         """Take note of a rollout as it was collected, ``[N, T]``, where what is stored is normalised."""
 
-    def note_estimated(self, rollout: TensorDictBase) -> None:
+    def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
         """Take note of a stored rollout ``[T, N]`` that will be learned from, with values and advantages."""
 
     def discard(self) -> None:
         """Take note that the stored rollout is discarded."""
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics to log."""
+    def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
+        """Return metrics to log, where a rollout ``[T, N]`` or none is stored."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return entries for the state of the buffer: tensors and scalars only."""
-        return {}
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state of the buffer whose entries :meth:`load_state_dict` cannot take; change nothing."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the entries."""

@@ -1,0 +1,327 @@
+"""Demonstrations on a buffer of rollouts: what is replayed beside them, and mined from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.envs import EnvBase
+
+from torchrl_lightning.demonstrations._faults import DemonstrationFault
+from torchrl_lightning.demonstrations.actor import DemonstrationActor
+from torchrl_lightning.demonstrations.directory import DemonstrationDirectory
+from torchrl_lightning.demonstrations.files import read_demonstration
+from torchrl_lightning.demonstrations.miner import DemonstrationMiner
+from torchrl_lightning.demonstrations.recording import demonstration_specs
+from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
+from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
+from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
+from torchrl_lightning.demonstrations.saved_dtypes import check_saved_dtypes, with_saved_dtypes
+from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.demonstrations.writer import DemonstrationWriter
+from torchrl_lightning.environments import EnvironmentRecipe, EnvironmentSpecs
+from torchrl_lightning.environments.origins import env_ids
+from torchrl_lightning.keys import REPLAYED, VALUE
+from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
+from torchrl_lightning.rollout.hooks import RolloutHooks
+from torchrl_lightning.state import check_state, flag, mapping, sequence, whole
+from torchrl_lightning.stated import Kept, Nested, Stated
+
+_logger = logging.getLogger(__name__)
+
+
+class DemonstrationSettings(Protocol):
+    """What a buffer says of its demonstrations, read whenever it counts; see :class:`PPODBuffer`."""
+
+    envs: Any
+    initial_human_demos_dir: str | None
+    initial_agent_demos_dir: str | None
+    supplementary_demos_dir: str | None
+    target_agent_demos_dir: str | None
+    num_agent_demos_to_save: int
+    save_demos_every: int
+    demo_dtypes: dict[str, torch.dtype]
+    ends: End
+    log_prob: LogProb
+    save_value_demos: bool
+    shared_demos: bool
+    given_frame_skip: int | None
+
+
+class DemonstrationHooks(Stated, RolloutHooks):
+    """Replay demonstrations beside a buffer's rollouts, mine these for more, and save and read demonstrations.
+
+    Args:
+        settings: directories, how many are saved, and how they are replayed.
+        writer: what decides which are kept, with their storage.
+        sampler: what draws those that are replayed.
+    """
+
+    OWNER, VERSION = "demonstrations", 1
+    STATE = {
+        "storage": Nested(),
+        "writer": Nested(),
+        "replay": Kept("_read_replay", "_replay_state"),
+        "miners": Kept("_read_miners", "_miners", lambda miners: {str(k): m.state_dict() for k, m in miners.items()}),
+        "rollouts": Kept(whole(), "_num_rollouts"),
+        "is_tracked": Kept(flag, "_is_tracked"),
+        "taken": Kept(sequence, "_taken"),
+    }
+
+    def __init__(
+        self, settings: DemonstrationSettings, writer: DemonstrationWriter, sampler: DemonstrationSampler
+    ) -> None:
+        self.settings, self.storage, self.writer, self.sampler = settings, writer.storage, writer, sampler
+        self.frame_skip = settings.given_frame_skip
+        """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
+        self._replay_in(1, 1)  # refuses options that make no sense
+        self._specs: EnvironmentSpecs | None = None
+        self._replay: DemonstrationReplay | None = None
+        self._miners: dict[int, DemonstrationMiner] = {}  # by the first environment of each worker
+        self._supplementary: DemonstrationDirectory | None = None
+        self._waiting: list[Demonstration] = []  # found in that directory, and not taken yet
+        self._target: DemonstrationDirectory | None = None
+        self._is_wrapped = False  # whether TorchRL steps the environment, which takes the policy's actions
+        self._collected: TensorDictBase | None = None
+        self._is_tracked = False  # whether what is stored was looked through
+        self._num_rollouts = 0
+        self._success: float | None = None
+
+    # ---- around a rollout --------------------------------------------------------------------------------------------
+
+    @property
+    def replay(self) -> DemonstrationReplay | None:
+        """What a collector replays; None before :meth:`attach`."""
+        return self._replay
+
+    def _replay_in(self, num_envs: int, frame_stack: int) -> DemonstrationReplay:
+        ends, log_prob = self.settings.ends, self.settings.log_prob
+        options: dict[str, Any] = {"ends": ends, "log_prob": log_prob, "frame_stack": frame_stack}
+        return DemonstrationReplay(self.storage, self.sampler, num_envs, **options)
+
+    def attach(self, env: Any, num_envs: int) -> None:
+        """Prepare to replay demonstrations in an environment, and read the directories."""
+        specs, of_env = demonstration_specs(env)
+        if self.frame_skip is None:
+            told = (getattr(self.settings.envs, "env_kwargs", None) or {}).get("frame_skip")
+            self.frame_skip = of_env if told is None else integer(told, "frame_skip")
+        check_saved_dtypes(self.settings.demo_dtypes, specs)
+        self._specs = specs
+        self._replay = self._replay_in(num_envs, env.frame_stack if isinstance(env, EnvironmentRecipe) else 1)
+        self.load_initial()
+        self._look_for_supplementary()
+
+    def wrap_env(self, env: Any) -> Any:
+        """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
+        if not isinstance(env, EnvBase) or self._replay is None:
+            return env
+        self._is_wrapped = True
+        return DemonstrationReplayTransform(self._replay).wrap(env)
+
+    def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
+        """Let the policy do what demonstrations did, where :meth:`wrap_env` replays them."""
+        return DemonstrationActor(policy, self.settings.log_prob) if self._is_wrapped else policy
+
+    def note_collected(self, rollout: TensorDictBase) -> None:
+        """Mine demonstrations from ``rollout``, ``[N, T]``, in the place of what is stored of it."""
+        self._collected = rollout
+
+    def note_estimated(self, rollout: TensorDictBase, value_key: NestedKey) -> None:
+        """Mine a rollout, save and read demonstrations, once for each rollout."""
+        if self._is_tracked or self._specs is None:
+            return
+        self._is_tracked = True
+        self.mine(self.collected(rollout, value_key))
+        self._collected = None
+        self.load_supplementary()
+        self._num_rollouts += 1
+        if self._num_rollouts % self.settings.save_demos_every == 0:
+            self.save()
+
+    def discard(self) -> None:
+        """Forget the stored rollout."""
+        self._is_tracked, self._collected = False, None
+
+    def metrics(self, rollout: TensorDictBase | None) -> dict[str, float]:
+        """Return how many demonstrations there are, how likely, and what the last rollout was."""
+        rho, phi = self.sampler.probabilities(self.storage)
+        kinds = {"R": self.storage.reward_demonstrations, "V": self.storage.value_demonstrations}
+        figures = {**{f"demos/D_{kind}": float(len(held)) for kind, held in kinds.items()}, "demos/rho": rho}
+        figures["demos/phi"] = phi
+        if self.writer.threshold > -float("inf"):
+            figures["demos/threshold"] = self.writer.threshold
+        replayed = None if rollout is None else rollout.get(REPLAYED, None)
+        if replayed is not None:
+            figures["demos/replayed"] = replayed.float().mean().item()
+        if self._success is not None:
+            figures["demos/success"] = self._success
+        return figures
+
+    # ---- mining ------------------------------------------------------------------------------------------------------
+
+    def mine(self, rows: TensorDictBase) -> None:
+        """Follow the episodes of a rollout ``[T, N]`` with values, and offer those that end as demonstrations."""
+        ids = env_ids(rows, time_dim=0)
+        first = 0 if ids is None else int(ids[0])
+        if first not in self._miners:
+            self._miners[first] = self._miner(rows.shape[1])
+        miner, successes = self._miners[first], self.storage.successes
+        finished = miner.finished(rows)
+        if self.settings.shared_demos:
+            copied = [each.copied() if isinstance(each, Demonstration) else each for each in finished]
+            finished = [each for rank in gathered(copied) for each in rank]
+        for each in finished:
+            miner.offer(each)
+        own = sum(isinstance(each, Demonstration) for each in finished)
+        self._success = (self.storage.successes - successes) / own if own else None
+
+    def _miner(self, num_envs: int) -> DemonstrationMiner:
+        return DemonstrationMiner(self.writer, num_envs, specs=self.attached(), frame_skip=self.frame_skip or 1)
+
+    def collected(self, stored: TensorDictBase, value_key: NestedKey) -> TensorDictBase:
+        """Return the stored rollout as it was collected, ``[T, N]``, with its values."""
+        rows = (stored if self._collected is None else self._collected.transpose(0, 1)).copy()
+        value = stored.get(value_key, None)
+        if isinstance(value, TensorDictBase):  # of several critics
+            value = torch.stack([*value.values(True, True)]).mean(0)
+        rows.pop(VALUE, None)
+        if isinstance(value, Tensor):
+            rows[VALUE] = value.to(rows.device or value.device)
+        rows.names = ["time", None]
+        return rows.to("cpu")
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def attached(self) -> EnvironmentSpecs:
+        """Return the specs of the environment; a RuntimeError before :meth:`attach`."""
+        if self._specs is None:
+            raise RuntimeError("The environment of the demonstrations is unknown; call attach(env, num_envs) first.")
+        return self._specs
+
+    def _directory(self, path: str, **options: Any) -> DemonstrationDirectory:
+        return DemonstrationDirectory(path, self.attached(), self.frame_skip or 1, **options)
+
+    def read(self, path: str | Path) -> Demonstration:
+        """Read a demonstration, and refuse it if it does not fit the environment; it is not kept."""
+        specs = self.attached()
+        demonstration = read_demonstration(path, specs)
+        demonstration.fits(specs, self.frame_skip or 1)
+        return demonstration
+
+    def load_initial(self) -> None:
+        """Keep what the initial directories hold in the place of all that was kept; see :meth:`attach`."""
+        human = self._initial("initial_human_demos_dir", is_human=True)
+        agent = self._initial("initial_agent_demos_dir", is_human=False)
+        capacity = self.storage.capacity
+        if len(human) + len(agent) > capacity:
+            raise DemonstrationFault(
+                f"There are {len(human)} human and {len(agent)} agent demonstrations at start, more than "
+                f"total_buffer_demo_capacity={capacity}; take some away, or enlarge it."
+            )
+        self.storage.replace([], [])
+        self.writer.load([*human, *agent])
+
+    def _initial(self, name: str, is_human: bool) -> tuple[Demonstration, ...]:
+        path = getattr(self.settings, name)
+        if path is None:
+            return ()
+        try:
+            return self._directory(path, human=is_human).initial
+        except (OSError, ValueError) as error:
+            raise DemonstrationFault(f"{name}={path}: {error}") from error
+
+    def load_supplementary(self) -> None:
+        """Take what came into the supplementary directory, if its return reaches the threshold."""
+        if self._supplementary is None:
+            return
+        found: list[Demonstration] = []
+        if not self.settings.shared_demos or this_rank() == 0:
+            found, self._waiting = [*self._waiting, *self._supplementary.poll()], []
+        if self.settings.shared_demos:
+            found = of_first_rank(found)
+        for demonstration in found:
+            total, threshold = demonstration.total_reward, self.writer.threshold
+            if total < threshold:
+                _logger.info(
+                    "%s is left out: its return %g is below the threshold %g.", demonstration.name, total, threshold
+                )
+                continue
+            try:
+                self.writer.load([demonstration])
+            except ValueError as error:
+                _logger.warning("%s is left out: %s", demonstration.name, error)
+
+    def _look_for_supplementary(self, taken: Collection[str] = ()) -> None:
+        path = self.settings.supplementary_demos_dir
+        if path is not None:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            self._supplementary = self._directory(path, may_be_empty=True, taken=taken)
+            self._waiting = [*self._supplementary.initial]
+
+    def save(self) -> None:
+        """Save the agent's best demonstrations into the target directory, in the place of those saved before.
+
+        ``reward_demo_1.safetensors`` has the highest return, the newest of equals comes first; with
+        ``save_value_demos``, ``value_demo_1.safetensors`` has the highest value.
+        """
+        rank = 0 if self.settings.shared_demos else this_rank()
+        if self.settings.target_agent_demos_dir is None or (self.settings.shared_demos and this_rank() > 0):
+            return
+        if self._target is None:
+            path = Path(self.settings.target_agent_demos_dir)
+            self._target = self._directory(str(path / f"rank_{rank}" if rank else path), may_be_empty=True)
+        agents = [each for each in reversed(self.storage.reward_demonstrations) if not each.is_human]
+        best = {"reward": sorted(agents, key=lambda each: -each.total_reward)}
+        if self.settings.save_value_demos:
+            best["value"] = sorted(self.storage.value_demonstrations, key=lambda each: -each.value)
+        named = {
+            f"{kind}_demo_{place}": with_saved_dtypes(demonstration, self.settings.demo_dtypes)
+            for kind, ranked in best.items()
+            for place, demonstration in enumerate(ranked[: self.settings.num_agent_demos_to_save], 1)
+        }
+        self._target.save([*named.values()], [*named])
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _replay_state(self) -> dict[str, Any]:
+        return {} if self._replay is None else self._replay.state_dict()
+
+    @_replay_state.setter
+    def _replay_state(self, state: Mapping[str, Any]) -> None:
+        if self._replay is not None:
+            self._replay.load_state_dict(state)
+
+    def _read_replay(self, value: Any, name: str) -> Mapping[str, Any]:
+        state = mapping(value, name)
+        if self._replay is not None:
+            self._replay.check_state(state)
+        return state
+
+    def _read_miners(self, value: Any, name: str) -> dict[int, DemonstrationMiner]:
+        miners = {}
+        for first, state in mapping(value, name).items():
+            if not first.isdecimal():
+                raise ValueError(f"The {self.OWNER} state has a miner of environment {first!r}, expected a number.")
+            check_state(state, {"num_envs": whole(1), "running": sequence}, DemonstrationMiner.OWNER)
+            miners[int(first)] = miner = self._miner(len(state["running"]))
+            miner.load_state_dict(state)
+        return miners
+
+    @property
+    def _taken(self) -> list[str]:
+        taken = set() if self._supplementary is None else self._supplementary.taken
+        return sorted(taken - {Path(each.name).name for each in self._waiting})
+
+    @_taken.setter
+    def _taken(self, names: Collection[str]) -> None:
+        if self._replay is not None:
+            self._look_for_supplementary(names)
