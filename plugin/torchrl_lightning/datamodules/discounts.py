@@ -50,8 +50,9 @@ def build_buffer(make: Callable[..., B], learner: Any, *, trial: bool = False, *
     Raises:
         ValueError: a discount of the buffer's own differs from the learner's.
     """
-    bound: dict[str, Any] = make.keywords if isinstance(make, partial) else {}
-    taken, handed = {*inspect.signature(make).parameters, *bound}, dict[str, Any](sizes)
+    # The signature of a partial cannot be read where it has an argument that is wrong.
+    called, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, dict[str, Any]())
+    taken, handed = {*inspect.signature(called).parameters, *bound}, dict[str, Any](sizes)
     for name, discount in learner_discounts(learner).items():
         if bound.get(name) is not None:
             _check(name, fraction(bound[name], name), discount, learner)

@@ -1,0 +1,38 @@
+"""A sampler of your own: of a few steps that are drawn uniformly, each time the one of the greatest reward.
+
+Run, in this folder: torchrl-lightning-train --config-dir . '~experiment' data=tournament env=pendulum model=td3
+    data.total_frames=20000
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrl_lightning import UniformSampler
+
+
+class TournamentSampler(UniformSampler):
+    """Draw the winners of tournaments.
+
+    Args:
+        contenders: steps of a tournament; 1 draws uniformly.
+        generator: random generator; the buffer's takes its place.
+
+    Raises:
+        ValueError: there are no contenders.
+    """
+
+    def __init__(self, contenders: int = 2, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(generator=generator)
+        if contenders < 1:
+            raise ValueError(f"contenders must be at least 1, got {contenders}.")
+        self.contenders = contenders
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Return the cells ``[B]`` of the winners, and no further entries."""
+        cells, info = super().sample(storage, batch_size * self.contenders)
+        rewards = storage.get(cells)["next", "reward"].reshape(batch_size, self.contenders)
+        winner = rewards.argmax(1, keepdim=True)
+        return cells.reshape(batch_size, self.contenders).gather(1, winner).squeeze(1), info

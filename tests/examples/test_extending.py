@@ -1,0 +1,111 @@
+"""A stranger's parts, each in a file of hers, work from YAML in the commands, with the checks and messages of ours."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.commands import Done, call, last_line
+from kit.processes import PROJECT
+
+EXTENDING = PROJECT / "examples" / "extending"
+ROLLOUTS = ("data.frames_per_batch=128", "data.mini_batch_size=64", "data.total_frames=256")
+REPLAY = ("data.warmup_frames=100", "data.updates_per_epoch=100", "data.total_frames=300")
+SMALL = {"sampler": REPLAY, "agent": ROLLOUTS, "network": ROLLOUTS, "buffer": ROLLOUTS}
+TINY = ("data.num_envs=4", "data.eval_episodes=2", "eval_episodes=2", "logger=none")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of hers, into which runs are written."""
+    return Path(shutil.copytree(EXTENDING, tmp_path / "hers", ignore=shutil.ignore_patterns("logs", "__pycache__")))
+
+
+def command(part: str) -> list[str]:
+    """Read the arguments that its docstring says."""
+    said = ast.get_docstring(ast.parse((EXTENDING / f"{part}.py").read_text())) or ""
+    return shlex.split(said.partition("torchrl-lightning-train ")[2])
+
+
+def train(folder: Path, part: str, *settings: str) -> Done:
+    return call("train", *command(part), *TINY, *SMALL[part], *settings, cwd=folder)
+
+
+@pytest.mark.parametrize("part", SMALL)
+def test_a_part_is_trained_resumed_and_evaluated(part, folder):
+    done = train(folder, part, "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    checkpoint = folder / "run" / "checkpoints" / "last.ckpt"
+    played = call("evaluate", f"ckpt_path={checkpoint}", "episodes=2", cwd=folder)
+    assert played.returncode == 0, played.stderr
+    resumed = call("train", "--config-dir", ".", f"ckpt_path={checkpoint}", "data.total_frames=512", cwd=folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert last_line(resumed.stdout)[4] == "512"
+    # Elsewhere it is a stranger's, whose names are imported for those alone who trust it.
+    shutil.move(checkpoint, folder / "given.ckpt")
+    asked = ("evaluate", "ckpt_path=given.ckpt", "episodes=2")
+    refused = call(*asked, cwd=folder)
+    assert refused.returncode == 1
+    assert "is none of the classes that a file may name; if you trust" in refused.stderr
+    assert last_line(call(*asked, "trusted=true", cwd=folder).stdout).groups()[:4] == (
+        *last_line(played.stdout).groups()[:4],
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "message"),
+    [
+        (
+            "sampler",
+            "data.buffer.sampler.contenders=0",
+            "data.buffer.sampler.contenders=0: contenders must be at le",
+        ),
+        (
+            "sampler",
+            "+data.buffer.sampler.contendrs=3",
+            "data.buffer.sampler: TournamentSampler.__init__() got an un",
+        ),
+        ("agent", "model.temperature=-1", "model.temperature=-1: temperature must be above 0, got -1."),
+        ("agent", "+model.temprature=1", "model: AWRModule: got an unexpected keyword argument 'temprature'; its se"),
+        (
+            "agent",
+            "data=uniform",
+            "AWRModule does not learn from the ReplayDataModule; choose a stream for it",
+        ),
+        ("network", "model.network.hidden_sizes=[0]", "model: hidden_sizes is [0]; every layer must have at least 1"),
+        ("network", "env=minigrid", "model: FourierNetwork reads one vector, got shapes [[], [7, 7, 3]]."),
+        (
+            "buffer",
+            "data.buffer.lambdas=[2]",
+            "data.buffer.lambdas=[2]: lambdas must be numbers between 0 and 1, got",
+        ),
+        (
+            "buffer",
+            "+data.buffer.lambds=[1]",
+            "data.buffer: MixedGAEBuffer: got an unexpected keyword argument",
+        ),
+        (
+            "buffer",
+            "model=dqn",
+            "DQNModule does not learn from the OnPolicyDataModule; choose a stream for it",
+        ),
+    ],
+)
+def test_a_mistake_is_named_as_in_a_part_of_ours(part, setting, message, folder):
+    if setting == "env=minigrid":
+        pytest.importorskip("minigrid")
+    fewer = [each for each in SMALL[part] if setting != "data=uniform" or "total_frames" in each]
+    done = call("train", *command(part), *TINY, *fewer, setting, cwd=folder)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}"), done.stderr
+    assert not (folder / "logs").is_dir() or not list(folder.glob("logs/**/*.ckpt"))
+
+
+def test_each_can_be_read_in_one_go():
+    lengths = {path.stem: len(path.read_text().splitlines()) for path in EXTENDING.glob("*.py")}
+    assert set(lengths) == set(SMALL)
+    assert max(lengths.values()) < 60
