@@ -126,8 +126,8 @@ def test_a_shorter_length_keeps_the_newest() -> None:
 def test_what_cannot_be_imagined_is_said() -> None:
     with pytest.raises(ValueError, match="leave none of 0 rows"):
         filled(0).prepare(Dreamer())
-    with pytest.raises(TypeError, match="such as MBPOModule, but Module has no fit_dynamics and imagine"):
-        filled().prepare(torch.nn.Module())
+    says = filled().misfit(None, torch.nn.Module())
+    assert "Module imagines no branches for BranchedReplay; choose" in str(says)
     with pytest.raises(RuntimeError, match="is empty"):
         filled().draw(8)
     source = filled(0)
@@ -140,9 +140,11 @@ def test_what_cannot_be_imagined_is_said() -> None:
 
 
 def test_an_agent_without_a_world_model_is_refused_and_one_without_branches_too(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="DQNModule has no fit_dynamics and imagine"):
+    with pytest.raises(
+        ValueError, match=r"DQNModule imagines no branches for BranchedReplay; .* fit_dynamics and imagine"
+    ):
         fit(tmp_path, replay_data(source=partial(BranchedReplay, branches_per_fit=8)), dqn())
-    with pytest.raises(RuntimeError, match=r"no world model yet: .* data=branched"):
+    with pytest.raises(ValueError, match=r"learns from the branches that it imagines; .* data=branched"):
         fit(tmp_path, replay_data(env="Pendulum-v1"), MBPOModule())
 
 

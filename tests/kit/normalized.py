@@ -34,14 +34,13 @@ def all_of(data: Any, *key: str) -> Tensor:
     return torch.cat([batch[key] for batch in data.collector.recorded], 1)
 
 
-def statistics_of(data: Any, observation: bool = True, gamma: float = 0.99) -> dict[str, Moments]:
+def statistics_of(data: Any, observation: bool = True) -> dict[str, Moments]:
     """Return the moments of all that a run has noted: of its observation, and of the discounted sums of its rewards."""
     state = data.state_dict()
     kept = Normalization(observation, True, 10.0)
     kept.specs(environment_specs(make_vector_env("CartPole-v1", 1)))
-    kept.gamma = gamma
     kept.load_state_dict(state["normalization"])
-    kept.load_rank_state(state["ranks"][0]["normalization"])
+    kept.noted = kept.read_noted(state["ranks"][0]["normalization"])
     kept.advance()
     found = kept.state_dict()
     moments = {"reward": Moments(**found["reward"])}
@@ -53,7 +52,7 @@ def statistics_of(data: Any, observation: bool = True, gamma: float = 0.99) -> d
 
 def check_statistics(data: Any, observation: bool = True, gamma: float = 0.99) -> None:
     """Compare a run's statistics with those of everything that its collector has delivered, computed step by step."""
-    found = statistics_of(data, observation, gamma)
+    found = statistics_of(data, observation)
     if observation:
         rows = all_of(data, "observation").flatten(0, 1).double().numpy()
         assert found["observation"].count == len(rows)

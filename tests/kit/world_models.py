@@ -63,6 +63,7 @@ class FakeDynamics(FakeData):
         super().__init__(specs=POINT, note=lambda module: None)
         self.num_members, self.refit, self.holdout = members, refit, holdout
         self.targets = targets_of(reward=reward)
+        self.build_options = {"num_members": members, "targets": self.targets}
         self.epochs = self.fits = 0
         self.rows = pushed(60, seed=0)
 

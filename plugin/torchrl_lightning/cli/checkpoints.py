@@ -49,10 +49,8 @@ def check_checkpoint(
 
 def copies(model: Any, data: Any) -> Callable[[], Any]:
     """Return what makes copies of a model, with the networks that it would build for a DataModule."""
-    specs, fitted = data.specs, {}
-    if hasattr(data, "targets"):
-        fitted = {"num_members": data.num_members, "targets": data.targets}
-    return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(fitted))
+    specs, options = data.specs, getattr(data, "build_options", {})
+    return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
 
 
 def _check_weights(make: Callable[[], Any], stored: Mapping[str, Any], settings: Sequence[str]) -> None:

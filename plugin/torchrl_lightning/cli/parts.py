@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
+from torchrl_lightning.fitting import MisfitError
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
 
@@ -41,24 +42,30 @@ def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     """Build environment, buffer and networks once and let go of them, to name a setting that does not fit."""
     import torch
 
-    _check_stream(data, model)
-    check_data(cfg, data)
+    from torchrl_lightning.fitting import require_fit
+
     before = torch.get_rng_state()
-    if hasattr(data, "fingerprint"):
-        with _named(cfg, "data.buffer"):
-            data.fingerprint(model)
-    _check_source(cfg, data, model)
-    _check_frames(cfg, data)
-    _check_goals(cfg, data)
-    if hasattr(model, "build") and hasattr(data, "specs"):
+    try:
+        _check_data(cfg, data, model)
+        if getattr(model, "build", None) is not None and getattr(data, "specs", None) is not None:
+            with _named(cfg, "model"):
+                copies(model, data)()
         with _named(cfg, "model"):
-            copies(model, data)()
-    if hasattr(model, "check_data"):
-        with _named(cfg, "model"):
-            model.check_data(data)
+            require_fit(model, data)
+    finally:
+        data.close()
     # What was built for a trial must not move the run's own generator.
     torch.set_rng_state(before)
-    data.close()
+
+
+def _check_data(cfg: DictConfig, data: Any, model: Any) -> None:
+    """Ask the parts of a DataModule whether they fit, if it is one of ours."""
+    place, check = "data", getattr(data, "check_fit", None)
+    try:
+        for argument in () if check is None else check(model):
+            place = f"data.{argument}"
+    except MISTAKES as error:
+        raise UsageError(describe(cfg, place, error)) from error
 
 
 def check_data(cfg: DictConfig, data: Any) -> None:
@@ -70,87 +77,6 @@ def check_data(cfg: DictConfig, data: Any) -> None:
             data.specs  # noqa: B018  # a property that builds the environment
     finally:
         data.close()
-
-
-def _check_stream(data: Any, model: Any) -> None:
-    from torchrl_lightning.datamodules import DynamicsDataModule, OnPolicyDataModule, ReplayDataModule
-    from torchrl_lightning.learn import ActorCriticModule, DynamicsEnsemble, OffPolicyModule
-
-    pairs = (
-        (ActorCriticModule, ReplayDataModule, "gae", "dqn"),
-        (OffPolicyModule, OnPolicyDataModule, "uniform", "ppo"),
-        (ActorCriticModule, DynamicsDataModule, "gae", "pets"),
-        (OffPolicyModule, DynamicsDataModule, "uniform", "pets"),
-        (DynamicsEnsemble, OnPolicyDataModule, "model_based", "ppo"),
-        (DynamicsEnsemble, ReplayDataModule, "model_based", "dqn"),
-    )
-    for learner, other, stream, fitting in pairs:
-        if isinstance(model, learner) and isinstance(data, other):
-            raise UsageError(
-                f"{type(model).__name__} does not learn from the {type(data).__name__}; "
-                f"choose a stream for it, such as data={stream}, or a learner for this stream, such as model={fitting}."
-            )
-
-
-def _check_frames(cfg: DictConfig, data: Any) -> None:
-    """Refuse a storage of stacked images over an environment that does not stack as many."""
-    from torchrl_lightning.entries import nested_keys
-
-    node = OmegaConf.select(cfg, "data.buffer.storage")
-    storage: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else {}
-    if "frame_stack" not in storage or not hasattr(data, "specs"):
-        return
-    recipe, count = cfg.data.env, storage["frame_stack"]
-    keys = nested_keys(storage.get("keys", ["observation"]))
-    with _named(cfg, "data.buffer.storage"):
-        shapes = [list(data.specs.observation[key].shape) for key in keys]
-        if any(len(shape) != 3 for shape in shapes):
-            raise ValueError(
-                f"frame_stack={count} keeps stacks of images, but the environment observes {shapes[0]}. Take one that "
-                "stacks images, such as env=atari, or another stream, such as data=uniform."
-            )
-        stacked = recipe.get("frame_stack", count) if isinstance(recipe, DictConfig) else count
-        if stacked != count:
-            raise ValueError(f"frame_stack={count} differs from data.env.frame_stack={stacked}; give both the same.")
-
-
-def _check_source(cfg: DictConfig, data: Any, model: Any) -> None:
-    """Build what batches are drawn from, and refuse branches without a learner that imagines them."""
-    from torchrl_lightning.datamodules import BranchedReplay, ReplayDataModule
-    from torchrl_lightning.learn import MBPOModule
-
-    if not isinstance(data, ReplayDataModule):
-        return
-    with _named(cfg, "data.source"):
-        branches = isinstance(data.trial_source(model), BranchedReplay)
-    if branches and not hasattr(model, "imagine"):
-        raise UsageError(
-            f"{type(model).__name__} imagines no branches for BranchedReplay; choose a learner that does, such as "
-            "model=mbpo, or another stream, such as data=uniform."
-        )
-    if isinstance(model, MBPOModule) and not branches:
-        raise UsageError(
-            "MBPOModule learns from the branches that it imagines; choose a stream with them, such as data=branched, "
-            "or another learner, such as model=sac."
-        )
-
-
-def _check_goals(cfg: DictConfig, data: Any) -> None:
-    """Refuse hindsight over an environment that shows no goals."""
-    from torchrl_lightning.entries import nested_key
-
-    node = OmegaConf.select(cfg, "data.buffer.transform")
-    options: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else {}
-    if "desired_goal_key" not in options or not hasattr(data, "specs"):
-        return
-    shown = data.specs.observation.keys(include_nested=True, leaves_only=True)
-    with _named(cfg, "data.buffer.transform"):
-        for name in ("achieved_goal_key", "desired_goal_key"):
-            if nested_key(options[name]) not in shown:
-                raise ValueError(
-                    f"{name} names nothing that the environment shows, which is {', '.join(map(str, shown))}. Take one "
-                    "with goals, such as env=robotics, or another stream, such as data=uniform."
-                )
 
 
 @contextmanager
@@ -171,7 +97,7 @@ def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
         if isinstance(node, DictConfig) and begin is not None and begin[1] in node:
             # Of a list the message shows the entry itself.
             return f"{holder}.{text}" if begin[2] else f"{holder}.{begin[1]}={node[begin[1]]}: {text}"
-    return f"{key}: {text}"
+    return text if isinstance(error, MisfitError) else f"{key}: {text}"
 
 
 class KeptConfig(Callback):

@@ -164,6 +164,16 @@ class GymnasiumCollector(CollectorBase):
         batch = self._filled(fresh=not self.return_same_td).batch()
         return batch if self.storing_device is None else batch.to(self.storing_device)
 
+    @property
+    def lends_rows(self) -> bool:
+        """Whether :meth:`reused_rows` yields what iteration does; with a ``rollout`` of its own, a subclass says so."""
+        return type(self).rollout is GymnasiumCollector.rollout and self.storing_device in (None, torch.device("cpu"))
+
+    @property
+    def gives_rollouts_away(self) -> bool:
+        """Whether each rollout has memory of its own, which is not written again."""
+        return type(self).rollout is GymnasiumCollector.rollout and not self.return_same_td
+
     def reused_rows(self, leave_out: Collection[str] = ()) -> Iterator[TensorDict]:
         """Yield what iteration yields in the layout of a ring, on the CPU, for a reader that copies it at once.
 

@@ -110,22 +110,6 @@ def collector_options(
     return options
 
 
-def acting_module(trainer: Any, owner: str) -> Any:
-    """Return the LightningModule that a trainer fits; a RuntimeError if there is none, a TypeError without a policy."""
-    module = trainer.lightning_module if trainer is not None else None
-    if module is None:
-        raise RuntimeError(
-            f"{owner} acts with the policy of the LightningModule that is being fitted; "
-            "iterate its loaders through Trainer.fit or Trainer.validate."
-        )
-    if not hasattr(module, "policy"):
-        raise TypeError(
-            f"{type(module).__name__} has no attribute `policy`. Give it the TensorDict module that writes the "
-            "action, e.g. in configure_model: self.policy = build_actor(self.trainer.datamodule.specs)."
-        )
-    return module
-
-
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
     """Refuse rollouts of no whole number of steps, and of a single one where each begins with a reset."""
     if frames_per_batch % num_envs:

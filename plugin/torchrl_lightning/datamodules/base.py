@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["ExperienceDataModule"]
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -18,11 +18,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector, play_episodes
 from torchrl_lightning.datamodules.adapters import Batches, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
-    acting_module,
     call_with_policy,
     check_frames,
     collector_options,
@@ -33,16 +31,21 @@ from torchrl_lightning.datamodules.arguments import (
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
-from torchrl_lightning.datamodules.frames import ReplayedSteps
+from torchrl_lightning.datamodules.feed import Feed
+from torchrl_lightning.datamodules.frames import FrameClock
+from torchrl_lightning.datamodules.learner import acting
 from torchrl_lightning.datamodules.normalization import Normalization
+from torchrl_lightning.datamodules.run_state import RunState, noted
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
-from torchrl_lightning.environments.origins import RowOrigins
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
+from torchrl_lightning.fitting import require_stream
+from torchrl_lightning.ranges import optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, setting
-from torchrl_lightning.state import check_state, mapping, sequence
+from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
+from torchrl_lightning.stated import Entry, Kept, Nested
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -106,20 +109,29 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     normalize_clip: Positive = 10.0
     seed: int | None = None
 
+    serves: ClassVar[str | None] = None
+    """What a learner names in ``learns_from``."""
+    learner_for_it: ClassVar[str] = ""
+    RUN_STATE: ClassVar[Mapping[str, Entry]] = {
+        "frames": Kept(whole(), "frames"),
+        "replayed": Nested("_clock", missing={"count": 0, "alone": 0}),
+        "num_evaluations": Kept(whole(), "_num_evaluations"),
+        "rng": Kept(generator("cpu"), "_feed.rng"),
+        "episodes": Nested("_episodes"),
+        "normalization": Kept(noted, "_normalization.noted"),
+        "collector": Kept(optional(mapping), "_feed.kept", missing=None),
+    }
+    """What a rank of a run needs to go on, and which attribute holds it."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._run = RunState(self)
         check_frames(self.frames_per_batch, self.num_envs, self.reset_at_each_batch)
         self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
-        self.frames = 0
-        self._replayed = ReplayedSteps()
-        self.collector: Any = None
         self.buffer: Any = None
-        self._stream: Iterator[TensorDictBase] | None = None
-        self._until_closed = ExitStack()
-        self._origins = RowOrigins(None)
-        self._acting = EvaluationMode()
-        self._restored: dict[str, Any] | None = None
+        self._clock = FrameClock(self.total_frames)
+        self._feed = Feed()
         self._num_evaluations = 0
         self._episodes = FinishedEpisodes(self.num_envs)
         self._normalization = Normalization(self.normalize_observation, self.normalize_reward, self.normalize_clip)
@@ -138,6 +150,25 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return self.trainer.world_size if self.trainer is not None else 1
 
     @property
+    def frames(self) -> int:
+        """Frames of the environment that all ranks have collected."""
+        return self._clock.frames
+
+    @frames.setter
+    def frames(self, frames: int) -> None:
+        self._clock.frames = frames
+
+    @property
+    def collector(self) -> Any:
+        """The collector; None until the first rollout is asked for, and after a fit."""
+        return self._feed.collector
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """What a learner's ``build`` takes beside the specs."""
+        return {}
+
+    @property
     def clock(self) -> tuple[int, str]:
         """What loggers and progress bars count."""
         return self.frames, "frames"
@@ -148,12 +179,16 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
         ``time/*`` are seconds; ``frames/replayed`` counts replayed steps, if there are any; the streams add theirs.
         """
-        return {"frames": float(self.frames), **self._replayed.metrics(), **self._metrics}
+        return {**self._clock.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Build the environment and draw the seed where there is none, once; later calls change nothing."""
+        """Build environment and buffer and draw the seed where there is none, once; later calls change nothing.
+
+        Raises:
+            ValueError: The learner, the environment or a part does not fit the others.
+        """
         trainer = self.trainer
         if trainer is not None and str(trainer.precision).endswith("-true") and str(trainer.precision) != "32-true":
             raise ValueError(
@@ -162,10 +197,31 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             )
         self.seed = check_seed(self.seed)
         if stage == "fit":
-            self._own_collector_options()  # refuses what does not fit before anything is built
+            self._users_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
             if self.make_collector is None and trainer is not None:
                 self._warn_of(self._environments.check_evaluation())
+            self._build_parts()
+            for _ in self.check_fit(self._learner):
+                pass
+
+    def check_fit(self, learner: Any = None) -> Iterator[str]:
+        """Refuse parts that do not fit the environment, the learner or each other, one after the other.
+
+        What is not built yet is built for a trial, and not kept. The command does this where it builds the parts, a fit
+        in :meth:`setup`.
+
+        Yields:
+            The name of each argument, before it is looked at.
+
+        Raises:
+            MisfitError: What a part answers: see :func:`~torchrl_lightning.fitting.require_fit`.
+        """
+        yield "env"
+        require_stream(learner, self)
+        _ = self.specs  # builds the environment
+        yield "buffer"
+        self.fingerprint(learner)
 
     def train_dataloader(self) -> Batches:
         """Return the sized stream of training batches; nothing is collected before it is iterated.
@@ -175,7 +231,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         if self.trainer is not None:
             reopen_epoch(self.trainer)
         if self.trainer is not None and self._is_spent():
-            logger.warning(self._replayed.reason(self.frames, self.total_frames))
+            logger.warning(self._clock.reason)
             self.trainer.should_stop = True
         return Batches(self.batches_per_epoch, self._epoch)
 
@@ -200,7 +256,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
         if stage == "fit":
-            self.close()
+            self._close(keep=True)
 
     def on_exception(self, exception: BaseException) -> None:
         """Close collector and environment: after an exception Lightning does not call :meth:`teardown`."""
@@ -208,11 +264,13 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def close(self) -> None:
         """Close collector, worker processes and environment; may be called at any time and repeatedly."""
-        collector, self.collector, self._stream = self.collector, None, None
-        with self._until_closed as stack:
-            stack.callback(self._environments.close)
-            if collector is not None:
-                collector.shutdown()
+        self._close(keep=False)
+
+    def _close(self, *, keep: bool) -> None:
+        try:
+            self._feed.close(keep=keep)
+        finally:
+            self._environments.close()
 
     # ------------------------------------------------------------------ state
 
@@ -223,7 +281,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
             "normalization": self._normalization.state_dict(),
-            "ranks": gathered(self._rank_state()),
+            "ranks": gathered({**self._run.state_dict(), **self._parts_state()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,15 +294,26 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
         self.check_state(state)
-        self.load_statistics(state)
+        for part, its_state in self._statistics(state):
+            copy.deepcopy(part).load_state_dict(its_state)  # refuses it before anything changes
         if self._only_evaluates:
             self.frames = self.state_frames(state)
         else:
-            self._restore_rank(state_of_rank(state["ranks"], self._rank, self.world_size))
+            own = state_of_rank(state["ranks"], self._rank, self.world_size)
+            values = self._run.read_state(own)
+            self._load_parts(own)
+            self._run.put_state(values)
+            self._loaded(own)
+        self.load_statistics(state)
 
     def load_statistics(self, state: dict[str, Any]) -> None:
         """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
-        self._normalization.load_state_dict(state["normalization"])
+        for part, its_state in self._statistics(state):
+            part.load_state_dict(its_state)
+
+    def _statistics(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """Return the parts that hold what is normalised by, the same on all ranks, and their states."""
+        return [(self._normalization, state["normalization"])]
 
     def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
         """Refuse a state that was written with other settings, by a ValueError that names the first difference."""
@@ -285,34 +354,22 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             "normalize_clip": float(self.normalize_clip),
         }
 
-    def _rank_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "frames": self.frames,
-            "replayed": self._replayed.state_dict(),
-            "num_evaluations": self._num_evaluations,
-            "rng": torch.get_rng_state(),
-            "episodes": self._episodes.state_dict(),
-            "normalization": self._normalization.rank_state(),
-        }
-        if hasattr(self.collector, "load_state_dict"):
-            state["collector"] = dict(self.collector.state_dict())
-        elif self._restored is not None and "collector" in self._restored:
-            state["collector"] = self._restored["collector"]
-        return state
+    def _build_parts(self) -> None:
+        """Build the buffer, once, and what else the stream needs."""
 
-    def _restore_rank(self, own: dict[str, Any]) -> None:
-        """Restore what :meth:`_rank_state` returned."""
-        self.frames = int(own["frames"])
-        self._replayed.load_state_dict(own.get("replayed", {"count": 0, "alone": 0}))
-        self._num_evaluations = int(own["num_evaluations"])
-        self._episodes.load_state_dict(own["episodes"])
-        self._normalization.load_rank_state(own["normalization"])
+    def _parts_state(self) -> dict[str, Any]:
+        """Return the states of the parts that save themselves."""
+        return {}
+
+    def _load_parts(self, own: dict[str, Any]) -> None:
+        """Restore them; each takes its state wholly or not at all."""
+
+    def _loaded(self, own: dict[str, Any]) -> None:
+        """Derive what follows from a rank's state, which has just been loaded."""
         if not self.reset_at_each_batch:
             # The environments start anew, so that their unfinished episodes are lost.
             self._episodes.forget_unfinished()
             self._normalization.forget_unfinished()
-        # A buffer restores its part itself; its tensors are not needed twice.
-        self._restored = {key: value for key, value in own.items() if key != "buffer"}
 
     # ------------------------------------------------------------------ for the streams below
 
@@ -335,9 +392,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return int(min(self.batches_per_epoch, asked))
 
     def _is_spent(self) -> bool:
-        """Return whether as many frames are collected as were asked for, or as many steps replayed without one."""
-        total = self.total_frames
-        return total >= 0 and (total <= self.frames or total <= self._replayed.alone)
+        """Return whether nothing is left to collect, and to learn from."""
+        return self._clock.is_spent
 
     @property
     def _learner(self) -> Any:
@@ -359,7 +415,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """Return the stream's arguments for the collector that is built here."""
         return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
-    def _own_collector_options(self) -> dict[str, Any]:
+    def _users_collector_options(self) -> dict[str, Any]:
         """Return the arguments for the user's collector, if there is one."""
         make, seed = self.make_collector, self._spawn_seed("collector")
         return collector_options(make, seed, self.reset_at_each_batch, self.world_size) if make is not None else {}
@@ -372,36 +428,32 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """Let the buffer wrap the policy that collects."""
         return policy
 
-    def _start(self, policy: Any) -> Iterator[TensorDictBase]:
-        """Build the collector at the first iteration, when weights are restored and on their device."""
-        if self._stream is None:
-            if self._restored is not None and "rng" not in self._restored:
-                # The run continues already; building a collector must not draw from its generator.
-                self._restored["rng"] = torch.get_rng_state()
-            env: Any = self._wrap_env(self._environments.built()) if self.make_collector is None else None
-            policy = self._of_raw(self._wrap_policy(policy))
-            if self.make_collector is None:
-                frames, options = self.frames_per_batch, self._collector_options()
-                self.collector = (
-                    TorchRLCollector(env, policy, frames_per_batch=frames, **options)
-                    if isinstance(env, EnvBase)
-                    else GymnasiumCollector(env, policy, num_envs=self.num_envs, frames_per_batch=frames, **options)
-                )
-            else:
-                self._until_closed.enter_context(kept_threads())  # some of TorchRL's take threads of this process
-                self.collector = call_with_policy(self.make_collector, policy, **self._own_collector_options())
-            self._origins = RowOrigins(self.collector)
-            # Our own collectors do this themselves. Copies of the policy in other processes cannot be reached.
-            self._acting = EvaluationMode(policy if self.make_collector is not None else None)
-            stream = self._rollouts(self.collector)
-            if self.make_collector is not None:
-                view = view_of_collector(self.collector)
-                if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
-                    self._warn_of(self._environments.check_evaluation(view))
-                stream = first_checked(stream, self._environments.specs)
-            self._stream = stream
-            self._restore_run()
-        return self._stream
+    def _open(self, policy: Any) -> None:
+        """Build the collector, when weights are restored and on their device."""
+        if self.make_collector is None:
+            self._feed.open(lambda: self._own_collector(policy))
+        else:  # some of TorchRL's take threads of this process
+            self._feed.open(lambda: self._users_collector(policy), policy=policy, inside=kept_threads())
+
+    def _own_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+        env: Any = self._wrap_env(self._environments.built())
+        policy = self._of_raw(self._wrap_policy(policy))
+        frames, options = self.frames_per_batch, self._collector_options()
+        collector: Any = (
+            TorchRLCollector(env, policy, frames_per_batch=frames, **options)
+            if isinstance(env, EnvBase)
+            else GymnasiumCollector(env, policy, num_envs=self.num_envs, frames_per_batch=frames, **options)
+        )
+        return collector, self._rollouts(collector)
+
+    def _users_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
+        assert self.make_collector is not None
+        policy = self._of_raw(self._wrap_policy(policy))
+        collector = call_with_policy(self.make_collector, policy, **self._users_collector_options())
+        view = view_of_collector(collector)
+        if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
+            self._warn_of(self._environments.check_evaluation(view))
+        return collector, first_checked(self._rollouts(collector), self._environments.specs)
 
     @staticmethod
     def _warn_of(difference: str | None) -> None:
@@ -414,20 +466,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             self.specs  # noqa: B018  # the property builds the normaliser
         return self._normalization.policy(policy)
 
-    def _restore_run(self) -> None:
-        restored, self._restored = self._restored, None
-        if restored is None:
-            return
-        if "collector" in restored and hasattr(self.collector, "load_state_dict"):
-            self.collector.load_state_dict(restored["collector"])
-        # Last, so that nothing that is built for this run draws from the restored generator.
-        torch.set_rng_state(restored["rng"])
-
-    def _restore_rng(self) -> None:
-        """Set torch's generator as it was, where a resumed run learns before it collects."""
-        if self._restored is not None and "rng" in self._restored:
-            torch.set_rng_state(self._restored.pop("rng"))
-
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return the stream of a collector's rollouts."""
         return iter(collector)
@@ -435,20 +473,13 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def _collect(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout ``[N, T]``; None when the collector has ended."""
         rollout = self._next_rollout(policy)
-        if rollout is None:
-            return None
-        if rollout.ndim == 1:
-            rollout = rollout.unsqueeze(0)
-            rollout.names = [None, "time"]
-        return self._origins.numbered(rollout)
+        return None if rollout is None else self._feed.numbered(rollout)
 
     def _next_rollout(self, policy: Any) -> TensorDictBase | None:
         """Return the next rollout as the collector delivers it; None when it has ended."""
-        stream = self._start(policy)
-        if self.make_collector is not None and hasattr(self.collector, "update_policy_weights_"):
-            self.collector.update_policy_weights_()
-        with self._acting:
-            rollout = next(stream, None)
+        if self._feed.collector is None:
+            self._open(policy)
+        rollout = self._feed.next()
         if rollout is None:
             logger.warning("the collector ended after %d frames; training stops.", self.frames)
             if self.trainer is not None:
@@ -456,13 +487,10 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return rollout
 
     def _count(self, rollout: TensorDictBase, replayed: Tensor | None) -> None:
-        """Count the frames of a rollout that is ready to be learned from, and replayed steps apart, on all ranks."""
-        if replayed is None:
-            self.frames += rollout.numel() * self.world_size
-            return
-        self.frames += self._replayed.add(replayed)
-        if 0 <= self.total_frames <= self._replayed.alone:
-            logger.warning(self._replayed.reason(self.frames, self.total_frames))
+        """Count the steps of a rollout that is ready to be learned from, on all ranks."""
+        self._clock.add(rollout.numel(), self.world_size, replayed)
+        if replayed is not None and 0 <= self.total_frames <= self._clock.alone:
+            logger.warning(self._clock.reason)
 
     def _stop_if_spent(self) -> bool:
         """Stop training if all frames are collected; return whether this call stopped it."""
@@ -493,7 +521,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         yield self.evaluate(self._module().policy)
 
     def _module(self) -> Any:
-        return acting_module(self.trainer, type(self).__name__)
+        return acting(self.trainer, type(self).__name__)
 
     def _require_buffer(self) -> Any:
         if self.buffer is None:

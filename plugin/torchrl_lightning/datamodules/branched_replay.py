@@ -5,28 +5,19 @@ from __future__ import annotations
 __all__ = ["BranchedReplay"]
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from torchrl_lightning.datamodules.learner import Imagines
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.state import check_state, mapping, sequence, whole
 from torchrl_lightning.trust import Nameable
-
-
-class ImaginingModule(Protocol):
-    """What a LightningModule has for :class:`BranchedReplay`, such as :class:`~torchrl_lightning.MBPOModule`."""
-
-    def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
-        """Fit the world model to transitions ``[N]``, judged by others ``[V]``."""
-
-    def imagine(self, start: TensorDictBase, length: int) -> TensorDictBase:
-        """Return the transitions ``[N]`` of branches that begin at the observations of ``start`` ``[R]``."""
 
 
 class BranchedReplay(Nameable):
@@ -54,7 +45,6 @@ class BranchedReplay(Nameable):
     Raises:
         ValueError: a number is out of range, or the buffer makes returns of several steps; when a fit is due: one side
             of the split has no rows, or the buffer stores what nobody imagines.
-        TypeError: when a fit is due: the module has no world model.
 
     Example:
         >>> from functools import partial
@@ -141,16 +131,21 @@ class BranchedReplay(Nameable):
 
     # ------------------------------------------------------------------ fits
 
-    def prepare(self, module: ImaginingModule) -> None:
+    def misfit(self, specs: Any, learner: Any) -> str | None:
+        """Return why it does not fit a learner; None if it does."""
+        if learner is None or isinstance(learner, Imagines):
+            return None
+        return (
+            f"{type(learner).__name__} imagines no branches for {type(self).__name__}; choose a learner that does, "
+            "such as model=mbpo (MBPOModule, or one with fit_dynamics and imagine), or another stream, such as "
+            "data=uniform."
+        )
+
+    def prepare(self, module: Imagines) -> None:
         """Have the module fit its world model and imagine branches, where enough rows have been written."""
         written = self.buffer.writer.write_count
         if self.fits and written - self._fitted_at < self.frames_per_fit:
             return
-        if lacking := [name for name in ("fit_dynamics", "imagine") if not hasattr(module, name)]:
-            raise TypeError(
-                f"BranchedReplay needs a module with a world model, such as MBPOModule, but {type(module).__name__} "
-                f"has no {' and '.join(lacking)}."
-            )
         if not self.fits:
             split, branches = torch.randint(2**60, (2,), generator=self.buffer.generator).tolist()
             self.split.seed = split

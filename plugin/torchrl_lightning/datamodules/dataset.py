@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.normalization import Normalization
 from torchrl_lightning.demonstrations import Demonstration
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
-from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
+from torchrl_lightning.demonstrations.dataset import MINARI, read_dataset, transitions
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
@@ -48,12 +51,12 @@ class BufferedDataset:
                 f"max_size={buffer.storage.max_size}{rings}. Give it a larger one."
             )
 
-    def write(self, policy: Any, normalization: Normalization | None) -> None:
+    def write(self, policy: Any, note: Callable[[TensorDictBase, Tensor], None] | None) -> None:
         """Write and let go of them.
 
         Args:
             policy: what acts; a recurrent one finds its first states at each step.
-            normalization: what takes them into its statistics; None if it has them.
+            note: what takes rows ``[1, T]`` of an environment into the statistics; None if they hold them.
         """
         states = recurrent_states(policy, 1)
         while self._placed:
@@ -63,8 +66,14 @@ class BufferedDataset:
                 rows[key] = rows["next", *path_of(key)] = state.expand(len(rows), *state.shape[1:])
             ids = None if self._buffer.parts[2].num_envs == 1 else torch.tensor([ring])
             self._buffer.extend(rows, env_ids=ids)
-            if normalization:
-                normalization.note(rows.unsqueeze(0), torch.tensor([ring]), cut=False)
+            if note is not None:
+                note(rows.unsqueeze(0), torch.tensor([ring]))
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse a data set that is not there, before it is read, by a DemonstrationFault."""
+    if isinstance(dataset, str | Path) and not str(dataset).startswith(MINARI) and not Path(dataset).exists():
+        raise DemonstrationFault(f"dataset={dataset}: {dataset} is no directory; name one that holds demonstrations.")
 
 
 def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:

@@ -6,7 +6,7 @@ __all__ = ["DynamicsDataModule"]
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -20,6 +20,7 @@ from torchrl_lightning.datamodules.adapters import Batches, FitHooks, reopen_epo
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.learner import ChecksTransitions, Fits
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
@@ -29,25 +30,10 @@ from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, derived, setting
+from torchrl_lightning.state import mapping, whole
+from torchrl_lightning.stated import Kept, Nested
 
 ROWS_AT_ONCE = 8192  # read for several small batches together
-
-
-class DynamicsModule(Protocol):
-    """What a LightningModule has for :class:`DynamicsDataModule`; only ``policy`` is needed."""
-
-    policy: Any
-    """The planner: a TensorDict module that writes the action. It collects after the warm-up."""
-
-    def begin_fit(self, targets: DynamicsTargets) -> None:
-        """Take note that a fit begins: frames were collected, the scalers of ``targets`` fitted, the split extended."""
-
-    def check_transitions(self, rows: TensorDictBase) -> None:
-        """Look at all transitions ``[N]`` that are stored when a fit begins, before :meth:`begin_fit`."""
-
-    @property
-    def fit_is_over(self) -> bool:
-        """Whether the fit ends with this epoch; decided at the end of each validation epoch, False at a fit's begin."""
 
 
 class DynamicsDataModule(ExperienceDataModule):
@@ -64,7 +50,8 @@ class DynamicsDataModule(ExperienceDataModule):
     they do not divide. ``val_dataloader`` yields the held out rows ``[B]``, the same to all members, and
     ``test_dataloader`` finished episodes of the policy. The entries of a batch are views of one block.
 
-    What the module may have beside ``policy`` is :class:`DynamicsModule`. Frames are collected when Lightning asks for
+    What the module may have beside ``policy`` is in :mod:`torchrl_lightning.datamodules.learner`: ``begin_fit`` and
+    ``fit_is_over``, and ``check_transitions``. Frames are collected when Lightning asks for
     the loader of an epoch, because its number of batches grows; for that, ``setup`` sets the trainer's
     ``reload_dataloaders_every_n_epochs``, and it leaves out the sanity check, before which nothing can be held out.
 
@@ -115,6 +102,20 @@ class DynamicsDataModule(ExperienceDataModule):
     terminated: bool = False
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
+
+    serves = "fits"
+    learner_for_it = "model=pets (DynamicsEnsemble)"
+    RUN_STATE = {
+        **ExperienceDataModule.RUN_STATE,
+        "metrics": Kept(mapping, "_metrics"),
+        "targets": Kept(mapping, "_targets_state"),
+        "split": Nested("split"),
+        "fits": Kept(whole()),
+        "epochs_of_fit": Kept(whole()),
+        "pass_of": Kept(optional(whole()), "_pass_of"),
+        "order_seed": Kept(whole(), "_order_seed"),
+    }
+
     normalize_observation: bool | Sequence[NestedKey] = derived()
     normalize_reward: bool = derived()
     normalize_clip: Positive = derived()
@@ -156,6 +157,11 @@ class DynamicsDataModule(ExperienceDataModule):
         return self._targets
 
     @property
+    def build_options(self) -> dict[str, Any]:
+        """Members, and inputs and targets."""
+        return {"num_members": self.num_members, "targets": self.targets}
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches of the present pass; 1 before the first."""
         return max(1, -(-len(self._training) // self.batch_size))
@@ -175,19 +181,19 @@ class DynamicsDataModule(ExperienceDataModule):
                 "take devices=1."
             )
         super().setup(stage)
-        if stage != "fit":
-            return
+        self._pass_of = None if stage == "fit" else self._pass_of
+        trainer: Any = self.trainer
+        if stage == "fit" and trainer is not None:
+            trainer.reload_dataloaders_every_n_epochs = 1
+            trainer.num_sanity_val_steps = 0
+            self._hooks.attach(trainer)
+
+    def _build_parts(self) -> None:
         if self.buffer is None:
             self.buffer = build_buffer(self.make_buffer, self._learner, num_envs=self.num_envs)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.split.seed, self._order_seed = self._spawn_seed("split"), self._spawn_seed("order")
-        self._pass_of = None
-        trainer: Any = self.trainer
-        if trainer is not None:
-            trainer.reload_dataloaders_every_n_epochs = 1
-            trainer.num_sanity_val_steps = 0
-            self._hooks.attach(trainer)
 
     def train_dataloader(self) -> Batches:
         """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
@@ -240,10 +246,10 @@ class DynamicsDataModule(ExperienceDataModule):
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
-            if hasattr(module, "check_transitions"):
+            if isinstance(module, ChecksTransitions):
                 storage = self._require_buffer().storage
                 module.check_transitions(storage.get(self._require_buffer().writer.rings.filled_cells()))
-            if hasattr(module, "begin_fit"):
+            if isinstance(module, Fits):
                 module.begin_fit(self.targets)
         self.epochs_of_fit += 1
 
@@ -251,7 +257,8 @@ class DynamicsDataModule(ExperienceDataModule):
         """Return whether there is no fit to go on with."""
         if not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit:
             return True
-        return bool(getattr(self._module(), "fit_is_over", False))
+        module = self._module()
+        return bool(isinstance(module, Fits) and module.fit_is_over)
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected, and the fit to them is over."""
@@ -275,7 +282,7 @@ class DynamicsDataModule(ExperienceDataModule):
             self._count(rollout, ends["replayed"])
             self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
             buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
-            if self.frames + self._replayed.count >= due:
+            if self.frames + self._clock.count >= due:
                 return True
 
     def _read(self, *, fit: bool = False) -> None:
@@ -309,7 +316,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return {**widths, "terminated": 1} if targets.has_terminated else widths
 
     def _epoch(self) -> Iterator[TensorDictBase]:
-        self._restore_rng()
+        self._feed.restore_rng()
         count, size, columns = len(self._training), self.batch_size, self._training
         # From the numbers of fit and epoch, so that a resumed run has the same orders.
         seed = spawn_seed(self._order_seed, "order", self.fits, self.epochs_of_fit)
@@ -355,31 +362,24 @@ class DynamicsDataModule(ExperienceDataModule):
             "max_validation": self.split.max_validation,
         }
 
-    def load_statistics(self, state: dict[str, Any]) -> None:
-        """Restore of a state the scalers, too."""
-        super().load_statistics(state)
-        self.targets.load_state_dict(state["ranks"][0]["targets"])
+    def _statistics(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
+        return [*super()._statistics(state), (self.targets, state["ranks"][0]["targets"])]
 
-    def _rank_state(self) -> dict[str, Any]:
-        state = {
-            **super()._rank_state(),
-            "metrics": dict(self._metrics),
-            "targets": {name: value.clone() for name, value in self.targets.state_dict().items()},
-            "split": self.split.state_dict(),
-            "fits": self.fits,
-            "epochs_of_fit": self.epochs_of_fit,
-            "pass_of": self._pass_of,
-            "order_seed": self._order_seed,
-        }
-        return state if self.buffer is None else {**state, "buffer": self.buffer.state_dict()}
+    @property
+    def _targets_state(self) -> dict[str, Any]:
+        return dict(self.targets.state_dict())
 
-    def _restore_rank(self, own: dict[str, Any]) -> None:
-        buffer = self._require_buffer()
-        buffer.load_state_dict(own["buffer"])
-        self.split.load_state_dict(own["split"])
-        super()._restore_rank(own)
-        self._metrics = dict(own["metrics"])
-        self.fits, self.epochs_of_fit = int(own["fits"]), int(own["epochs_of_fit"])
-        self._pass_of, self._order_seed = own["pass_of"], int(own["order_seed"])
+    @_targets_state.setter
+    def _targets_state(self, state: dict[str, Any]) -> None:
+        """Leave the scalers to the statistics."""
+
+    def _parts_state(self) -> dict[str, Any]:
+        return {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
+
+    def _load_parts(self, own: dict[str, Any]) -> None:
+        self._require_buffer().load_state_dict(own["buffer"])
+
+    def _loaded(self, own: dict[str, Any]) -> None:
+        super()._loaded(own)
         self._resumed = True
         self._training, self._validation = torch.zeros(0, 0), torch.zeros(0, 0)

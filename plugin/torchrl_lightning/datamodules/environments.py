@@ -11,7 +11,13 @@ from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.datamodules.evaluation import EnvironmentView, check_evaluation, view_of
-from torchrl_lightning.environments import EnvironmentSpecs, close_environment, environment_specs, make_environment
+from torchrl_lightning.environments import (
+    EnvironmentRecipe,
+    EnvironmentSpecs,
+    close_environment,
+    environment_specs,
+    make_environment,
+)
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.environments.vector_env import vectorization_of
 
@@ -47,7 +53,8 @@ class RunEnvironments:
         """Specs of one environment, and how many there are."""
         if self._specs is None:
             with self._shown() as env:
-                self._specs = replace(environment_specs(env), num_envs=self.num_envs)
+                stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
+                self._specs = replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
         return self._specs
 
     def built(self) -> VectorEnv | EnvBase:

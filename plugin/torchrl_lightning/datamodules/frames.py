@@ -1,4 +1,4 @@
-"""Steps that were replayed in the place of the environment's, counted apart from its frames."""
+"""The clock of a run: frames of the environment, and the steps that were replayed in their place."""
 
 from __future__ import annotations
 
@@ -9,44 +9,59 @@ from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept, Stated
 
 
-class ReplayedSteps(Stated):
-    """Count the replayed steps of all ranks, such as those of demonstrations, which are no frames of the environment.
+class FrameClock(Stated):
+    """Count the frames of all ranks, and apart from them replayed steps, such as those of demonstrations.
+
+    Args:
+        total: Frames after which a run ends, or as many replayed steps without a single frame; -1 for never.
 
     Attributes:
+        frames: Frames of the run.
         count: Replayed steps of the run.
-        alone: Replayed steps since the last frame of the environment.
+        alone: Replayed steps since the last frame.
 
     Example:
         >>> import torch
-        >>> replayed = ReplayedSteps()
-        >>> replayed.add(torch.tensor([[[True], [False], [True]]])), replayed.count
-        (1, 2)
+        >>> clock = FrameClock(9)
+        >>> clock.add(3, 1, torch.tensor([[[True], [False], [True]]]))
+        >>> clock.frames, clock.count, clock.is_spent
+        (1, 2, False)
     """
 
     OWNER = "replayed steps"
     STATE = {"count": Kept(whole()), "alone": Kept(whole())}
 
-    def __init__(self) -> None:
-        self.count = self.alone = 0
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.frames = self.count = self.alone = 0
 
-    def add(self, mask: Tensor) -> int:
-        """Take which steps of a rollout were replayed, bool, and return how many of all ranks' were not."""
-        replayed = int(mask.sum())
-        counts = gathered((mask.numel() - replayed, replayed))
-        own, replayed = (sum(each) for each in zip(*counts, strict=True))
-        self.count += replayed
-        self.alone = 0 if own else self.alone + replayed
-        return own
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many frames are collected as were asked for, or as many steps replayed without one."""
+        return 0 <= self.total <= max(self.frames, self.alone)
+
+    def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
+        """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask."""
+        if replayed is None:
+            self.frames += steps * world_size
+            return
+        again = int(replayed.sum())
+        counts = gathered((replayed.numel() - again, again))
+        own, again = (sum(each) for each in zip(*counts, strict=True))
+        self.frames += own
+        self.count += again
+        self.alone = 0 if own else self.alone + again
 
     def metrics(self) -> dict[str, float]:
-        """Return ``frames/replayed``, the replayed steps; nothing where none were."""
-        return {"frames/replayed": float(self.count)} if self.count else {}
+        """Return ``frames``, and ``frames/replayed`` where steps were replayed."""
+        return {"frames": float(self.frames), **({"frames/replayed": float(self.count)} if self.count else {})}
 
-    def reason(self, frames: int, total_frames: int) -> str:
-        """Return why a run ends that has come so far."""
-        if frames >= total_frames:
-            return f"all {frames} frames are collected; raise total_frames={total_frames} to go on."
+    @property
+    def reason(self) -> str:
+        """Why a run ends that has come so far."""
+        if self.frames >= self.total:
+            return f"all {self.frames} frames are collected; raise total_frames={self.total} to go on."
         return (
             f"the last {self.alone} steps were all replayed, none came from the environment: training stops after "
-            f"{frames} of total_frames={total_frames}; lower the probability of a replay (rho + phi of PPODBuffer)."
+            f"{self.frames} of total_frames={self.total}; lower the probability of a replay (rho + phi of PPODBuffer)."
         )

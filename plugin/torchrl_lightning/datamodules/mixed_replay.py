@@ -6,7 +6,7 @@ __all__ = ["MixedReplay"]
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -39,6 +39,14 @@ class BatchSource(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from it."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A source that does something before each batch, e.g. has the learner imagine experience."""
+
+    def prepare(self, module: Any) -> None:
+        """Do it, with the LightningModule that is being fitted."""
 
 
 class MixedReplay(Nameable):

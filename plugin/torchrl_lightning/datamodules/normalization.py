@@ -16,7 +16,7 @@ from torchrl_lightning.environments.normalization import NormalizedPolicy, Obser
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranks import gathered
-from torchrl_lightning.state import check_state, mapping, sequence, whole
+from torchrl_lightning.state import check_state, mapping, sequence, whole, wrong
 
 _CHUNK = 256  # rows that are reduced to moments at a time, where they come one by one
 
@@ -50,15 +50,6 @@ class Normalization:
     def __bool__(self) -> bool:
         return bool(self.observation) or self.reward
 
-    @property
-    def gamma(self) -> float:
-        """The discount of the sums of rewards."""
-        return self._scale.gamma
-
-    @gamma.setter
-    def gamma(self, gamma: float) -> None:
-        self._scale.gamma = gamma
-
     # ------------------------------------------------------------------ what the learner sees
 
     def specs(self, specs: EnvironmentSpecs) -> EnvironmentSpecs:
@@ -79,7 +70,7 @@ class Normalization:
             return policy
         return NormalizedPolicy(policy, self._normalizer)
 
-    def rollout(self, rollout: TensorDictBase, env_ids: Tensor | None, cut: bool) -> TensorDictBase:
+    def rollout(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> TensorDictBase:
         """Return a rollout ``[N, T]`` as the learner sees it, and take it into the statistics.
 
         Its observations are those that the policy acted on, with the statistics before it; the rewards are scaled by
@@ -90,7 +81,7 @@ class Normalization:
         seen = rollout.copy()
         if self._normalizer is not None:
             self._normalizer.normalize_(seen)
-        self.note(rollout, env_ids, cut)
+        self.note(rollout, env_ids, cut=cut, gamma=gamma)
         self._last, self._observed, self._ends = None, [], []  # are not kept alive: the next one has other memory
         self.advance()
         if self.reward:
@@ -106,10 +97,14 @@ class Normalization:
 
     # ------------------------------------------------------------------ statistics
 
-    def note(self, rollout: TensorDictBase, env_ids: Tensor | None, cut: bool) -> None:
+    def note(self, rollout: TensorDictBase, env_ids: Tensor | None, *, cut: bool, gamma: float) -> None:
         """Note a rollout ``[N, T]`` of the environments ``env_ids`` ``[N]``, all in order if None.
 
-        With ``cut`` the environments are reset afterwards.
+        Args:
+            rollout: Raw steps.
+            env_ids: Whose they are.
+            cut: The environments are reset afterwards.
+            gamma: The discount of the sums of rewards.
         """
         if rollout is not self._last:
             # Looked up once where the collector delivers the same memory again and again.
@@ -127,7 +122,7 @@ class Normalization:
                 self._reduce_rows()
         if self.reward:
             reward, done = self._ends
-            self._add(REWARD, self._scale.note(reward, done, env_ids))
+            self._add(REWARD, self._scale.note(reward, done, env_ids, gamma))
             if cut:
                 self.forget_unfinished()
 
@@ -190,28 +185,37 @@ class Normalization:
             self._normalizer.load_moments(state["observation"])
         self._scale.load_moments(scale)
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return what this rank has noted and not yet taken into the statistics, copied."""
+    @property
+    def noted(self) -> dict[str, Any]:
+        """What this rank has noted and not yet taken into the statistics."""
         noted = [self._noted[key].state_dict() if key in self._noted else None for key in self._shapes()]
         rows = [_flat(parts) for parts in self._rows.values() if parts]
         scale = self._scale.state_dict()
         return {"count": self._count, "total": self._total, "rows": rows, "noted": noted, "scale": scale}
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`rank_state` returned; a ValueError if it does not fit."""
-        schema = {"count": whole(), "total": whole(), "rows": sequence, "noted": sequence, "scale": mapping}
-        check_state(state, schema, "normalization")
-        shapes = self._shapes()
-        self._noted = {
-            key: Moments.none(*shape).restored(moments, f"moments of {key!r}")
-            for (key, shape), moments in zip(shapes.items(), state["noted"], strict=True)
-            if moments is not None
-        }
-        self._scale.load_state_dict(state["scale"])
-        self._count, self._total = state["count"], state["total"]
-        self._rows = {key: [rows.clone().unsqueeze(0)] for key, rows in zip(shapes, state["rows"], strict=False)}
-        self._waiting = len(state["rows"][0]) if state["rows"] else 0
+    @noted.setter
+    def noted(self, values: Mapping[str, Any]) -> None:
+        self._noted, rows = dict(values["noted"]), values["rows"]
+        self._scale.put_state(values["scale"])
+        self._count, self._total = values["count"], values["total"]
+        self._rows = {key: [each.unsqueeze(0)] for key, each in zip(self._shapes(), rows, strict=False)}
+        self._waiting = len(rows[0]) if rows else 0
         self._last = None
+
+    def read_noted(self, state: Any) -> dict[str, Any]:
+        """Check what :attr:`noted` was, and return what it takes; a ValueError if it does not fit."""
+        schema = {"count": whole(), "total": whole(), "rows": sequence, "noted": sequence, "scale": mapping}
+        values, shapes = check_state(state, schema, "normalization"), self._shapes()
+        if len(values["noted"]) != len(shapes):
+            raise wrong(values["noted"], "'noted'", f"the moments of {len(shapes)} entries")
+        if not all(isinstance(rows, Tensor) for rows in values["rows"]):
+            raise wrong(values["rows"], "'rows'", "tensors")
+        moments = {
+            key: Moments.none(*shape).restored(its, f"moments of {key!r}")
+            for (key, shape), its in zip(shapes.items(), values["noted"], strict=True)
+            if its is not None
+        }
+        return {**values, "noted": moments, "scale": self._scale.read_state(values["scale"])}
 
     def _shapes(self) -> dict[NestedKey, tuple[int, ...]]:
         """Return the shape of each entry's moments, the reward's last."""

@@ -13,15 +13,18 @@ from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.datamodules.learner import Annotates
 from torchrl_lightning.environments.origins import env_ids
+from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Count, setting
+from torchrl_lightning.state import check_state, generator, mapping, whole
+from torchrl_lightning.stated import Kept
 
 
 class RolloutBufferFactory(Protocol):
@@ -30,6 +33,13 @@ class RolloutBufferFactory(Protocol):
     def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
         """Build the buffer."""
         ...
+
+
+def _place(value: Any, name: str, here: Any) -> dict[str, Any] | None:
+    """Take which epoch a rollout is for, and how far its passes have come."""
+    if value is None:
+        return None
+    return check_state(value, {"epoch": whole(), "pass": whole(-1), "generator": generator("cpu")}, "place", None, here)
 
 
 class OnPolicyDataModule(ExperienceDataModule):
@@ -69,6 +79,14 @@ class OnPolicyDataModule(ExperienceDataModule):
     num_mini_batch: Annotated[int, optional(integer)] = setting(default=None)
     shuffle: bool = True
 
+    serves = "rollouts"
+    learner_for_it = "model=ppo (PPOModule)"
+    RUN_STATE = {
+        **ExperienceDataModule.RUN_STATE,
+        "metrics": Kept(mapping, "_metrics", missing={}),
+        "place": Kept(_place, "_place", missing=None),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
@@ -86,15 +104,18 @@ class OnPolicyDataModule(ExperienceDataModule):
         """Time steps of one rollout."""
         return self.frames_per_batch // self.num_envs
 
-    def setup(self, stage: str) -> None:
-        """Build environment and buffer, once."""
-        super().setup(stage)
-        if stage == "fit" and self.buffer is not None:
-            check_discount(self.buffer, self._learner)  # it was built for another learner's fit
-        elif stage == "fit":
+    def _build_parts(self) -> None:
+        if self.buffer is None:
             self.buffer = build_buffer(self.make_buffer, self._learner, size=self.rollout_length)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.num_envs)
+
+    def check_fit(self, learner: Any = None) -> Iterator[str]:
+        """Ask the buffer, too."""
+        yield from super().check_fit(learner)
+        buffer = self._buffer_or_trial(learner)
+        check_discount(buffer, learner)  # it may have been built for another learner's fit
+        require_fit(buffer, self.specs, learner)
 
     @property
     def advantages_standardized_by(self) -> str | None:
@@ -113,21 +134,17 @@ class OnPolicyDataModule(ExperienceDataModule):
             return self.buffer
         return build_buffer(self.make_buffer, learner or self._learner, size=self.rollout_length)
 
-    def _rank_state(self) -> dict[str, Any]:
-        state = super()._rank_state()
-        state["metrics"] = dict(self._metrics)
-        if self._place is not None:
-            state["place"] = {**self._place, "generator": self._place["generator"].clone()}
-        if self.buffer is not None:
-            state["buffer"] = self.buffer.state_dict()
-        return state
+    def _parts_state(self) -> dict[str, Any]:
+        return {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
 
-    def _restore_rank(self, own: dict[str, Any]) -> None:
-        super()._restore_rank(own)
+    def _load_parts(self, own: dict[str, Any]) -> None:
         if self.buffer is not None and "buffer" in own:
             self.buffer.load_state_dict(own["buffer"])
-            self._metrics = dict(own.get("metrics", {}))
-            self._place = self._resumed = own.get("place")
+
+    def _loaded(self, own: dict[str, Any]) -> None:
+        super()._loaded(own)
+        self._place = self._place if self.buffer is not None and "buffer" in own else None
+        self._resumed = self._place
 
     def _epoch(self) -> Iterator[TensorDictBase]:
         module, buffer = self._module(), self._require_buffer()
@@ -137,7 +154,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer.critic = getattr(module, "critic", None)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
-            self._restore_rng()
+            self._feed.restore_rng()
         else:
             resumed = None
             # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
@@ -159,13 +176,11 @@ class OnPolicyDataModule(ExperienceDataModule):
             return False
         rollout = self._checked(rollout, buffer)
         collected = time.perf_counter()
-        self._normalization.gamma = buffer.gamma
-        seen = self._normalization.rollout(rollout, env_ids(rollout), cut=self.reset_at_each_batch)
-        # Of other collectors, some yield the same memory again.
-        fresh = type(self.collector) is GymnasiumCollector and not self.collector.return_same_td
-        buffer.insert_data_slice(seen, copy=not fresh)
+        cut = self.reset_at_each_batch
+        seen = self._normalization.rollout(rollout, env_ids(rollout), cut=cut, gamma=buffer.gamma)
+        buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
         buffer.note_collected(rollout)
-        if hasattr(module, "annotate"):
+        if isinstance(module, Annotates):
             module.annotate(buffer.rollout)
         buffer.policy_version = getattr(self.collector, "policy_version", None)
         buffer.before_gradients()
@@ -230,8 +245,8 @@ class OnPolicyDataModule(ExperienceDataModule):
             options["replay"] = replay
         return options
 
-    def _own_collector_options(self) -> dict[str, Any]:
-        options = super()._own_collector_options()
+    def _users_collector_options(self) -> dict[str, Any]:
+        options = super()._users_collector_options()
         replay = None if self.buffer is None else self.buffer.replay
         if self.make_collector is None or replay is None:
             return options

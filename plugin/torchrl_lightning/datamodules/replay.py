@@ -8,8 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from fractions import Fraction
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -17,24 +16,26 @@ from typing import Annotated, Any, Protocol
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torch import Tensor
 
-from torchrl_lightning.collectors import GymnasiumCollector
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
+from torchrl_lightning.datamodules.dataset import BufferedDataset, check_dataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import build_buffer, check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.mixed_replay import BatchSource
+from torchrl_lightning.datamodules.learner import RewritesStates
+from torchrl_lightning.datamodules.mixed_replay import BatchSource, Prepares
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.environments.origins import ring_ids
-from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of
+from torchrl_lightning.datamodules.update_clock import UpdateClock
+from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.replay.episode_transform import tell
-from torchrl_lightning.replay.prepared import PreparedRows
+from torchrl_lightning.replay.episode_transform import tell, transforms_in
 from torchrl_lightning.settings import Count, among, setting
+from torchrl_lightning.state import whole
+from torchrl_lightning.stated import Kept
 from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,15 @@ class ReplayDataModule(ExperienceDataModule):
     frames_per_batch: Annotated[int, optional(integer)] = setting(default=None)
     num_envs: Count = 1
 
+    serves = "replay"
+    learner_for_it = "model=dqn (DQNModule)"
+    RUN_STATE = {
+        **ExperienceDataModule.RUN_STATE,
+        "updates": Kept(whole(), "_learned"),
+        "in_step": Kept(whole(), "_updates.in_step"),
+        "refilled": Kept(whole(), "_updates.refilled"),
+    }
+
     def __post_init__(self) -> None:
         frames, warmup = (1.0, 1000) if self.dataset is None else (0.0, 0)
         self.frames_per_update = frames if self.frames_per_update is None else self.frames_per_update
@@ -128,24 +138,35 @@ class ReplayDataModule(ExperienceDataModule):
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
         self.frames_per_batch = self.num_envs if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
-        self.updates = 0
         self.buffer: ExperienceBuffer | None = None
+        self._updates = UpdateClock(self.frames_per_update)
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: BatchSource | None = None
-        # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
-        self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)
-        self._refilled = self._in_step = 0  # frames collected anew; updates that an unfinished step has made
-        self._rows: TensorDictBase | None = None  # that were written last
-        self._rollout: TensorDictBase | None = None  # the same memory as [N, T]
-        self._rows_ends: dict[str, Any] = {}  # its rewards and flags
-        self._prepared: PreparedRows | None = None
-        self._writes_rows = False  # whether the collector delivers its steps in the layout of the rings
+        self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
+        self._lent: LentSteps | None = None  # that were written last
+        self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
+        self._rewrites: RewritesStates | None = None
+        self._gamma = 0.99
         self._hooks = ReplayHooks(self)
         self._seconds: dict[str, float] = {}  # of this epoch
         self._snapshots: BufferSnapshots | None = None
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
+
+    @property
+    def updates(self) -> int:
+        """Updates whose batch was drawn."""
+        return self._updates.updates
+
+    @property
+    def _learned(self) -> int:
+        """Updates that are made: one whose batch was not learned from is made anew by a resumed run."""
+        return self.updates - (self._served is not None)
+
+    @_learned.setter
+    def _learned(self, updates: int) -> None:
+        self._updates.updates = updates
 
     @property
     def batches_per_epoch(self) -> int:
@@ -155,28 +176,45 @@ class ReplayDataModule(ExperienceDataModule):
     @property
     def clock(self) -> tuple[int, str]:
         """What loggers and progress bars count: frames, or updates where nothing is collected."""
-        return super().clock if self.warmup_frames or self._ratio else (self.updates, "updates")
+        return super().clock if self.warmup_frames or self.frames_per_update else (self.updates, "updates")
 
     def metrics(self) -> dict[str, float]:
         """Add the number of updates, and as ``replay/size`` what the buffer holds."""
         size = {} if self.buffer is None else {"replay/size": float(len(self.buffer))}
         return {**super().metrics(), "updates": float(self.updates), **size}
 
-    def setup(self, stage: str) -> None:
-        """Build environment and buffer, once."""
-        super().setup(stage)
-        if stage == "fit":
-            self.buffer = self._any_buffer(trial=False)
-            tell(self.buffer.transform, self._environments.goals)
-            check_discount(self.buffer, self._learner)  # one that was built for another learner's fit
-            self._normalization.gamma = discount_of(self._learner, self.buffer)
-            if self.trainer is not None:
-                self._check_module(self.trainer.lightning_module)
-                self._hooks.attach(self.trainer)
-            if not len(self.buffer) and not self.updates:
-                self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-            if self.dataset is not None and not len(self.buffer):
-                self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, self.buffer)
+    def _build_parts(self) -> None:
+        self.buffer = buffer = self._any_buffer(trial=False)
+        tell(buffer.transform, self._environments.goals)
+        if self._source is None:
+            self._source = self._source_over(buffer, self._learner)
+        learner = self._learner
+        self._prepare = self._source.prepare if isinstance(self._source, Prepares) else None
+        self._rewrites = learner if isinstance(learner, RewritesStates) else None
+        self._gamma = discount_of(learner, buffer)
+        if learner is not None:
+            self._check_module(learner)
+            self._hooks.attach(learner.trainer)
+        if not len(buffer) and not self.updates:
+            buffer.generator.manual_seed(self._spawn_seed("buffer"))
+        if self.dataset is not None and not len(buffer):
+            self._dataset = BufferedDataset(self.dataset, self.env, self._environments.specs, buffer)
+
+    def check_fit(self, learner: Any = None) -> Iterator[str]:
+        """Ask the buffer's parts, the source and the data set, too."""
+        yield from super().check_fit(learner)
+        buffer = self._any_buffer(learner)
+        check_discount(buffer, learner)  # it may have been built for another learner's fit
+        parts = [("storage", buffer.storage), ("sampler", buffer.sampler), ("writer", buffer.writer)]
+        for name, part in [*parts, *(("transform", each) for each in transforms_in(buffer.transform))]:
+            yield f"buffer.{name}"
+            require_fit(part, self.specs, learner)
+        yield "source"
+        source = self._source_over(buffer, learner) if self._source is None else self._source
+        require_fit(source, self.specs, learner)
+        yield "dataset"
+        if self.dataset is not None:
+            check_dataset(self.dataset)
 
     def _check_module(self, module: Any) -> None:
         if self.updates_per_step > 1 and module.automatic_optimization:
@@ -195,13 +233,13 @@ class ReplayDataModule(ExperienceDataModule):
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
-        self._restore_rng()
+        self._feed.restore_rng()
         dataset, self._dataset = self._dataset, None
         if dataset is not None and not len(self._require_buffer()):  # a checkpoint has not brought it
-            dataset.write(self._module().policy, self._normalization if not self.updates else None)
+            dataset.write(self._module().policy, self._note if self._normalization and not self.updates else None)
         size = self.updates_per_step
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        update, in_epoch = self._batches_served() * size + self._in_step, self.updates_per_epoch
+        update, in_epoch = self._batches_served() * size + self._updates.in_step, self.updates_per_epoch
         end = min(self._epoch_length() * size, in_epoch)
         while update < end:
             behind = min(update - update % size + size, end)
@@ -217,7 +255,7 @@ class ReplayDataModule(ExperienceDataModule):
         for number in range(count):
             if number > 0:
                 self.take_back()
-            self._in_step = made + number
+            self._updates.in_step = made + number
             batch = _outside_autocast(self._draw) if number > 0 else self._draw()
             if batch is None:
                 return
@@ -240,15 +278,14 @@ class ReplayDataModule(ExperienceDataModule):
             if not self._collect_frames(self._module(), buffer):
                 return None
         drawing = time.perf_counter()
-        source = self._require_source()
-        if (prepare := getattr(source, "prepare", None)) is not None:
-            prepare(self._module())
-        batch = source.draw(self.batch_size)
+        if self._prepare is not None:
+            self._prepare(self._module())
+        batch = self._require_source().draw(self.batch_size)
         if self._normalization:
             self._normalization.advance_if_due()
             self._normalization.normalize_(batch)
         self._snapshot = None
-        self.updates += 1
+        self._updates.updates += 1
         self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
@@ -264,68 +301,43 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than there are."""
-        frames = self.warmup_frames + self._refilled - (self.frames + self._replayed.count) // self.world_size
-        return frames * self._ratio.denominator + self.updates * self._ratio.numerator > 0
+        frames = (self._clock.frames + self._clock.count) // self.world_size
+        return self._updates.waits(frames - self.warmup_frames)
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected and all updates that they allow are served."""
-        return super()._is_spent() and self._waits_for_frames()
+        return self._clock.is_spent and self._waits_for_frames()
 
     def _collect_frames(self, module: Any, buffer: ExperienceBuffer) -> bool:
         """Step the environments once more; return False when the collector has ended."""
-        self._start(module.policy)
-        if self._writes_rows:
-            return self._collect_rows(module, buffer)
-        rollout = self._collect(module.policy)
+        rollout = self._next_rollout(module.policy)
         if rollout is None:
             return False
-        ids = ring_ids(rollout, self.num_envs)
-        ends = ends_of(rollout)
-        self._count(rollout, ends["replayed"])
+        steps: Steps | LentSteps
+        if not self._lends_rows:
+            steps = Steps(self._feed.numbered(rollout), self.num_envs, left_out_of(buffer))
+        elif self._lent is not None and self._lent.rows is rollout:
+            steps = self._lent
+        else:
+            steps = self._lent = LentSteps(rollout)
+        self._count(rollout, steps.ends["replayed"])
         self._snapshot = None
-        self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
+        self._episodes.add(**steps.ends, env_ids=steps.ids, cut=self.reset_at_each_batch)
         if self._normalization:
-            self._normalization.note(rollout, ids, cut=self.reset_at_each_batch)
+            self._note(steps.rollout, steps.ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
-            _cut_off(rollout)
-        rollout = rollout.exclude(*self._left_out(buffer))
-        buffer.extend(rollout, env_ids=ids)
+            cut_off(steps.rollout)
+        steps.write(buffer)
         return True
+
+    def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
+        self._normalization.note(rollout, ids, cut=cut, gamma=self._gamma)
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
         buffer = self._require_buffer()
-        # A transform or a documented buffer may keep what it is given, and a subclass may change what is collected.
-        copies = not buffer.has_transform and type(buffer).extend is ExperienceBuffer.extend
-        ours = type(collector) is GymnasiumCollector and collector.storing_device in (None, torch.device("cpu"))
-        self._writes_rows = copies and ours
-        return collector.reused_rows(self._left_out(buffer)) if self._writes_rows else super()._rollouts(collector)
-
-    def _collect_rows(self, module: Any, buffer: ExperienceBuffer) -> bool:
-        """Do the same from a stream of rows ``[N]``, or ``[T, N]`` for several steps, which are written as they are."""
-        rows = self._next_rollout(module.policy)
-        if rows is None:
-            return False
-        returning = rows is self._rows  # the same memory, again and again
-        if not returning:
-            self._rows, self._prepared = rows, None
-            self._rollout = rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)
-            self._rows_ends = ends_of(rollout)
-        self._count(rows, self._rows_ends["replayed"])
-        self._snapshot = None
-        self._episodes.add(**self._rows_ends, cut=self.reset_at_each_batch)
-        if self._normalization and self._rollout is not None:
-            self._normalization.note(self._rollout, None, cut=self.reset_at_each_batch)
-        if self.reset_at_each_batch:
-            _cut_off(self._rollout)
-        if self._prepared is not None and self._prepared.buffer is buffer:
-            self._prepared.write()
-        else:
-            buffer.extend(rows)
-            if returning:
-                with suppress(ValueError):
-                    self._prepared = PreparedRows(buffer, rows)
-        return True
+        self._lends_rows = buffer.takes_rows and getattr(collector, "lends_rows", False)
+        return collector.reused_rows(left_out_of(buffer)) if self._lends_rows else super()._rollouts(collector)
 
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
@@ -333,37 +345,31 @@ class ReplayDataModule(ExperienceDataModule):
         Lightning's trainer does so at the end of each step; without a batch it does nothing.
         """
         batch, self._served = self._served, None
-        self._in_step = 0
+        self._updates.in_step = 0
         if batch is None:
             return
         self._snapshot = None
-        source, keys = self._require_source(), self.write_back
+        source = self._require_source()
         source.update_tensordict_priority(batch)
-        if keys is None:
-            module: Any = self.trainer.lightning_module if self.trainer is not None else None
-            keys = list(module.rewritten_keys(batch)) if hasattr(module, "rewritten_keys") else []
+        keys = self.write_back
+        if keys is None and self._rewrites is not None:
+            keys = self._rewrites.rewritten_keys(batch)
         if keys:
             source.write_back(batch, keys)
 
-    @staticmethod
-    def _left_out(buffer: ExperienceBuffer) -> list[str]:
-        key = getattr(buffer.sampler, "traj_key", None)
-        needed = key[0] if isinstance(key, tuple) else key
-        return [name for name in REPEATED if name != needed]
-
     def _require_source(self) -> BatchSource:
         if self._source is None:
-            self._source = self._source_over(self._require_buffer())
+            raise RuntimeError("the source is built in setup('fit'); iterate the loader through Trainer.fit.")
         return self._source
 
-    def _source_over(self, buffer: ExperienceBuffer, learner: Any = None) -> BatchSource:
+    def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
         source = buffer if self.make_source is None else self.make_source(buffer)
-        check_discount(source, learner or self._learner)
+        check_discount(source, learner)
         wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
-        if lacking := [name for name in wanted if not hasattr(source, name)]:
+        if lacking := [name for name in wanted if getattr(source, name, None) is None]:
             raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
-        if hasattr(source, "prepare") and self._normalization.observation:
+        if isinstance(source, Prepares) and self.normalize_observation:
             raise ValueError(
                 f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
                 "learn from other numbers; leave it out."
@@ -385,13 +391,14 @@ class ReplayDataModule(ExperienceDataModule):
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
             "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
-            "frames_per_update": str(self._ratio),
+            "frames_per_update": str(self._updates.ratio),
             "warmup_frames": self.warmup_frames,
         }
 
-    def trial_source(self, learner: Any = None) -> BatchSource:
-        """Build what batches would be drawn from for a learner, to see whether it fits, without keeping it."""
-        return self._source_over(self._any_buffer(learner), learner)
+    def imagines(self, learner: Any) -> bool:
+        """Return whether batches hold what a learner's world model imagines."""
+        source = self._source or self._source_over(self._any_buffer(learner), learner)
+        return isinstance(source, Prepares)
 
     def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> ExperienceBuffer:
         """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
@@ -399,21 +406,13 @@ class ReplayDataModule(ExperienceDataModule):
             return self.buffer
         return build_buffer(self.make_buffer, learner or self._learner, trial=trial, num_envs=self.num_envs)
 
-    def _rank_state(self) -> dict[str, Any]:
-        state = super()._rank_state()
-        # An update whose batch has not been learned from, e.g. because it failed, is made anew by the resumed run.
-        state["updates"] = self.updates - (self._served is not None)
-        state["in_step"] = self._in_step
-        state["refilled"] = self._refilled
+    def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._kept == "none":
-            return state
-        if self.make_source is not None:
-            state["source"] = self._require_source().state_dict()
+            return {}
+        state = {} if self.make_source is None else {"source": self._require_source().state_dict()}
         if self._kept == "inside":
-            state["buffer"] = self.buffer.state_dict()
-        elif self._snapshot is not None:
-            state["snapshot"] = self._snapshot
-        return state
+            return {**state, "buffer": self.buffer.state_dict()}
+        return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
 
     def save_buffer(self) -> bool:
         """Write the buffer, where it is kept beside the checkpoint, and return whether it is.
@@ -427,30 +426,32 @@ class ReplayDataModule(ExperienceDataModule):
             self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
         return True
 
-    def _restore_rank(self, own: dict[str, Any]) -> None:
+    def _load_parts(self, own: dict[str, Any]) -> None:
         buffer = self._any_buffer(trial=False)
-        refilled = int(own["refilled"])
         if "buffer" in own:
             buffer.load_state_dict(own["buffer"])
         elif "snapshot" in own:
             self._snapshots_here().load(buffer, own["snapshot"])
-        else:
-            refilled += self.warmup_frames
+        self.buffer = buffer
+        if "source" in own:
+            self._source = self._source or self._source_over(buffer, self._learner)
+            self._source.load_state_dict(own["source"])
+
+    def _loaded(self, own: dict[str, Any]) -> None:
+        super()._loaded(own)
+        self._served = self._snapshot = None
+        if "buffer" not in own and "snapshot" not in own:
+            self._updates.refilled += self.warmup_frames
             logger.warning(
                 "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %s%d frames are collected anew "
                 "before the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
                 "" if self.dataset is None else "the data set is read and ",
                 self.warmup_frames,
             )
-        super()._restore_rank(own)
-        self.buffer, self.updates, self._refilled = buffer, int(own["updates"]), refilled
-        self._in_step = int(own["in_step"])
-        self._served = self._snapshot = None
-        if "source" in own:
-            self._require_source().load_state_dict(own["source"])
 
     @property
     def _kept(self) -> str:
+        """Where the buffer is kept."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
 
     def _snapshots_here(self) -> BufferSnapshots:
@@ -472,13 +473,3 @@ def _outside_autocast(draw: Callable[[], TensorDictBase | None]) -> TensorDictBa
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         return draw()
-
-
-def _cut_off(rollout: TensorDictBase) -> None:
-    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
-    following = rollout["next"]
-    open_ended = ~following["done"][:, -1]
-    for name in ("truncated", "done"):
-        flag = following.get(name, None)
-        if flag is not None:
-            flag[:, -1] |= open_ended

@@ -15,7 +15,7 @@ from torchrl_lightning.environments.normalization import EPSILON, scaled
 from torchrl_lightning.kernels.scan import discounted_scan
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranges import optional
-from torchrl_lightning.state import Here, sequence, tensor, wrong
+from torchrl_lightning.state import Here, number, sequence, tensor, wrong
 from torchrl_lightning.stated import Kept, Stated
 
 _CHUNK = 256  # steps that are filtered at a time, where they come one by one
@@ -53,12 +53,13 @@ class RewardScale(Stated):
     STATE = {
         "sums": Kept(tensor(torch.float64, None), "_sums"),
         "noted": Kept(_rewards_and_ends, "_noted", _side_by_side),
+        "gamma": Kept(number(0.0, 1.0), "_gamma", missing=0.99),
         "env_ids": Kept(optional(tensor(torch.int64, _envs_of)), "_env_ids"),
     }
 
     def __init__(self, clip: float) -> None:
         self.clip = clip
-        self.gamma = 0.99  # the buffer's, as soon as there is one
+        self._gamma = 0.99  # until the first rewards bring another
         self._moments = Moments.none()  # of the sums
         self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over the deviation
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
@@ -80,13 +81,19 @@ class RewardScale(Stated):
             zero, factor = self._constants = (zero.to(reward.device), factor.to(reward.device))
         put_entry(following, "reward", scaled(reward, zero, factor, self.clip))
 
-    def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None) -> Moments | None:
+    def note(self, reward: Tensor, done: Tensor, env_ids: Tensor | None, gamma: float) -> Moments | None:
         """Note rewards and ends ``[N, T, *]`` of the environments ``env_ids`` ``[N]``, all in order if None.
+
+        Args:
+            reward: The rewards.
+            done: The ends.
+            env_ids: Whose they are.
+            gamma: The discount of the run.
 
         Returns:
             The moments of the sums of a chunk of steps, when there are enough.
         """
-        before = None
+        before, self._gamma = None, gamma
         if env_ids is not self._env_ids:
             before, self._env_ids = self.reduced(), env_ids
         self._noted.append((reward.clone(), done.clone()))  # a collector may reuse its memory
@@ -111,7 +118,7 @@ class RewardScale(Stated):
             self._sums = torch.cat([self._sums, self._sums.new_zeros(missing)])
         known = ids >= 0  # of the others, nobody knows which ones they were before
         before = torch.where(known, self._sums[ids], 0.0)
-        discount = torch.full_like(reward, self.gamma)
+        discount = torch.full_like(reward, self._gamma)
         discount[1:] *= goes_on[:-1]
         sums = discounted_scan(reward, discount, initial=before, reverse=False)
         moments = Moments.of(sums.flatten())

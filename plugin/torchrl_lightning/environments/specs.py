@@ -6,7 +6,7 @@ __all__ = ["EnvironmentSpecs", "environment_specs"]
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,13 @@ class EnvironmentSpecs:
         observation: One spec for each observation key.
         action: The spec of one action.
         num_envs: The number of environments.
+        frame_stack: How many images a recipe stacks; None where that is unknown.
     """
 
     observation: Composite
     action: TensorSpec
     num_envs: int
+    frame_stack: int | None = field(default=None, compare=False)
 
     @property
     def keys(self) -> list[NestedKey]:

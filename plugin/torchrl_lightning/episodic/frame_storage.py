@@ -78,6 +78,20 @@ class FrameStorage(RingStorage):
         """How many frames there is room for, over all keys."""
         return sum(frames.reserved for frames in self.frames.values())
 
+    def misfit(self, specs: Any, learner: Any = None) -> str | None:
+        """Return why it cannot keep what an environment of these specs shows; None if it can."""
+        shapes = [list(specs.observation[key].shape) for key in self.keys]
+        if any(len(shape) != 3 for shape in shapes):
+            return (
+                f"frame_stack={self.frame_stack} keeps stacks of images, but the environment observes {shapes[0]}. "
+                "Take one that stacks images, such as env=atari, or another stream, such as data=uniform."
+            )
+        if specs.frame_stack in (None, 1, self.frame_stack):  # wrappers of one's own may stack them
+            return None
+        return (
+            f"frame_stack={self.frame_stack} differs from data.env.frame_stack={specs.frame_stack}; give both the same."
+        )
+
     def share(self) -> NoReturn:
         """Refuse: frames cannot be shared with other processes."""
         raise ValueError("A FrameStorage cannot be shared with other processes; use RingStorage.")

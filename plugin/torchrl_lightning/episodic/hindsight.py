@@ -103,6 +103,17 @@ class HindsightRelabel(EpisodeTransform):
         self._functions: _Functions | None = None  # once they are needed
         self._batches = [0, 1]  # how many there were, and which is checked next; a list, as a module's attributes cost
 
+    def misfit(self, specs: Any, learner: Any = None) -> str | None:
+        """Return that an environment of these specs shows no such goals; None if it does."""
+        shown = specs.keys
+        for name in ("achieved_goal_key", "desired_goal_key"):
+            if getattr(self, name) not in shown:
+                return (
+                    f"{name} names nothing that the environment shows, which is {', '.join(map(str, shown))}. Take one "
+                    "with goals, such as env=robotics, or another stream, such as data=uniform."
+                )
+        return None
+
     def use_environment(self, goals: EnvironmentGoals) -> None:
         """Compute by an environment's functions what is not given; a DataModule hands over those of its own."""
         self._environment, self._functions = goals, None

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
@@ -48,6 +49,9 @@ class AgentModule(Settings, ReportingModule):
     """
 
     adam_eps: ClassVar[float] = 1e-8
+    learns_from: ClassVar[str | None] = None
+    """The stream that it learns from, as a DataModule names it in ``serves``; any, if None."""
+    stream_for_it: ClassVar[str] = ""
 
     learning_rate: Positive = 3e-4
     optimizer: OptimizerFactory | None = None
@@ -71,13 +75,19 @@ class AgentModule(Settings, ReportingModule):
         """Build networks and loss for an environment's specs, once; return the module."""
 
     def setup(self, stage: str) -> None:
-        """Refuse a schedule over a run whose end is unknown, by a ValueError."""
+        """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
+        if stage == "fit":
+            require_fit(self, self._data)
         moving = any(not isinstance(schedule, ConstantSchedule) for schedule in self.schedules)
         if stage == "fit" and moving and progress_of(self.trainer) is None:
             raise ValueError(
                 "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
                 "total_frames, or the trainer max_epochs or max_steps; or take schedule='constant'"
             )
+
+    def misfit(self, data: Any) -> str | None:
+        """Return why it does not fit a DataModule; None if it does."""
+        return None
 
     def configure_model(self) -> None:
         """Build the networks from the DataModule's specs.
@@ -93,12 +103,13 @@ class AgentModule(Settings, ReportingModule):
                 "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
             )
         if not self.is_built:
-            if not hasattr(self._data, "specs"):
+            specs = getattr(self._data, "specs", None)
+            if specs is None:
                 raise RuntimeError(
                     f"the networks are built from `trainer.datamodule.specs`, but the datamodule is "
                     f"{type(self._data).__name__}; fit with one of our DataModules, or call `build(specs)` first"
                 )
-            self.build(self._data.specs)
+            self.build(specs, **getattr(self._data, "build_options", {}))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add checksums of weights, optimizers and data; in a subclass, what changes these comes before this."""
@@ -108,8 +119,9 @@ class AgentModule(Settings, ReportingModule):
         """Refuse a checkpoint that is damaged, or another environment's, before it is loaded, by a ValueError."""
         check_seal(checkpoint, "the checkpoint")
         state = checkpoint.get(type(self._data).__qualname__)
-        if state is not None and hasattr(self._data, "check_state"):
-            self._data.check_state(state)
+        check_state = getattr(self._data, "check_state", None)
+        if state is not None and check_state is not None:
+            check_state(state)
 
     @staticmethod
     def require_built(network: T | None) -> T:

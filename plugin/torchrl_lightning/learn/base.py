@@ -61,6 +61,8 @@ class ActorCriticModule(TermsModule):
     CONFIG_NAME: ClassVar[str | None] = None
 
     adam_eps: ClassVar[float] = 1e-5
+    learns_from = "rollouts"
+    stream_for_it = "data=gae (OnPolicyDataModule)"
 
     network: Annotated[Network, otherwise(MLPNetwork)] = setting(default=None, kw_only=False)
     critic_coeff: float = 0.5
@@ -90,11 +92,10 @@ class ActorCriticModule(TermsModule):
         """Return the parts of the loss (``loss_...``) on a mini-batch, and diagnostics, all scalars."""
 
     def setup(self, stage: str) -> None:
-        """Refuse what does not fit the DataModule, and settle who standardises advantages."""
+        """Refuse what does not fit, and settle who standardises advantages."""
         super().setup(stage)
         if stage != "fit":
             return
-        self.check_data(self._data)
         standardized_by = standardizer(self._data)
         if self.normalize_advantage is None:
             self._standardizes = standardized_by is None
@@ -104,9 +105,6 @@ class ActorCriticModule(TermsModule):
                 "give the buffer standardize_advantages=False, or leave normalize_advantage at None.",
                 standardized_by,
             )
-
-    def check_data(self, data: Any) -> None:
-        """Refuse a DataModule whose settings contradict the module's own, by a ValueError."""
 
     # -- networks ---------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = "pets"
+    learns_from = "fits"
+    stream_for_it = "data=model_based (DynamicsDataModule)"
 
     num_elites: Count | None = None
     planner: Annotated[Planner, otherwise(lambda: CrossEntropyPlanner)] = setting(default=None)
@@ -116,12 +118,12 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         Raises:
             RuntimeError: The DataModule serves no dynamics.
         """
-        data = self._data
-        if not self.is_built and hasattr(data, "targets"):
-            self.build(data.specs, num_members=data.num_members, targets=data.targets)
-        elif not self.is_built and isinstance(data, LightningDataModule):
+        if "targets" in getattr(self._data, "build_options", ()):
+            super().configure_model()
+        elif not self.is_built and isinstance(self._data, LightningDataModule):
             raise RuntimeError(
-                f"{type(self).__name__} learns from a DynamicsDataModule, but the datamodule is {type(data).__name__}"
+                f"{type(self).__name__} learns from a DynamicsDataModule, but the datamodule is "
+                f"{type(self._data).__name__}"
             )
 
     @property

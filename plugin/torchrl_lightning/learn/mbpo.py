@@ -15,7 +15,6 @@ from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
 from torchrl_lightning.settings import derived, otherwise, setting
-from torchrl_lightning.updates import UpdateBatches
 
 
 class MBPOModule(SACModule):
@@ -72,6 +71,17 @@ class MBPOModule(SACModule):
                 "take devices=1."
             )
 
+    def misfit(self, data: Any) -> str | None:
+        """Return that nobody has it imagine; None if somebody does."""
+        imagines = getattr(data, "imagines", None)
+        if imagines is None or imagines(self):
+            return super().misfit(data)
+        return (
+            f"{type(self).__name__} learns from the branches that it imagines; choose a stream with them, such as "
+            "data=branched (ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, "
+            "such as model=sac."
+        )
+
     # -- the world model --------------------------------------------------------------------------------------------
 
     def fit_dynamics(self, training: TensorDictBase, validation: TensorDictBase) -> None:
@@ -122,20 +132,6 @@ class MBPOModule(SACModule):
                 break
         imagined: TensorDictBase = torch.cat(steps)
         return imagined
-
-    def training_step(self, batch: TensorDictBase | UpdateBatches, batch_idx: int) -> None:
-        """Make an update on each batch of this step.
-
-        Raises:
-            RuntimeError: The DataModule has never had the world model fitted.
-        """
-        if self.errors.isinf().any():
-            raise RuntimeError(
-                "MBPOModule has no world model yet: its batches come from a ReplayDataModule with "
-                "source=functools.partial(BranchedReplay, ...), in Hydra data=branched; for real experience alone take "
-                "SACModule"
-            )
-        super().training_step(batch, batch_idx)
 
     def report(self) -> dict[str, float]:
         """Add the elites' mean error on held out rows, and the epochs of the last fit."""

@@ -59,7 +59,8 @@ class OffPolicyModule(TermsModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
-
+    learns_from = "replay"
+    stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
 
     network: Annotated[Network, otherwise(lambda: MLPNetwork([256, 256], "relu"))] = setting(

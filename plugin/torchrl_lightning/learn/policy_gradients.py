@@ -137,16 +137,16 @@ class PPOModule(EntropyModule):
         super().__post_init__()
         self.add_coefficient("clip_epsilon", self.clip_epsilon, self.clip_schedule)
 
-    def check_data(self, data: Any) -> None:
-        """Refuse a buffer that standardises advantages which are to be left as they are, by a ValueError."""
-        super().check_data(data)
+    def misfit(self, data: Any) -> str | None:
+        """Return that a buffer standardises advantages which are to be left as they are; None if it does not."""
         standardized_by = standardizer(data) if self.normalize_advantage is False else None
-        if standardized_by is not None:
-            raise ValueError(
-                f"normalize_advantage=False, but {standardized_by} has standardised the advantages over each rollout. "
-                "Give the buffer standardize_advantages=False (data.buffer.standardize_advantages=false), or leave "
-                "normalize_advantage at None."
-            )
+        if standardized_by is None:
+            return super().misfit(data)
+        return (
+            f"normalize_advantage=False, but {standardized_by} has standardised the advantages over each rollout. "
+            "Give the buffer standardize_advantages=False (data.buffer.standardize_advantages=false), or leave "
+            "normalize_advantage at None."
+        )
 
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the clipped objective, the entropy bonus and the critics' losses, and how far the policy moved."""

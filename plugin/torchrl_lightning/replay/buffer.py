@@ -164,6 +164,11 @@ class ExperienceBuffer(ShareableBuffer):
         bind(transform, self.storage)
         return super().insert_transform(index, transform, invert=invert)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether rows may come in memory that is written again; with an ``extend`` of its own, a subclass says so."""
+        return type(self).extend is ExperienceBuffer.extend and not self.has_transform
+
     # ------------------------------------------------------------------ writing
 
     def extend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from tensordict import TensorDictBase
@@ -73,17 +74,21 @@ class EpisodeTransform(Transform):
         return copied
 
 
+def transforms_in(transform: Any) -> Iterator[nn.Module]:
+    """Iterate over a transform and those in it."""
+    return transform.modules() if isinstance(transform, nn.Module) else iter(())
+
+
 def tell(transform: Any, goals: Any) -> None:
     """Hand on what an environment says of goals to the transforms that ask for it, by a method ``use_environment``."""
-    for each in transform.modules() if isinstance(transform, nn.Module) else ():
+    for each in transforms_in(transform):
         if (use := getattr(each, "use_environment", None)) is not None:
             use(goals)
 
 
 def bind(transform: Any, storage: RingStorage, instead_of: RingStorage | None = None) -> None:
     """Let the transforms of a buffer read its storage; a ValueError if one of them belongs to another buffer."""
-    modules = transform.modules() if isinstance(transform, nn.Module) else ()
-    bound = [each for each in modules if isinstance(each, EpisodeTransform)]
+    bound = [each for each in transforms_in(transform) if isinstance(each, EpisodeTransform)]
     for each in bound:
         each.check_free(storage, instead_of)
     for each in bound:

@@ -1,0 +1,117 @@
+"""The feed of a run: a collector that is built when its first rollout is asked for, and what it delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning._modules import EvaluationMode
+from torchrl_lightning.environments.origins import RowOrigins
+
+
+class Feed:
+    """Build a collector late, draw its rollouts, and keep what a checkpoint says of it until then.
+
+    By the first rollout the weights are restored and on their device. What a checkpoint says of torch's generator
+    waits for the first draw, so that nothing that is built for a resumed run draws from it.
+
+    Attributes:
+        collector: The collector, as long as there is one.
+    """
+
+    def __init__(self) -> None:
+        self.collector: Any = None
+        self._stream: Iterator[TensorDictBase] | None = None
+        self._origins, self._acting = RowOrigins(None), EvaluationMode()
+        self._take_weights: Callable[[], Any] | None = None
+        self._until_closed = ExitStack()
+        self._is_resumed = False
+        self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
+        self._kept: Mapping[str, Any] | None = None  # the collector's state, while there is no collector
+        self._restores = False  # whether the next collector takes it
+
+    def open(
+        self,
+        build: Callable[[], tuple[Any, Iterator[TensorDictBase]]],
+        *,
+        policy: Any = None,
+        inside: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Build the collector and restore it.
+
+        Args:
+            build: Returns the collector and its rollouts.
+            policy: What acts in a collector that has no care for its mode and its weights; None if the collector has.
+            inside: Entered before, and left when the feed closes.
+        """
+        rng = torch.get_rng_state() if self._is_resumed and self._rng is None else self._rng
+        if inside is not None:
+            self._until_closed.enter_context(inside)
+        self.collector, self._stream = build()
+        self._origins = RowOrigins(self.collector)
+        # Copies of the policy in other processes cannot be reached.
+        self._acting = EvaluationMode(policy)
+        self._take_weights = None if policy is None else getattr(self.collector, "update_policy_weights_", None)
+        restore = getattr(self.collector, "load_state_dict", None)
+        if self._restores and self._kept is not None and restore is not None:
+            restore(self._kept)
+        self._kept, self._restores, self._is_resumed, self._rng = None, False, False, None
+        if rng is not None:
+            torch.set_rng_state(rng)
+
+    def next(self) -> TensorDictBase | None:
+        """Return the next rollout as the collector delivers it; None when it has ended."""
+        assert self._stream is not None
+        if self._take_weights is not None:
+            self._take_weights()
+        with self._acting:
+            return next(self._stream, None)
+
+    def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
+        """Return a rollout ``[N, T]``, or ``[T]`` of one environment, as ``[N, T]`` that says whose rows it holds."""
+        if rollout.ndim == 1:
+            rollout = rollout.unsqueeze(0)
+            rollout.names = [None, "time"]
+        return self._origins.numbered(rollout)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Shut the collector down; with ``keep``, a checkpoint that is written later holds its state."""
+        self._kept = self.kept if keep else self._kept
+        collector, self.collector, self._stream = self.collector, None, None
+        with self._until_closed:
+            if collector is not None:
+                collector.shutdown()
+
+    # ------------------------------------------------------------------ what a checkpoint holds
+
+    @property
+    def kept(self) -> dict[str, Any] | None:
+        """The state of the collector, if it has one; where there is none, that of the next one, or of the last one."""
+        if self.collector is None:
+            return None if self._kept is None else dict(self._kept)
+        has_state = getattr(self.collector, "load_state_dict", None) is not None
+        return dict(self.collector.state_dict()) if has_state else None
+
+    @kept.setter
+    def kept(self, state: Mapping[str, Any] | None) -> None:
+        self._kept, self._restores, self._is_resumed = state, True, True
+
+    @property
+    def rng(self) -> Tensor:
+        """The state of torch's generator when the run goes on."""
+        return torch.get_rng_state() if self._rng is None else self._rng
+
+    @rng.setter
+    def rng(self, state: Tensor) -> None:
+        self._rng = state
+
+    def restore_rng(self) -> None:
+        """Set torch's generator, where a resumed run learns before it collects."""
+        if self._rng is not None:
+            torch.set_rng_state(self._rng)
+            self._rng = None

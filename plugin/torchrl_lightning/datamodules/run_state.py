@@ -1,0 +1,26 @@
+"""The ledger of resuming: what a rank of a run needs to go on, as its stream declares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_lightning.state import Here
+from torchrl_lightning.stated import Entry, Stated
+
+
+class RunState(Stated):
+    """Save, check and load the attributes of a DataModule that its class lists in ``RUN_STATE``."""
+
+    OWNER = "run"
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def _entries(self) -> list[tuple[str, Entry, str]]:
+        return [(name, entry, f"data.{entry.attribute or name}") for name, entry in self.data.RUN_STATE.items()]
+
+
+def noted(value: Any, name: str, here: Here) -> dict[str, Any]:
+    """Take what a rank has noted and not yet taken into the statistics."""
+    values: dict[str, Any] = here.part.data._normalization.read_noted(value)
+    return values

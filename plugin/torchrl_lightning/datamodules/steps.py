@@ -1,0 +1,83 @@
+"""Steps on their way from a collector into a replay buffer."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_lightning.datamodules.episodes import ends_of
+from torchrl_lightning.environments.origins import ring_ids
+from torchrl_lightning.keys import REPEATED
+from torchrl_lightning.replay import ExperienceBuffer
+from torchrl_lightning.replay.prepared import PreparedRows
+
+
+class Steps:
+    """A rollout of a collector.
+
+    Args:
+        rollout: ``[N, T]``.
+        num_envs: of how many environments the buffer has rings.
+        left_out: entries that are not stored.
+
+    Attributes:
+        ids: Whose rows these are; None for all environments in order.
+        ends: Rewards, flags, and which steps were replayed.
+    """
+
+    def __init__(self, rollout: TensorDictBase, num_envs: int, left_out: list[str]) -> None:
+        self.rollout, self._left_out = rollout, left_out
+        self.ids: Tensor | None = ring_ids(rollout, num_envs)
+        self.ends: dict[str, Any] = ends_of(rollout)
+
+    def write(self, buffer: ExperienceBuffer) -> None:
+        """Write them into a buffer."""
+        buffer.extend(self.rollout.exclude(*self._left_out), env_ids=self.ids)
+
+
+class LentSteps:
+    """Rows in the layout of the rings, which a collector lends again and again in the same memory.
+
+    Args:
+        rows: ``[N]``, or ``[T, N]`` for several steps.
+    """
+
+    ids = None
+
+    def __init__(self, rows: TensorDictBase) -> None:
+        self.rows = rows
+        self.rollout = rows.unsqueeze(1) if rows.ndim == 1 else rows.transpose(0, 1)  # the same memory as [N, T]
+        self.ends: dict[str, Any] = ends_of(self.rollout)
+        self._prepared: PreparedRows | None = None
+        self._is_known = False  # whether the buffer has stored such rows
+
+    def write(self, buffer: ExperienceBuffer) -> None:
+        """Write what the rows hold now into a buffer, by one call as soon as the buffer knows them."""
+        if self._prepared is not None and self._prepared.buffer is buffer:
+            self._prepared.write()
+            return
+        buffer.extend(self.rows)
+        if self._is_known:
+            with suppress(ValueError):
+                self._prepared = PreparedRows(buffer, self.rows)
+        self._is_known = True
+
+
+def left_out_of(buffer: ExperienceBuffer) -> list[str]:
+    """Return the entries of a rollout that a buffer has no use for, unless its sampler reads them."""
+    key = getattr(buffer.sampler, "traj_key", None)
+    needed = key[0] if isinstance(key, tuple) else key
+    return [name for name in REPEATED if name != needed]
+
+
+def cut_off(rollout: TensorDictBase) -> None:
+    """Mark the last step of each environment as truncated where its episode goes on but will not be seen any more."""
+    following = rollout["next"]
+    open_ended = ~following["done"][:, -1]
+    for name in ("truncated", "done"):
+        flag = following.get(name, None)
+        if flag is not None:
+            flag[:, -1] |= open_ended

@@ -1,0 +1,41 @@
+"""Whether parts fit: each answers for itself, by a method ``misfit`` that returns why it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MisfitError(ValueError):
+    """A part does not fit the environment, the learner or the data; its message says what would."""
+
+
+def require_fit(part: Any, *others: Any) -> None:
+    """Ask a part whether it fits others, by its method ``misfit``; a MisfitError says why it does not.
+
+    Example:
+        >>> class Stack:
+        ...     def misfit(self, specs, learner):
+        ...         return None if len(specs) == 3 else f"a stack is no {specs}; take images."
+        >>> require_fit(Stack(), [84, 84, 3], None)
+        >>> require_fit(Stack(), [4], None)
+        Traceback (most recent call last):
+            ...
+        torchrl_lightning.fitting.MisfitError: a stack is no [4]; take images.
+    """
+    misfit = getattr(part, "misfit", None)
+    if misfit is not None and (reason := misfit(*others)) is not None:
+        raise MisfitError(reason)
+
+
+def require_stream(learner: Any, data: Any) -> None:
+    """Refuse a learner that learns from another stream than a DataModule serves, by a MisfitError.
+
+    A learner names the stream in ``learns_from``, a DataModule in ``serves``; who names none is not asked.
+    """
+    wanted, served = getattr(learner, "learns_from", None), getattr(data, "serves", None)
+    if wanted is None or served is None or wanted == served:
+        return
+    raise MisfitError(
+        f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
+        f"{learner.stream_for_it}, or a learner for this stream, such as {data.learner_for_it}."
+    )
