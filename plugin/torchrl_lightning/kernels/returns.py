@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.kernels.episodes import locate, oldest_of
+from torchrl_lightning.kernels.episodes import locate, steps_of
 from torchrl_lightning.kernels.scan_rows import scan_rows
 
 
@@ -29,15 +29,17 @@ def write_returns(
     Returns:
         Whether an episode ends in any of them.
     """
-    (length, positions, _), done, (gamma, lowest, highest) = rings, episodes[1], factors
+    (length, positions, floor), (gamma, lowest, highest) = rings, factors
     width, features = len(positions), reward.shape[1]
-    carry, written = np.zeros(features, out.dtype), False
-    for closing in cells:
-        if not done[closing]:
-            continue
-        written = True
-        env, end, first, _ = locate(closing, rings, episodes)
-        low = max(first, oldest_of(env, rings)) + shift
+    closing = cells[episodes[1][cells]]
+    count = len(closing)
+    ids, final, first, last = np.empty((4, count), np.int64)
+    steps_of(closing, length, positions, ids, final)
+    locate(ids, final, rings, episodes, first, last)
+    carry = np.zeros(features, out.dtype)
+    for i in range(count):
+        env, end = ids[i], final[i]
+        low = max(first[i], positions[env] - length, floor[env]) + shift
         known = end - low + 1  # rows up to the last one after which nothing comes
         while known > 0 and (ends[(low + known - 1) % length * width + env] == 0) != at_zero:
             known -= 1
@@ -55,7 +57,7 @@ def write_returns(
             cell = (low + k - shift) % length * width + env
             for f in range(features):
                 out[cell, f] = returns[k * features + f]
-    return written
+    return count > 0
 
 
 def fold_rows(
@@ -74,13 +76,15 @@ def fold_rows(
         steps: numbers of steps, ``[*B]``.
         gamma: discounts after them, ``[*B]``.
     """
-    (most, factor), width, size = how, len(rings[1]), len(rewards)
-    first, final, taken, discounts = cells.reshape(-1), last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
-    reward, sums = rewards.reshape(size, -1), total.reshape(len(first), -1)
-    for row in range(len(first)):
-        cell = first[row]
-        _, position, _, end = locate(cell, rings, episodes)
-        count, discount = min(most, end - position + 1), factor
+    (length, positions, _), (most, factor) = rings, how
+    chosen, width, size = cells.reshape(-1), len(positions), len(rewards)
+    final, taken, discounts = last.reshape(-1), steps.reshape(-1), gamma.reshape(-1)
+    reward, sums = rewards.reshape(size, -1), total.reshape(len(chosen), -1)
+    env, position, first, end = np.empty((4, len(chosen)), np.int64)
+    steps_of(chosen, length, positions, env, position)
+    locate(env, position, rings, episodes, first, end)
+    for row in range(len(chosen)):
+        cell, count, discount = chosen[row], min(most, end[row] - position[row] + 1), factor
         for place in range(reward.shape[1]):
             sums[row, place] = reward[cell, place]
         for _ in range(count - 1):

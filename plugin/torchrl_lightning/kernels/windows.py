@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_lightning.kernels.episodes import episode_of, oldest_of
+from torchrl_lightning.kernels.episodes import locate
 
 
 def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, cells: Any, mask: Any, found: int) -> int:
@@ -32,24 +32,30 @@ def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, ce
     """
     length, positions, floor = rings
     reach, burn_in, by_episode, pad = options
-    width, size, steps = len(positions), length * len(positions), cells.shape[1]
+    width, size, steps, count = len(positions), length * len(positions), cells.shape[1], len(ranks)
     until, total = np.empty(width, np.int64), 0
     for env in range(width):
         total += max(0, min(length, positions[env] - floor[env]) - reach)
         until[env] = total
     if total == 0:
         return -1
-    for i in range(len(ranks)):
+    owner, reached = np.empty(count, np.int64), np.empty(count, np.int64)
+    for i in range(count):
+        rank = min(int(ranks[i] * total if relative else ranks[i]), total - 1)
+        owner[i] = env = int(np.searchsorted(until, rank, side="right"))
+        reached[i] = positions[env] - (until[env] - rank)
+    first, last = np.empty(count, np.int64), np.empty(count, np.int64)
+    if by_episode:
+        locate(owner, reached, rings, episodes, first, last)
+    for i in range(count):
         if found == len(cells):
             break
-        rank = min(int(ranks[i] * total if relative else ranks[i]), total - 1)
-        env = int(np.searchsorted(until, rank, side="right"))
-        start = positions[env] - reach - (until[env] - rank)
-        if by_episode and reach and episode_of(env, start + reach, rings, episodes)[0] > start:
+        env, start = owner[i], reached[i] - reach
+        if by_episode and reach and first[i] > start:
             continue
         end = start + steps - 1
         if pad:
-            end = min(end, episode_of(env, start, rings, episodes)[1])
+            end = min(end, last[i])
         cell = start % length * width + env
         for step in range(steps):
             cells[found, step] = cell
@@ -64,23 +70,33 @@ def draw(ranks: Any, relative: bool, rings: Any, episodes: Any, options: Any, ce
 
 def all_starts(rings: Any, episodes: Any, options: Any) -> Any:
     """Return the ranks, as float64, of all candidates that may begin a window (numba): O(stored steps)."""
-    (length, positions, _), (reach, _, by_episode, _) = rings, options
-    kept, found, rank = np.empty(length * len(positions), np.float64), 0, 0
+    (_, positions, _), (reach, _, by_episode, _) = rings, options
+    kept, found, rank = np.empty(rings[0] * len(positions), np.float64), 0, 0
     for env in range(len(positions)):
-        for start in range(oldest_of(env, rings), positions[env] - reach):
+        reached, first, _ = _runs(env, rings, episodes, by_episode)
+        for i in range(reach, len(reached)):
             kept[found] = rank
-            found += not by_episode or not reach or episode_of(env, start + reach, rings, episodes)[0] <= start
+            found += not by_episode or not reach or first[i] <= reached[i] - reach
             rank += 1
     return kept[:found].copy()
 
 
 def longest_run(rings: Any, episodes: Any, options: Any) -> int:
     """Count the steps of the longest stored episode, or of the fullest ring across episodes (numba)."""
-    positions, by_episode, longest = rings[1], options[2], 0
-    for env in range(len(positions)):
-        start = oldest_of(env, rings)
-        while start < positions[env]:
-            end = episode_of(env, start, rings, episodes)[1] if by_episode else positions[env] - 1
-            longest = max(longest, end - start + 1)
-            start = end + 1
+    by_episode, longest = options[2], 0
+    for env in range(len(rings[1])):
+        stored, first, last = _runs(env, rings, episodes, by_episode)
+        for i in range(len(stored)):
+            steps = last[i] - max(first[i], stored[0]) + 1 if by_episode else len(stored)
+            longest = max(longest, steps)
     return longest
+
+
+def _runs(env: int, rings: Any, episodes: Any, by_episode: bool) -> tuple[Any, Any, Any]:
+    """Return all stored steps of an environment, and first and last one of the episode of each (numba)."""
+    length, positions, floor = rings
+    stored = np.arange(max(positions[env] - length, floor[env]), positions[env])
+    first, last = np.empty_like(stored), np.empty_like(stored)
+    if by_episode:
+        locate(np.full(len(stored), env), stored, rings, episodes, first, last)
+    return stored, first, last
