@@ -18,10 +18,8 @@ from torchrl_lightning._schemas import schema
 
 def test_what_is_written_is_what_the_modules_say():
     names = wiring.exports()
-    written = {
-        **wiring.stubs(names),
-        wiring.DATA: wiring.data(names, dict(wiring.parts(names[wiring.NAME]))),
-    }
+    parts = dict(wiring.parts(names[wiring.NAME]))
+    written = {**wiring.stubs(names), wiring.DATA: wiring.data(names, parts), wiring.GUIDE: wiring.guide(parts)}
     differing = [path for path, text in written.items() if path.read_text() != text]
     assert not differing, "run python tests/wiring.py"
     assert {path for path in written if path.suffix == ".pyi"} == set(wiring.PACKAGE.rglob("*.pyi"))

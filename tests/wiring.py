@@ -5,8 +5,8 @@ Of the exported classes those of a kind below are parts that a config describes,
 class says what its kind and name do not: ``CONFIG_NAME``, another name in configs, or None for none, and
 ``HANDED_OVER``, the arguments that a program hands over, so that no config gives them.
 
-It writes ``wiring.json``, which the package reads, and the stubs, which type checkers read. Run it after any change of
-a part's arguments; a test fails where they differ.
+It writes ``wiring.json``, which the package reads, the stubs, which type checkers read, and the guide's table of names.
+Run it after any change of a part's arguments; a test fails where they differ.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from omegaconf import MISSING
 NAME = "torchrl_lightning"
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / NAME
 DATA = PACKAGE / "wiring.json"
+GUIDE = PACKAGE.parents[1] / "examples" / "guide" / "extending.md"
+HEAD = "| group | name | what it is |\n| --- | --- | --- |\n"
 PRIMITIVES = (bool, int, float, str)
 
 
@@ -60,6 +62,15 @@ KINDS = (
     Kind("planner", f"{NAME}.learn.planners.ShootingPlanner", "Planner", FINISHED),
     Kind("callback", "lightning.pytorch.Callback"),
 )
+# TorchRL's groups, which have ours, too.
+REGISTERED = {
+    "storage": "`storage`",
+    "writer": "`writer`",
+    "sampler": "`sampler`",
+    "value": "`transform`, `value`",
+    "transform": "`transform`",
+    "buffer": "`replay_buffer`",
+}
 # Lightning's own, whose callbacks and loggers have groups of their own.
 TRAINER = ("lightning.Trainer", "trainer", "trainer", ("callbacks", "logger"))
 
@@ -212,6 +223,23 @@ def formatted(source: str) -> str:
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
 
 
+def guide(described: dict[str, Any]) -> str:
+    """Put the table of names into the guide's page: each part by the first line of its docstring."""
+    rows = [
+        f"| {groups} | `{part['name']}` (`{target.rpartition('.')[2]}`) | {_summary(imported(target))} |\n"
+        for kind, groups in REGISTERED.items()
+        for target, part in described.items()
+        if part["group"] == kind
+    ]
+    before, _, rest = GUIDE.read_text().partition(HEAD)
+    return before + HEAD + "".join(rows) + "\n" + rest.partition("\n\n")[2]
+
+
+def _summary(component: type) -> str:
+    line = (component.__doc__ or "").partition("\n")[0]
+    return re.sub(r"``|\\[()]", "`", re.sub(r":class:`(\w+)`", r"`\1`", line)).replace("|", r"\|")
+
+
 def data(names: dict[str, dict[str, str]], described: dict[str, Any]) -> str:
     return json.dumps({"exports": names, "parts": described}, indent=1) + "\n"
 
@@ -221,7 +249,9 @@ def main() -> None:
     for path, stub in stubs(names).items():
         path.write_text(stub)
     DATA.write_text(data(names, {}))  # what the import of the modules below reads
-    DATA.write_text(data(names, dict(parts(names[NAME]))))
+    described = dict(parts(names[NAME]))
+    DATA.write_text(data(names, described))
+    GUIDE.write_text(guide(described))
 
 
 if __name__ == "__main__":

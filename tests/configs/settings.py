@@ -1,10 +1,12 @@
-"""All our options in TorchRL's groups: a new one needs its row."""
+"""Our options in TorchRL's groups, by the names that users know, with settings to build them with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+
+from torchrl_lightning._lazy import wiring
 
 SPEC = "{_target_: torchrl.data.Unbounded, shape: [%d]}"
 OBSERVED = "{_target_: torchrl.data.Composite, observation: %s}"
@@ -43,7 +45,13 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("replay_buffer", "vanilla"): ("size=3", "gamma=0.5"),
     ("replay_buffer", "vtrace"): ("size=3", "gamma=0.5"),
 }
-NAMES = list(SETTINGS)
+_TORCHRLS = {"buffer": ("replay_buffer",), "value": ("transform", "value")}
+NAMES = [
+    (group, part["name"])
+    for part in wiring()["parts"].values()
+    for group in _TORCHRLS.get(part["group"], (part["group"],))
+    if group in {group for group, _ in SETTINGS}
+]
 GROUPS = {group: {name for each, name in NAMES if each == group} for group, _ in NAMES}
 
 
