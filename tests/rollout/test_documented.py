@@ -159,7 +159,7 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
-    cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.parameters else GAEBuffer
+    cls: type[VanillaOnPolicyBuffer] = VTraceBuffer if name in VTraceBuffer.changeable else GAEBuffer
     buffer = cls(5)
     before = getattr(buffer, name)
     for fail in (lambda: buffer.update_storage_parameter(name, BAD[name]), lambda: cls(**{"size": 5, name: BAD[name]})):

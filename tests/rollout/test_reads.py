@@ -102,9 +102,15 @@ def test_without_critic_and_values_a_read_is_refused(make: Any, read: str) -> No
     assert READS[read](buffer)["advantage"].isfinite().all()
 
 
-def test_returns_need_no_critic_without_bootstrap() -> None:
-    batch = extended(VanillaOnPolicyBuffer, bootstrap=False).sample()
-    assert batch["advantage"].shape == batch["value_target"].shape == (8, 1)
+@pytest.mark.parametrize(("make", "decay"), [(VanillaOnPolicyBuffer, 0.99), (GAEBuffer, 0.99 * 0.95)])
+def test_estimates_need_no_critic_without_bootstrap(make: Any, decay: float) -> None:
+    data = make_rollout(STEPS, ENVS)
+    buffer = extended(make, None, data, bootstrap=False, standardize_advantages=False)
+    expected, reward, done = torch.zeros(ENVS, 1), data["next", "reward"], data["next", "done"]
+    for t in reversed(range(STEPS)):
+        expected = reward[:, t] + decay * expected.masked_fill(done[:, t], 0.0)
+        for key in ("advantage", "value_target"):
+            torch.testing.assert_close(buffer[:][key][t], expected)
 
 
 def test_advantages_of_ones_own_are_kept() -> None:

@@ -19,7 +19,7 @@ from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
-from torchrl_lightning.ranges import Check, fraction, integer, not_negative
+from torchrl_lightning.ranges import integer
 from torchrl_lightning.rollout import GAEBuffer
 from torchrl_lightning.rollout.buffer import RolloutBuffer
 from torchrl_lightning.rollout.names import DOCUMENTED
@@ -92,14 +92,7 @@ class PPODBuffer(GAEBuffer):
     """The documented names of what rollouts hold."""
     demos_data_fields: ClassVar[tuple[str, ...]] = FIELDS
     """The documented names of what demonstrations hold."""
-    parameters: ClassVar[Mapping[str, Check]] = {
-        **GAEBuffer.parameters,
-        "rho": fraction,
-        "phi": fraction,
-        "alpha": not_negative,
-        "num_agent_demos_to_save": lambda value, name: integer(value, name, 0),
-        "save_demos_every": integer,
-    }
+    changeable = (*GAEBuffer.changeable, "rho", "phi", "alpha", "num_agent_demos_to_save", "save_demos_every")
 
     STATE = {**RolloutBuffer.STATE, "demonstrations": Nested("hooks")}
 
@@ -178,7 +171,7 @@ class PPODBuffer(GAEBuffer):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        self.demonstration_sampler.alpha = not_negative(alpha, "alpha")
+        self.demonstration_sampler.set_probabilities(alpha=alpha)
 
     @property
     def reward_demos(self) -> tuple[Demonstration, ...]:

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.entries import entry_of, keyed_leaves
+from torchrl_lightning.entries import entry_of
 from torchrl_lightning.estimators import discounted_returns, gae
 from torchrl_lightning.keys import DONE, FINISHED, REWARD, TERMINATED, TRUNCATED
 from torchrl_lightning.l2r.schema import Configurable
@@ -121,7 +121,6 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
 
     STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Kept("_read_paths", "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
-    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
 
     obs_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
     act_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
@@ -156,6 +155,11 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     def lam(self) -> float:
         """λ, the documented name of ``gae_lambda``."""
         return self.gae_lambda
+
+    @property
+    def parameters(self) -> Mapping[str, Check]:
+        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        return {**super().parameters, "gae_lambda": fraction}
 
     @property
     def used_capacity(self) -> int:
@@ -212,7 +216,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         if self.step < self.size:
             self.writer.add(row)
         else:
-            self._overwrite(row)
+            self.writer.overwrite(self.ptr, row)
         self.obs_dim, self.act_dim = row["observation"].shape[1], row["action"].shape[1]
         self._stored += 1
         self._last_step, self._drawable = buffer_dict, None
@@ -227,13 +231,6 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         row["is_init"] = torch.full((1, 1), not self.path_length, device=device)
         row["advantage"], row["value_target"], row[FINISHED] = zero, zero, zero.bool()
         return row
-
-    def _overwrite(self, row: TensorDict) -> None:
-        self.writer.prepare(row.unsqueeze(0), 0, 0)
-        for key, value in keyed_leaves(row):
-            self._data.get(key)[self.ptr] = value
-        self.writer.write_count += 1
-        self.storage.finish_write(self.size)
 
     @property
     def _data(self) -> TensorDictBase:

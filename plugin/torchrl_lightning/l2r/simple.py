@@ -21,7 +21,6 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning.entries import check_tensordict
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
-from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.storage import RingStorage
@@ -97,9 +96,19 @@ class SimpleReplayBuffer(Configurable, ExperienceBuffer):
             optional(integer)(number, name)
         integer(size, "size")
         integer(batch_size, "batch_size")
-        sampler = UniformSampler(with_replacement=False) if sampler is None else sampler
-        storage = RingStorage(size, device=device, scratch_dir=scratch_dir)
-        super().__init__(**passed_on(ExperienceBuffer, locals()))
+        super().__init__(
+            storage=RingStorage(size, device=device, scratch_dir=scratch_dir),
+            writer=writer,
+            sampler=UniformSampler(with_replacement=False) if sampler is None else sampler,
+            num_envs=num_envs,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+            shared=shared,
+        )
         self.obs_dim, self.act_dim, self.max_size = obs_dim, act_dim, size
         self.weights: Tensor | None = None
 

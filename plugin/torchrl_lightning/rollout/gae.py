@@ -4,10 +4,9 @@ from __future__ import annotations
 
 __all__ = ["GAEBuffer"]
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, Self
 
-from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.estimates import GAE, Estimator
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Fraction, setting
@@ -29,7 +28,7 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         (0, 0.9)
     """
 
-    parameters: ClassVar[Mapping[str, Check]] = {**VanillaOnPolicyBuffer.parameters, "gae_lambda": fraction}
+    changeable = (*VanillaOnPolicyBuffer.changeable, "gae_lambda")
 
     gae_lambda: Fraction = setting(default=0.95, kw_only=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["RolloutStorage"]
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torchrl_lightning.entries import (
     describe,
     keyed_leaves,
     map_leaves,
+    path_of,
     schema_difference,
     to_tensordict,
     tree_of,
 )
+from torchrl_lightning.keys import DONE, NEXT
 from torchrl_lightning.memory import check_room
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout.layout import RolloutLayout
@@ -171,6 +173,25 @@ class RolloutStorage(Stated, StorageBase):
         for key, value in keyed_leaves(data):
             self.data.get(key)[rows].copy_(value if isinstance(cursor, slice) else value.unsqueeze(0))
         self.finish_write(rows.stop)
+
+    def overwrite(self, row: int, data: TensorDictBase) -> None:
+        """Replace a stored row by ``[N]``; drop entries that were added."""
+        assert self.data is not None
+        for key, value in keyed_leaves(data):
+            self.data.get(key)[row] = value
+        self.finish_write(self.num_steps)
+
+    def keep_tail(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
+        """Keep what the step after a row begins with; a recurrent state of an episode that ended there begins at 0."""
+        done = data.get(DONE)[row].to(self.device, copy=True)
+        tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
+        for key in self.layout.handed_on:
+            value = following.get(key)[row].to(self.device, copy=True)
+            if path_of(key)[0] in recurrent_keys or key in recurrent_keys:
+                value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
+            tail.set(key, value)
+        tail.set("is_init", done)
+        self.tail = tail
 
     def finish_write(self, num_steps: int) -> None:
         """Note that cells were written and that ``num_steps`` steps are stored now; drop entries that were added."""

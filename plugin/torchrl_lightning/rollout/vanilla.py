@@ -12,9 +12,9 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import Key, Keys, nested_keys
+from torchrl_lightning.entries import Key, Keys
 from torchrl_lightning.keys import ADVANTAGE, TARGET, VALUE
-from torchrl_lightning.ranges import Check, boolean, fraction, integer, optional
+from torchrl_lightning.ranges import Check, integer
 from torchrl_lightning.rollout.buffer import RolloutBuffer
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
 from torchrl_lightning.rollout.names import DOCUMENTED
@@ -89,16 +89,11 @@ class VanillaOnPolicyBuffer(Settings, RolloutBuffer, DocumentedVerbs):
         "generator",
     )
 
-    parameters: ClassVar[Mapping[str, Check]] = {
-        "size": integer,
-        "gamma": optional(fraction),
-        "gamma_intrinsic": optional(fraction),
-        **dict.fromkeys(("actor", "critic", "intrinsic_critic", "algorithm", "envs"), lambda value, name: value),
-        **dict.fromkeys(("standardize_advantages", "recompute_values", "normalize_intrinsic"), boolean),
-        "batch_keys": optional(lambda keys, name: nested_keys(keys)),
-        "recurrent": optional(boolean),
-        "frame_stack": integer,
-    }
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
+        *("standardize_advantages", "recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
+    )
+    """The settings that :meth:`update_storage_parameter` may change."""
 
     # Those that are not kept are handed to RolloutBuffer, which keeps them.
     size: Count = setting(kw_only=False, kept=False)
@@ -136,6 +131,12 @@ class VanillaOnPolicyBuffer(Settings, RolloutBuffer, DocumentedVerbs):
         told = (getattr(self.envs, "env_kwargs", None) or {}).get("frame_stack")
         stacks = (self.frames, told, getattr(self.envs, "frame_stack", None), 1)
         self.frame_stack = integer(next(each for each in stacks if each is not None), "frame_stack")
+
+    @property
+    def parameters(self) -> Mapping[str, Check]:
+        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        checks = {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
+        return {**checks, "frame_stack": integer}
 
     @property
     def estimator(self) -> Estimator:

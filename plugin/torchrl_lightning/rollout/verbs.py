@@ -23,8 +23,6 @@ class DocumentedVerbs:
 
     storage_tensors: ClassVar[tuple[str, ...]] = tuple(DOCUMENTED)
     """The documented names of what may be stored."""
-    parameters: ClassVar[Mapping[str, Check]] = {"size": integer}
-    """What :meth:`update_storage_parameter` may change, and the check of the new value."""
     algorithm: Any = None
     frame_stack: int = 1
     num_channels_obs: int | None = None
@@ -69,6 +67,11 @@ class DocumentedVerbs:
         """
         build: Callable[..., Self] = cls
         return functools.partial(build, size, **options)
+
+    @property
+    def parameters(self) -> Mapping[str, Check]:
+        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        raise NotImplementedError
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
@@ -217,9 +220,10 @@ class DocumentedVerbs:
                 new size.
             TypeError: the value is of another type.
         """
-        if parameter_name not in self.parameters:
-            raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(self.parameters)}.")
-        new_parameter_value = self.parameters[parameter_name](new_parameter_value, parameter_name)
+        parameters = self.parameters
+        if parameter_name not in parameters:
+            raise ValueError(f"No parameter {parameter_name!r}; there are {sorted(parameters)}.")
+        new_parameter_value = parameters[parameter_name](new_parameter_value, parameter_name)
         if parameter_name == "size":
             self._resize(new_parameter_value)
             return

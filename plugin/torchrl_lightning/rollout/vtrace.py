@@ -6,14 +6,14 @@ __all__ = ["VTraceBuffer"]
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import Key
 from torchrl_lightning.keys import ACTION, LOG_PROB
-from torchrl_lightning.ranges import Check, fraction, optional, positive
+from torchrl_lightning.ranges import positive
 from torchrl_lightning.rollout.estimates import VTrace
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Fraction
@@ -48,13 +48,7 @@ class VTraceBuffer(VanillaOnPolicyBuffer):
         ['action', 'action_log_prob']
     """
 
-    parameters: ClassVar[Mapping[str, Check]] = {
-        **VanillaOnPolicyBuffer.parameters,
-        "lmbda": fraction,
-        "clip_rho_thres": _threshold,
-        "clip_c_thres": _threshold,
-        "clip_pg_rho_thres": optional(_threshold),
-    }
+    changeable = (*VanillaOnPolicyBuffer.changeable, "lmbda", "clip_rho_thres", "clip_c_thres", "clip_pg_rho_thres")
 
     lmbda: Fraction = 1.0
     clip_rho_thres: Threshold = 1.0

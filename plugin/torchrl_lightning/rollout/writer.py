@@ -22,7 +22,7 @@ from torchrl_lightning.entries import (
     schema_difference,
     under,
 )
-from torchrl_lightning.keys import DONE, NEXT, TERMINATED, VALID
+from torchrl_lightning.keys import DONE, TERMINATED, VALID
 from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import whole
@@ -114,7 +114,7 @@ class RolloutWriter(Stated, WriterBase):
         start, steps = storage.num_steps, rollout.shape[0]
         if copy or not storage.adopt(rollout):
             storage.set(slice(start, start + steps), rollout)
-        storage.tail = self._tail(storage, rollout, -1)
+        storage.keep_tail(rollout, -1, self.recurrent_keys)
         self.write_count += steps
         cells = self._cells(storage, start, steps)
         self.notify(cells)
@@ -134,10 +134,16 @@ class RolloutWriter(Stated, WriterBase):
         self._check(storage, data, 1)
         row = storage.num_steps
         storage.set(row, data)
-        storage.tail = self._tail(storage, data, ...)
+        storage.keep_tail(data, ..., self.recurrent_keys)
         self.write_count += 1
         self.notify(self._cells(storage, row, 1))
         return row
+
+    def overwrite(self, row: int, data: TensorDictBase) -> None:
+        """Replace a stored row by a step of all environments, ``[N]``."""
+        self.prepare(data.unsqueeze(0), 0, 0)
+        self._target.overwrite(row, data)
+        self.write_count += 1
 
     def complete(self, step: TensorDictBase) -> TensorDictBase:
         """Return a step ``[N]`` with what it lacks and the step after the stored ones has.
@@ -198,18 +204,6 @@ class RolloutWriter(Stated, WriterBase):
             raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
         for key in (layout if layout.schema else RolloutLayout(schema)).finite:
             check_finite(data.get(key), key)
-
-    def _tail(self, storage: RolloutStorage, data: TensorDictBase, row: Any) -> TensorDict:
-        """Return what the step after a row begins with."""
-        done = data.get(DONE)[row].to(storage.device, copy=True)
-        tail, following = TensorDict({}, done.shape[:1]), data.get(NEXT)
-        for key in storage.layout.handed_on:
-            value = following.get(key)[row].to(storage.device, copy=True)
-            if path_of(key)[0] in self.recurrent_keys or key in self.recurrent_keys:
-                value.masked_fill_(done.reshape(len(done), *[1] * (value.ndim - 1)), 0)
-            tail.set(key, value)
-        tail.set("is_init", done)
-        return tail
 
 
 def check_flags(data: TensorDictBase) -> None:
