@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.files import Rows
 from torchrl_lightning.state import Check, anything, check_state, generator, same
 
 _REQUIRED: Any = object()
@@ -291,11 +292,13 @@ def _set(part: Any, attribute: str, value: Any) -> None:
 
 
 def saved(value: Any, copy: bool) -> Any:
-    """Return a value as states hold it: arrays as tensors, copied or not, also within dicts and lists."""
+    """Return a value as states hold it: arrays and rows as tensors, copied or not, also within dicts and lists."""
 
     def leaf_of(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, Rows):
+            return leaf[:] if copy else leaf
         return leaf.clone() if copy and isinstance(leaf, Tensor) else leaf
 
     return _each(value, leaf_of)

@@ -228,12 +228,15 @@ def test_a_command_runs_as_it_is_written(line, first):
 
 
 END = "\0\n"  # of what a block prints
+FILLING = ("torchrl_lightning.configs", "torchrl.trainers.algorithms.configs")  # Hydra's store, where imported anew
 
 
 def run_blocks(blocks: list[str]) -> None:
     """Run blocks in turn, and end what each prints."""
     made: dict[str, Any] = {"__name__": "__main__"}
     sys.path.insert(0, "")  # as python has it
+    for module in [each for each in sys.modules if each.startswith(FILLING)]:
+        del sys.modules[module]
     for number, text in enumerate(blocks):
         exec(compile(text, f"block {number}", "exec"), made)
         sys.stdout.write(END)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["EpisodicReplayBuffer"]
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -479,14 +479,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     # ------------------------------------------------------------------ state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; with ``enable_checkpoint``, the episodes that were running end there, unfinished.
-
-        Raises:
-            ValueError: it does not fit; nothing is changed.
-        """
-        super().load_state_dict(state_dict)
-        if self.enable_checkpoint:
+    def _loaded(self) -> None:
+        if self.enable_checkpoint:  # the episodes that were running end here, unfinished
             self.writer.cut()
 
     def __repr__(self) -> str:

@@ -124,30 +124,30 @@ class FrameRing:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self, numbers: Tensor, *, copy: bool) -> dict[str, Any]:
-        """Return the frames that are there; ``numbers`` are those that steps show. Copies, or views."""
+    def known_of(self, numbers: Tensor) -> dict[str, Any]:
+        """Return the frames that are there, for a state; ``numbers`` are those that steps show."""
         envs, highest = len(self.counts), int(numbers.max()) if numbers.numel() else 0
         frames = self.ring[: min(int(self.counts.max()) + 1, len(self.ring) // envs) * envs]
         spares = self.spares[: max(highest + 1 - len(self.ring), 0)]
         return {
             "stack": torch.zeros((1, *self.shape), dtype=self.dtype),
-            "counts": torch.from_numpy(self.counts.copy()),
-            "last": torch.from_numpy(self.last.copy()),
-            "frames": frames.clone() if copy else frames,
-            "spares": spares.clone() if copy else spares,
+            "counts": self.counts,
+            "last": self.last,
+            "frames": frames,
+            "spares": spares,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], now: Tensor, then: Tensor) -> None:
-        """Restore what :meth:`state_dict` gave, with the numbers of all cells, as :meth:`write` takes them."""
+    def learn(self, known: Mapping[str, Any], now: Tensor, then: Tensor) -> None:
+        """Take over what :meth:`known_of` returned, with the numbers of all cells, as :meth:`write` takes them."""
         self.clear()
-        frames, spares = state_dict["frames"], state_dict["spares"]
+        frames, spares = known["frames"], known["spares"]
         self.ring[: len(frames)] = frames
         if len(spares) > len(self.spares):
             self._grow(len(spares))
         self.spares[: len(spares)] = spares
-        self.counts[:], self.last[:] = state_dict["counts"].numpy(), state_dict["last"].numpy()
+        self.counts[:], self.last[:] = known["counts"].numpy(), known["last"].numpy()
         stored = now[:, 0] >= 0
-        self.last[~stored[state_dict["last"]].numpy()] = -1
+        self.last[~stored[known["last"]].numpy()] = -1
         shown = torch.cat([now[stored].flatten(), then[stored].flatten()]).unique() - len(self.ring)
         self._set_free(np.setdiff1d(np.arange(len(self.spares)), shown.numpy()))
 

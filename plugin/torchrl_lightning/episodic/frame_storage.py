@@ -30,7 +30,8 @@ from torchrl_lightning.replay import RingStorage
 from torchrl_lightning.replay.cells import Cells, Names
 from torchrl_lightning.replay.rings import rings_in
 from torchrl_lightning.replay.steps import Ints
-from torchrl_lightning.state import check_state, mapping, same
+from torchrl_lightning.state import check_state, mapping
+from torchrl_lightning.stated import Fixed, Kept
 
 
 class FrameStorage(RingStorage):
@@ -64,6 +65,8 @@ class FrameStorage(RingStorage):
         >>> buffer[:]["observation"][:, :, 0, 0].tolist()
         [[2, 2, 2], [2, 2, 3], [2, 3, 4]]
     """
+
+    STATE = {**RingStorage.STATE, "frame_stack": Fixed(), "frames": Kept(mapping, "_shown")}
 
     def __init__(self, max_size: int, frame_stack: int, *, keys: Sequence[NestedKey] = ("observation",)) -> None:
         super().__init__(max_size)
@@ -172,27 +175,38 @@ class FrameStorage(RingStorage):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the filled part: tensors and scalars only."""
-        state = super().state_dict(copy=copy)
-        cells = torch.arange(len(self)) if state["cells"] is None else state["cells"]
-        frames = {}
+    @property
+    def _shown(self) -> dict[str, Any]:
+        filled = self._uneven_cells
+        cells, frames = torch.arange(len(self)) if filled is None else filled, {}
         for path, ring in self.frames.items():
             shown = torch.cat([self.leaf(path)[cells], self.leaf(next_key(path))[cells]])
-            frames[".".join(path)] = ring.state_dict(shown, copy=copy)
-        return {**state, "frame_stack": self.frame_stack, "frames": frames}
+            frames[".".join(path)] = ring.known_of(shown)
+        return frames
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly.
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        super()._check_together(values)
+        if values["data"] is None:
+            return
+        leaves, rings, frames = dict(leaves_of(values["data"])), rings_in(self), values["frames"]
+        if rings is None:
+            raise ValueError("A FrameStorage is filled by a RingWriter; restore it with its buffer.")
+        check_state(frames, {".".join(path_of(key)): mapping for key in self.keys}, self.OWNER)
+        for path in map(path_of, self.keys):
+            name, after = ".".join(path), next_key(path)
+            if path not in leaves or after not in leaves:
+                raise ValueError(f"The storage state is foreign: it lacks {name_of(path)} or {name_of(after)}.")
+            stack = frames[name].get("stack")
+            numbers = leaves[path], leaves[after]
+            check_frames(frames[name], name, *numbers, rings.num_envs, self.max_size, self.frame_stack)
+            if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
+                raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
 
-        Raises:
-            ValueError: another version, capacity, number of frames, or other keys, shapes or dtypes; nothing is
-                changed.
-        """
-        self.check_state(state_dict)
-        data, count, cells = state_dict["data"], state_dict["count"], state_dict["cells"]
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Take over the filled part, and the frames that it shows."""
+        data, count, cells, rings = (values[name] for name in ("data", "count", "cells", "frames"))
         if data is not None:
-            leaves, rings = dict(leaves_of(data)), state_dict["frames"]
+            leaves = dict(leaves_of(data))
             if self.cells is None:
                 stacks = {path: rings[".".join(path)]["stack"] for path in map(path_of, self.keys)}
                 after = {next_key(path): stack for path, stack in stacks.items()}
@@ -204,29 +218,9 @@ class FrameStorage(RingStorage):
             for path, leaf in leaves.items():
                 self.leaf(path)[where] = leaf
             for path, ring in self.frames.items():
-                ring.load_state_dict(rings[".".join(path)], self.leaf(path), self.leaf(next_key(path)))
-        self.record_cursor(state_dict["cursor"])
+                ring.learn(rings[".".join(path)], self.leaf(path), self.leaf(next_key(path)))
+        self.record_cursor(values["cursor"])
         self.set_length(count)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        super().check_state(state_dict)
-        check_state(state_dict, {"frame_stack": same(self.frame_stack, "storage"), "frames": mapping}, "storage")
-        if state_dict["data"] is None:
-            return
-        leaves, rings = dict(leaves_of(state_dict["data"])), rings_in(self)
-        if rings is None:
-            raise ValueError("A FrameStorage is filled by a RingWriter; restore it with its buffer.")
-        check_state(state_dict["frames"], {".".join(path_of(key)): mapping for key in self.keys}, "storage")
-        for path in map(path_of, self.keys):
-            name, after = ".".join(path), next_key(path)
-            if path not in leaves or after not in leaves:
-                raise ValueError(f"The storage state is foreign: it lacks {name_of(path)} or {name_of(after)}.")
-            numbers = leaves[path], leaves[after]
-            stack = state_dict["frames"][name].get("stack")
-            check_frames(state_dict["frames"][name], name, *numbers, rings.num_envs, self.max_size, self.frame_stack)
-            if self.frames and (stack.shape[1:] != self.frames[path].shape or stack.dtype != self.frames[path].dtype):
-                raise ValueError(f"The state holds other stacks {name_of(path)} than this storage.")
 
 
 class FrameCells(Cells):

@@ -19,18 +19,16 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.checks import check_transform
+from torchrl_lightning.checks import Transforms
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
 from torchrl_lightning.files import write_state
 from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.replay.checks import (
-    STATE_VERSION,
-    check_sampler,
-    load_sampler,
+    Samplers,
     pack_batch,
-    unpack_batch,
+    unpack_batches,
 )
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
 from torchrl_lightning.replay.n_step import NStepReturns
@@ -40,10 +38,22 @@ from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.state import Check, check_state, generator, mapping, same, sequence, wrong
+from torchrl_lightning.state import Here, generator, mapping, wrong
+from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
+
+_POSITIONS = "positions", "oldest"
 
 
-class ExperienceBuffer(ShareableBuffer):
+def _device_and_state(value: Any, name: str, here: Here) -> Mapping[str, Any]:
+    mapping(value, name)
+    device = value.get("device")
+    if not isinstance(device, str):
+        raise wrong(device, "the generator's 'device'", "the name of a device")
+    generator(device)(value.get("state"), "the generator's 'state'")
+    return value
+
+
+class ExperienceBuffer(Stated, ShareableBuffer):
     """``TensorDictReplayBuffer`` over our storage and writer, with any sampler.
 
     Transforms, prefetching, pinned memory and sample units go through TorchRL; without them, a sample costs little more
@@ -86,6 +96,17 @@ class ExperienceBuffer(ShareableBuffer):
     """
 
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("batch_size", "collate_fn", "generator", "num_envs", "shared")
+
+    OWNER, VERSION = "buffer", 3
+    STATE = {
+        "prefetched": Handed(unpack_batches, "_drawn_ahead"),  # of which there may be too many
+        "sampler_kind": Fixed("_sampler_kind", "sampler"),
+        "storage": Nested(),
+        "writer": Nested("writer.rings"),
+        "sampler": Samplers(),
+        "transform": Transforms(),
+        "generator": Handed(_device_and_state, "_random"),
+    }
 
     def __init__(
         self,
@@ -391,53 +412,53 @@ class ExperienceBuffer(ShareableBuffer):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy of everything that decides what is sampled next: tensors and scalars only."""
-        return self._state(copy=True)
+    @property
+    def _sampler_kind(self) -> str:
+        return type(self._sampler).__name__
 
-    def _state(self, *, copy: bool) -> dict[str, Any]:
-        storage, sampler, writer = self.parts
+    @property
+    def _random(self) -> dict[str, Any]:
+        return {"device": str(self.generator.device), "state": self.generator.get_state()}
+
+    @_random.setter
+    def _random(self, state: Mapping[str, Any]) -> None:
+        self.restore_generator(state)
+
+    @property
+    def _drawn_ahead(self) -> list[dict[str, Any]]:
         with self.at_rest() as prefetched:
-            rng = self.generator
-            return {
-                "schema_version": STATE_VERSION,
-                "storage": storage.state_dict(copy=copy),
-                "writer": writer.state_dict(),
-                "sampler_kind": type(sampler).__name__,
-                "sampler": dict(sampler.state_dict()),
-                "transform": dict(self.transform.state_dict()),
-                "generator": {"device": str(rng.device), "state": rng.get_state()},
-                "prefetched": [pack_batch(batch, info) for batch, info in prefetched],
-            }
+            return [pack_batch(batch, info) for batch, info in prefetched]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly: the next samples are those of the original.
+    @_drawn_ahead.setter
+    def _drawn_ahead(self, batches: list[tuple[TensorDictBase, dict[Any, Any]]]) -> None:
+        self.put_prefetched(batches)
 
-        Raises:
-            ValueError: another version, capacity, number of environments, sampler, or other keys, shapes or dtypes;
-                nothing is changed.
-        """
-        storage, sampler, writer = self.parts
-        schema: dict[str, Check] = {
-            **dict.fromkeys(("storage", "writer", "sampler", "transform"), mapping),
-            "sampler_kind": same(type(sampler).__name__, "buffer", "sampler"),
-            "generator": _generator_state,
-            "prefetched": sequence,
-        }
-        check_state(state_dict, schema, "buffer", STATE_VERSION)
-        storage.check_state(state_dict["storage"])
-        check_sampler(sampler, state_dict["sampler"], storage.max_size)
-        writer.check_state(state_dict["writer"])
-        _check_agreement(writer.length, sampler, state_dict)
-        check_transform(self.transform, state_dict["transform"], storage)
-        batches = [unpack_batch(packed) for packed in state_dict["prefetched"]]
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return everything that decides what is sampled next: tensors and scalars only."""
         with self.at_rest():
-            self.put_prefetched(batches)
-            load_sampler(sampler, state_dict["sampler"])  # TorchRL's may still refuse it
-            storage.load_state_dict(state_dict["storage"])
-            writer.load_state_dict(state_dict["writer"])
-            self.transform.load_state_dict(state_dict["transform"])
-            self.restore_generator(state_dict["generator"])
+            return super().state_dict(copy=copy)
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        held, rings = values["storage"], Rings.at(self.writer.length, *(values["writer"][n] for n in _POSITIONS))
+        filled, listed = rings.filled_cells(), held["cells"]
+        if (
+            held["count"] != len(filled)
+            or (listed is None) != rings.is_even
+            or not (rings.is_even or listed.equal(filled))
+        ):
+            raise ValueError(
+                f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}."
+            )
+        if (prioritized := prioritized_in(self._sampler)) is not None:
+            kept = values["sampler"] if prioritized is self._sampler else values["sampler"]["prioritized"]
+            drawn = (kept["priorities"] >= 0).nonzero().squeeze(1).cpu()
+            if not torch.isin(drawn, filled).all():
+                raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Take over what is stored, and what is drawn next."""
+        with self.at_rest():
+            super().put_state(values)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle; of memory-mapped cells, too, a copy.
@@ -446,7 +467,7 @@ class ExperienceBuffer(ShareableBuffer):
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
         with self.at_rest():
-            write_state(Path(path), self._state(copy=False))
+            write_state(Path(path), self.state_dict(copy=False))
 
     # ------------------------------------------------------------------ priorities
 
@@ -525,27 +546,6 @@ def _check_parts(storage: Any, writer: Any, sampler: Any) -> None:
                 "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
                 "writer."
             )
-
-
-def _generator_state(value: Any, name: str) -> None:
-    mapping(value, name)
-    device = value.get("device")
-    if not isinstance(device, str):
-        raise wrong(device, "the generator's 'device'", "the name of a device")
-    generator(device)(value.get("state"), "the generator's 'state'")
-
-
-def _check_agreement(length: int, sampler: Sampler, state: Mapping[str, Any]) -> None:
-    held = state["storage"]
-    rings = Rings.at(length, state["writer"]["positions"], state["writer"]["oldest"])
-    filled, listed = rings.filled_cells(), held["cells"]
-    if held["count"] != len(filled) or (listed is None) != rings.is_even or not (rings.is_even or listed.equal(filled)):
-        raise ValueError(f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}.")
-    if (prioritized := prioritized_in(sampler)) is not None:
-        held = state["sampler"] if prioritized is sampler else state["sampler"]["prioritized"]
-        drawn = (held["priorities"] >= 0).nonzero().squeeze(1).cpu()
-        if not torch.isin(drawn, filled).all():
-            raise ValueError("The state is foreign: it holds priorities of cells that hold nothing.")
 
 
 def _is_prioritized(sampler: Sampler) -> bool:

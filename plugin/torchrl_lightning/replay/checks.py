@@ -2,118 +2,63 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.checks import check_tree
-from torchrl_lightning.entries import Tree, difference, to_tensordict, tree_of
+from torchrl_lightning.entries import Tree, tree_of
 from torchrl_lightning.ranges import optional
-from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.state import (
-    LARGEST,
+    Check,
+    Here,
     check_state,
     described,
     mapping,
-    same,
     sequence,
     tensor,
     whole,
     wrong,
 )
-
-STATE_VERSION = 3
-
-
-def check_cells_state(state_dict: Mapping[str, Any], max_size: int, tree: Tree) -> None:
-    """Refuse a storage's state that does not fit: another version, capacity, or other keys, shapes or dtypes."""
-    schema = {
-        "max_size": same(max_size, "storage"),
-        "count": whole(0, max_size),
-        "cells": optional(tensor(torch.int64, None, low=0, high=max_size - 1)),
-        "cursor": whole(-1, max_size - 1),
-        "data": optional(mapping),
-    }
-    check_state(state_dict, schema, "storage", STATE_VERSION)
-    data, count, cells = state_dict["data"], state_dict["count"], state_dict["cells"]
-    if data is None and count:
-        raise ValueError(f"The state claims {count} filled cells of {max_size} and does not hold them.")
-    if cells is not None and (len(cells) != count or bool((cells[1:] <= cells[:-1]).any())):
-        raise ValueError(f"The state lists {len(cells)} cells for {count} rows; expected as many, in ascending order.")
-    if data is None:
-        return
-    check_tree(data, torch.Size([count]), "storage")
-    other = difference(tree, to_tensordict(data, torch.Size([count])), devices=False) if tree else ""
-    if other:
-        raise ValueError(f"The state holds other data than this storage: {other}.")
+from torchrl_lightning.stated import Entry, Stated, saved
 
 
-def check_rings_state(state_dict: Mapping[str, Any], num_envs: int, length: int) -> None:
-    """Refuse a writer's state that does not fit: another version, number of environments or length of the rings."""
-    schema = {
-        "num_envs": same(num_envs, "writer"),
-        "length": same(length, "writer"),
-        "positions": tensor(torch.int64, num_envs, low=0, high=LARGEST),
-        "oldest": tensor(torch.int64, num_envs, low=0, high=LARGEST),
-        "era": whole(),
-        "write_count": whole(),
-        "index": optional(mapping),
-    }
-    check_state(state_dict, schema, "writer", STATE_VERSION)
-    rings = Rings.at(length, state_dict["positions"], state_dict["oldest"])
-    if not rings.oldest.equal(state_dict["oldest"]) or bool((rings.filled < 0).any()):
-        raise ValueError("The writer state is foreign: its oldest steps cannot be stored.")
-    if state_dict["index"] is not None:
-        check_index_state(state_dict["index"], rings)
+class Samplers(Entry):
+    """Keep the state of a sampler, ours or one of TorchRL's, over the ``storage`` of the buffer that has it."""
 
+    def save(self, part: Any, attribute: str, copy: bool) -> dict[str, Any]:
+        """Return the state of the sampler."""
+        sampler = getattr(part, attribute)
+        return sampler.state_dict(copy=copy) if isinstance(sampler, Stated) else saved(sampler.state_dict(), copy)
 
-def check_index_state(state_dict: Mapping[str, Any], rings: Rings) -> None:
-    """Refuse the state of an episode index by which an episode of these rings would not hold its own steps."""
-    cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
-    env = rings.env_of(cells)
-    schema = {
-        "column": tensor(torch.int64, len(cells), low=0, high=newest[env]),
-        "done": tensor(torch.bool, len(cells)),
-        "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
-        "open": tensor(torch.bool, envs),
-        "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
-    }
-    check_state(state_dict, schema, "episode index")
-    column, position = state_dict["column"], rings.position_of(cells)
-    begin = torch.where(column >= position, position, column)
-    at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
-    end = torch.where(begin >= rings.oldest[env], column[at_begin], state_dict["headless_end"][env])
-    running = state_dict["open"][env] & (begin == state_dict["begin"][env])
-    end = torch.where(running, newest[env], end)
-    if not (end >= position).all():
-        raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
+    def check(self, part: Any, attribute: str) -> Check:
+        """Let ours read its state; compare that of TorchRL's with its own, and let a copy of it load it."""
+        sampler = getattr(part, attribute)
 
+        def check(value: Any, name: str, here: Here) -> Any:
+            if isinstance(sampler, Stated):
+                return sampler.read_state(value)
+            _check_like(mapping(value, name), sampler.state_dict(), part.storage.max_size, type(sampler).__name__)
+            try:
+                deepcopy(sampler).load_state_dict(deepcopy(value))
+            except Exception as error:
+                raise ValueError(f"{type(sampler).__name__} does not take its state: {error}") from error
+            return value
 
-def check_sampler(sampler: Sampler, state: Mapping[str, Any], cells: int) -> None:
-    """Refuse the state of a sampler, ours or one of TorchRL's, that does not fit a storage of so many cells."""
-    if hasattr(sampler, "check_state"):
-        sampler.check_state(state)
-    else:
-        _check_like(state, sampler.state_dict(), cells, type(sampler).__name__)
+        return check
 
-
-def load_sampler(sampler: Sampler, state: Mapping[str, Any]) -> None:
-    """Restore a sampler, ours or one of TorchRL's; one that refuses its state keeps its own."""
-    if hasattr(sampler, "check_state"):
-        sampler.load_state_dict(state)
-        return
-    before = copy.deepcopy(sampler.state_dict())
-    try:
-        sampler.load_state_dict(state)
-    except Exception as error:
-        sampler.load_state_dict(before)
-        raise ValueError(f"{type(sampler).__name__} does not take its state: {error}") from error
+    def put(self, part: Any, attribute: str, value: Any) -> None:
+        """Let the sampler load its state."""
+        sampler = getattr(part, attribute)
+        if isinstance(sampler, Stated):
+            sampler.put_state(value)
+        else:
+            sampler.load_state_dict(value)
 
 
 def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
@@ -143,6 +88,11 @@ def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]
         "names": list(batch.names) if any(batch.names) else None,
         "info": [[list(key) if isinstance(key, tuple) else key, value] for key, value in info.items()],
     }
+
+
+def unpack_batches(value: Any, name: str, here: Here) -> list[tuple[TensorDictBase, dict[Any, Any]]]:
+    """Expect batches that were packed, and build them."""
+    return [unpack_batch(packed) for packed in sequence(value, name)]
 
 
 def unpack_batch(packed: Any) -> tuple[TensorDictBase, dict[Any, Any]]:

@@ -159,25 +159,20 @@ class EpisodeIndex:
         end = self.end(env_ids, positions)
         return torch.from_numpy(self._done[self.cells_of(_array(env_ids), _array(end))])
 
-    def state_dict(self, cells: Tensor) -> dict[str, Any]:
-        """Copy of what is known about ``cells`` (the filled ones)."""
-        where = cells.numpy()
+    def known_of(self, where: Ints | slice) -> dict[str, Any]:
+        """Return what is known about cells, the filled ones, for a state."""
         return {
-            "column": torch.from_numpy(self._column[where]),
-            "done": torch.from_numpy(self._done[where]),
-            "begin": torch.from_numpy(self._begin.copy()),
-            "open": torch.from_numpy(self._open.copy()),
-            "headless_end": torch.from_numpy(self._headless_end.copy()),
+            "column": self._column[where],
+            "done": self._done[where],
+            "begin": self._begin,
+            "open": self._open,
+            "headless_end": self._headless_end,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], cells: Tensor) -> None:
-        """Restore what :meth:`state_dict` gave for the same cells."""
-        where = cells.numpy()
-        self._column[where] = state_dict["column"].numpy()
-        self._done[where] = state_dict["done"].numpy()
-        self._begin[:] = state_dict["begin"].numpy()
-        self._open[:] = state_dict["open"].numpy()
-        self._headless_end[:] = state_dict["headless_end"].numpy()
+    def learn(self, known: Mapping[str, Any], where: Ints) -> None:
+        """Take over what :meth:`known_of` returned for the same cells."""
+        self._column[where], self._done[where] = known["column"], known["done"]
+        self._begin[:], self._open[:], self._headless_end[:] = known["begin"], known["open"], known["headless_end"]
 
 
 def _array(value: Tensor) -> Ints:

@@ -16,12 +16,43 @@ from torchrl_lightning.kernels.rows import write_steps
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
+from torchrl_lightning.state import LARGEST, Here, check_state, mapping, tensor, whole
+from torchrl_lightning.stated import Filled, Fixed, Handed, Stated
 
 EVERYTHING = np.iinfo(np.int64).max
 NO_INDEX = (*(np.empty(0, kind) for kind in (np.int64, np.bool_, np.int64, np.bool_, np.int64)),)
 
 
-class Rings(processes.Owned):
+def _read_episodes(value: Any, name: str, here: Here) -> dict[str, Any] | None:
+    """Expect what an index knows of the rings in the state, by which each episode holds its own steps."""
+    length, positions, oldest = (here.state[entry] for entry in ("length", "positions", "oldest"))
+    rings = Rings.at(length, positions, oldest)
+    if not rings.oldest.equal(oldest) or bool((rings.filled < 0).any()):
+        raise ValueError("The writer state is foreign: its oldest steps cannot be stored.")
+    if value is None:
+        return None
+    cells, envs, newest = rings.filled_cells(), rings.num_envs, rings.positions - 1
+    env = rings.env_of(cells)
+    schema = {
+        "column": tensor(torch.int64, len(cells), low=0, high=newest[env]),
+        "done": tensor(torch.bool, len(cells)),
+        "begin": tensor(torch.int64, envs, low=0, high=newest.clamp(min=0)),
+        "open": tensor(torch.bool, envs),
+        "headless_end": tensor(torch.int64, envs, low=-1, high=newest.clamp(min=-1)),
+    }
+    known = check_state(mapping(value, name), schema, "episode index")
+    column, position = known["column"], rings.position_of(cells)
+    begin = torch.where(column >= position, position, column)
+    at_begin = torch.searchsorted(cells, rings.cell(env, begin)).clamp(max=max(len(cells) - 1, 0))
+    end = torch.where(begin >= rings.oldest[env], column[at_begin], known["headless_end"][env])
+    running = known["open"][env] & (begin == known["begin"][env])
+    end = torch.where(running, newest[env], end)
+    if not (end >= position).all():
+        raise ValueError("The episode index state is foreign: it holds steps behind the end of their episode.")
+    return known
+
+
+class Rings(processes.Owned, Stated):
     """One ring per environment: ``cell = (position % length) * num_envs + env``.
 
     Args:
@@ -33,6 +64,17 @@ class Rings(processes.Owned):
         >>> rings.cell(torch.tensor([0, 1]), torch.tensor([5, 5])).tolist()
         [2, 3]
     """
+
+    OWNER, VERSION = "writer", 3
+    STATE = {
+        "num_envs": Fixed(),
+        "length": Fixed(),
+        "positions": Filled(tensor(torch.int64, "num_envs", low=0, high=LARGEST), "_positions"),
+        "oldest": Handed(tensor(torch.int64, "num_envs", low=0, high=LARGEST)),
+        "era": Handed(whole()),
+        "write_count": Handed(whole()),
+        "index": Handed(_read_episodes, "_episodes"),
+    }
 
     def __init__(self, num_envs: int, length: int = 0) -> None:
         self.own()
@@ -75,6 +117,10 @@ class Rings(processes.Owned):
         """Position of the oldest stored step of every environment, ``[num_envs]``."""
         return torch.from_numpy(self._oldest())
 
+    @oldest.setter
+    def oldest(self, positions: Tensor) -> None:
+        self._floor[:] = positions.numpy()
+
     @property
     def arrays(self) -> tuple[Ints, Ints]:
         """Next position of every environment, and below which one nothing is stored, each ``[num_envs]``; live."""
@@ -99,6 +145,10 @@ class Rings(processes.Owned):
     def era(self) -> int:
         """What the positions of earlier starts add to stamps."""
         return self._counters.item(1)
+
+    @era.setter
+    def era(self, value: int) -> None:
+        self._counters[1] = value
 
     @property
     def write_count(self) -> int:
@@ -277,28 +327,24 @@ class Rings(processes.Owned):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of positions, counters and episode index: tensors and scalars only."""
-        return {
-            "num_envs": self.num_envs,
-            "length": self.length,
-            "positions": self.positions.clone(),
-            "oldest": self.oldest,
-            "era": self.era,
-            "write_count": self.write_count,
-            "index": None if self.index is None else self.index.state_dict(self.filled_cells()),
-        }
+    def read_state(self, state_dict: Any) -> dict[str, Any]:
+        """Check a state, unless other processes are using the rings."""
+        self.check_loadable()
+        return super().read_state(state_dict)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that was checked, exactly."""
-        self._positions[:], self._floor[:] = state["positions"].numpy(), state["oldest"].numpy()
-        self._counters[:2] = state["write_count"], state["era"]
+    @property
+    def _episodes(self) -> dict[str, Any] | None:
+        where = slice(self.count) if self.is_even else self.filled_cells().numpy()
+        return None if self.index is None else self.index.known_of(where)
+
+    @_episodes.setter
+    def _episodes(self, known: Mapping[str, Any] | None) -> None:
         self._refresh()
         self.index = None
-        if state["index"] is not None:
+        if known is not None:
             self.make_index()
             assert self.index is not None
-            self.index.load_state_dict(state["index"], self.filled_cells())
+            self.index.learn(known, self.filled_cells().numpy())
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_travel()

@@ -15,9 +15,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import StorageBase, new_tensordict
+from torchrl_lightning.checks import check_tree
 from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
+    difference,
     leaves_of,
     map_leaves,
     moved,
@@ -30,17 +32,22 @@ from torchrl_lightning.entries import (
 from torchrl_lightning.files import Rows, write_state
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.cells import Cells, Names
-from torchrl_lightning.replay.checks import STATE_VERSION, check_cells_state
 from torchrl_lightning.replay.draws import integers_below
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.rings import HasRings, filler_of, rings_in, uneven_rings
 from torchrl_lightning.replay.steps import Ints
+from torchrl_lightning.state import mapping, tensor, whole
+from torchrl_lightning.stated import Fixed, Kept, Stated
 
 
-class RingStorage(processes.Owned, StorageBase):
+def _last_cell(storage: Any, _: Mapping[str, Any]) -> int:
+    return int(storage.max_size) - 1
+
+
+class RingStorage(processes.Owned, Stated, StorageBase):
     """One flat array of ``max_size`` cells, read leaf by leaf.
 
     A plain one-dimensional TorchRL storage: in memory, on a device, or memory-mapped from a disk that may be larger
@@ -63,6 +70,15 @@ class RingStorage(processes.Owned, StorageBase):
         >>> len(storage), storage.get(torch.tensor([1, 0, 1]))["a"].tolist()
         (2, [1, 0, 1])
     """
+
+    OWNER, VERSION = "storage", 3
+    STATE = {
+        "max_size": Fixed(),
+        "count": Kept(whole(0, "max_size"), "_len"),
+        "cells": Kept(optional(tensor(torch.int64, None, low=0, high=_last_cell)), "_uneven_cells"),
+        "cursor": Kept(whole(-1, _last_cell)),
+        "data": Kept(optional(mapping), "_filled"),
+    }
 
     def __init__(
         self,
@@ -365,52 +381,53 @@ class RingStorage(processes.Owned, StorageBase):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the filled part: tensors and scalars only.
-
-        Args:
-            copy: return copies; otherwise views, and :class:`Rows` where the filled part is not contiguous.
-        """
+    @property
+    def _uneven_cells(self) -> Tensor | None:
         rings = uneven_rings(self)
-        cells = None if rings is None else rings.filled_cells()
+        return None if rings is None else rings.filled_cells()
+
+    @property
+    def _filled(self) -> Tree | None:
+        cells = self._uneven_cells
 
         def part(leaf: Tensor) -> Any:
-            if cells is None:
-                return leaf[: len(self)].clone() if copy else leaf[: len(self)]
-            return leaf.index_select(0, cells.to(leaf.device)) if copy else Rows(leaf, cells)
+            return leaf[: len(self)] if cells is None else Rows(leaf, cells)
 
-        return {
-            "schema_version": STATE_VERSION,
-            "max_size": self.max_size,
-            "count": len(self),
-            "cells": cells,
-            "cursor": self.cursor,
-            "data": map_leaves(part, self.tree) if self.tree else None,
-        }
+        return map_leaves(part, self.tree) if self.tree else None
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly.
+    def read_state(self, state_dict: Any) -> dict[str, Any]:
+        """Check a state, unless other processes are using the storage."""
+        self.check_loadable()
+        return super().read_state(state_dict)
 
-        Raises:
-            ValueError: another version, capacity, or other keys, shapes or dtypes; nothing is changed.
-        """
-        self.check_state(state_dict)
-        count, cells = state_dict["count"], state_dict["cells"]
-        if state_dict["data"] is not None:
-            data = to_tensordict(state_dict["data"], torch.Size([count])).to(self.device)
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        data, count, cells = values["data"], values["count"], values["cells"]
+        if data is None and count:
+            raise ValueError(f"The state claims {count} filled cells of {self.max_size} and does not hold them.")
+        if cells is not None and (len(cells) != count or bool((cells[1:] <= cells[:-1]).any())):
+            raise ValueError(
+                f"The state lists {len(cells)} cells for {count} rows; expected as many, in ascending order."
+            )
+        if data is None:
+            return
+        check_tree(data, torch.Size([count]), self.OWNER)
+        other = difference(self.tree, to_tensordict(data, torch.Size([count])), devices=False) if self.tree else ""
+        if other:
+            raise ValueError(f"The state holds other data than this storage: {other}.")
+        if self.cells is None:
+            self._check_room(data, "cpu" if self.device == "auto" else self.device)
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Take over the filled part."""
+        count, cells = values["count"], values["cells"]
+        if values["data"] is not None:
+            data = to_tensordict(values["data"], torch.Size([count])).to(self.device)
             leaves, _ = self.check(data, count)
             assert self.cells is not None
             if count:
                 self.cells.scatter(leaves, torch.arange(count) if cells is None else cells)
-        self.record_cursor(state_dict["cursor"])
+        self.record_cursor(values["cursor"])
         self.set_length(count)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        self.check_loadable()
-        check_cells_state(state_dict, self.max_size, self.tree)
-        if self.cells is None and state_dict["data"] is not None:
-            self._check_room(state_dict["data"], "cpu" if self.device == "auto" else self.device)
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder, atomically."""

@@ -19,7 +19,6 @@ from torchrl_lightning.entries import Path, check_tensordict, entry_of, nested_k
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.kernels.rows import NO_FLAGS, NO_LEAVES
 from torchrl_lightning.ranges import integer
-from torchrl_lightning.replay.checks import STATE_VERSION, check_rings_state
 from torchrl_lightning.replay.episode_index import EpisodeIndex, flag_of
 from torchrl_lightning.replay.rings import Rings, filler_of, lay_rings
 from torchrl_lightning.replay.sharing import SharedRings
@@ -335,23 +334,17 @@ class RingWriter(WriterBase):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of positions, episode index and counters: tensors and scalars only."""
-        return {"schema_version": STATE_VERSION, **self.rings.state_dict()}
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return positions, episode index and counters: tensors and scalars only."""
+        return self.rings.state_dict(copy=copy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly.
-
-        Raises:
-            ValueError: another version, number of environments or length of the rings.
-        """
-        self.check_state(state_dict)
+        """Restore a state exactly; see :meth:`Rings.load_state_dict`."""
         self.rings.load_state_dict(state_dict)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that :meth:`load_state_dict` cannot take; change nothing."""
-        self.rings.check_loadable()
-        check_rings_state(state_dict, self.num_envs, self.length)
+        self.rings.check_state(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

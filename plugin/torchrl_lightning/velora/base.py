@@ -24,7 +24,7 @@ from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
 from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.state import mapping
+from torchrl_lightning.stated import saved
 from torchrl_lightning.velora.experience import COLUMNS, HIDDEN, PREVIOUS, BatchExperience, flat, transitions, width_of
 from torchrl_lightning.velora.files import CHUNK, DIMS, NAMES, check_files, save_files, shapes_of
 
@@ -261,33 +261,26 @@ class BufferBase(ExperienceBuffer):
         experience = self.experience(self.storage.get(slice(None)))
         return {name: getattr(experience, name) for name in NAMES}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes.
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Return Velora's six tensors (the filled rows), beside the exact state that ``load_state_dict`` takes.
 
         Where rings are unevenly filled, or the transitions of a network without a memory are stored, there are no such.
         """
-        state: dict[str, Any] = super().state_dict()
+        state = super().state_dict(copy=copy)
         if self.writer.is_even and (not len(self) or "recurrent_state" in self.storage.tree.get("next", {})):
-            state |= {name: column.clone() for name, column in self._stored().items()}
+            state |= saved(dict(self._stored()), copy)
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state; the buffer then gives the same next sample.
-
-        Raises:
-            ValueError: another capacity, schema or number of environments; names both.
-        """
-        state_dict = {key: value for key, value in dict(state_dict).items() if key not in NAMES}
-        mapping(state_dict.get("storage"), "'storage'")
-        self.storage.check_state(state_dict["storage"])
-        count, data = state_dict["storage"]["count"], state_dict["storage"]["data"]
-        rows = to_tensordict(data, torch.Size([count])) if data is not None and count else TensorDict()
-        widths = {name: width for name, key in WIDTHS.items() if (width := width_of(rows, key)) is not None}
-        for name, width in widths.items():
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        super()._check_together(values)
+        for name, width in _widths(values).items():
             if getattr(self, name) not in (None, width):
                 raise ValueError(f"The state has {name}={width}, this buffer has {name}={getattr(self, name)}.")
-        super().load_state_dict(state_dict)
-        for name, width in widths.items():
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Take over what is stored, and the widths of its rows."""
+        super().put_state(values)
+        for name, width in _widths(values).items():
             setattr(self, name, width)
 
     def save(self, dirpath: str | Path, prefix: str = "buffer_") -> None:
@@ -333,3 +326,10 @@ class BufferBase(ExperienceBuffer):
                 for first in range(0, stop, CHUNK):
                     buffer.add_multi(*(column[first : min(first + CHUNK, stop)] for column in columns))
         return buffer
+
+
+def _widths(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return how wide the rows of a state are, as far as they tell it."""
+    count, data = values["storage"]["count"], values["storage"]["data"]
+    rows = to_tensordict(data, torch.Size([count])) if data is not None and count else TensorDict()
+    return {name: width for name, key in WIDTHS.items() if (width := width_of(rows, key)) is not None}
