@@ -163,3 +163,31 @@ def test_a_setting_that_a_subclass_derives_is_none_of_its_own_any_more():
     assert list(inspect.signature(Fixed).parameters) == ["layers"]
     with pytest.raises(TypeError, match="rate"):
         Fixed(rate=1.0)
+
+
+class Sized:
+    def __init__(self, size: int, unit: str = "row") -> None:
+        self.text = f"{size} {unit}"
+
+
+class Held(Settings, Sized):
+    size: Count = setting(kw_only=False, kept=False)
+    measure: str = setting(alias="unit", default="step", kept=False)
+    rate: Positive = setting(default=1.0, kw_only=False)
+
+
+class Ranked(Held):
+    rank: Count = setting(default=1, kw_only=False)
+    rate: Positive = setting(default=2.0, kw_only=False)
+
+
+def test_what_is_not_kept_goes_to_the_constructor_of_the_other_bases():
+    assert Held(3).text == "3 step"
+    assert vars(Held(3, unit="cell")) == {"text": "3 cell", "rate": 1.0}
+    with pytest.raises(ValueError, match="size must be a positive integer, got 0"):
+        Held(0)
+
+
+def test_settings_by_place_come_after_those_of_the_bases_unless_declared_again():
+    assert list(inspect.signature(Ranked).parameters) == ["size", "rank", "rate", "unit"]
+    assert (Ranked(3, 4, 5.0).rank, Ranked(3, 4, 5.0).rate) == (4, 5.0)

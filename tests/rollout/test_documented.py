@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from kit.rollouts import Recorder, estimated, linear_actor, make_critic, make_rollout, transition
-from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning import GAEBuffer, PPOBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 
 STEP = transition()
 
@@ -166,6 +166,12 @@ def test_a_parameter_is_checked_when_built_and_when_changed(name: str) -> None:
         with pytest.raises((ValueError, TypeError), match="key" if name == "batch_keys" else name):
             fail()
     assert getattr(buffer, name) == before
+
+
+def test_arguments_arrive() -> None:
+    buffer = PPOBuffer(2, 1, 8, 4, lam=0.5, num_envs=3, value_key="v", batch_keys=["action"], recompute_values=True)
+    assert (buffer.gae_lambda, buffer.size, buffer.num_envs, buffer.value_key) == (0.5, 8, 3, "v")
+    assert (buffer.batch_keys, buffer.recompute_values) == (("action",), True)
 
 
 def test_changed_keys_are_read_as_the_constructor_reads_them() -> None:
