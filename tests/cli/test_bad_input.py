@@ -22,7 +22,7 @@ from torchrl_lightning.cli.train import train
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],
-            "error: dataset=demonstrations: demonstrations is no directory; name one that holds demonstrations.",
+            "error: data.dataset=demonstrations: dataset=demonstrations: demonstrations is no directory; name one that",
         ),
     ],
 )

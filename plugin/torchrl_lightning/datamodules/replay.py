@@ -26,7 +26,7 @@ from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.learner import RewritesStates
 from torchrl_lightning.datamodules.mixed_replay import BatchSource, Prepares
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
-from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of
+from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
 from torchrl_lightning.datamodules.update_clock import UpdateClock
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
@@ -124,6 +124,7 @@ class ReplayDataModule(ExperienceDataModule):
         "updates": Kept(whole(), "_learned"),
         "in_step": Kept(whole(), "_updates.in_step"),
         "refilled": Kept(whole(), "_updates.refilled"),
+        "batch": Kept(read_batch, "_pending", plain_batch, missing=None),
     }
 
     def __post_init__(self) -> None:
@@ -147,6 +148,7 @@ class ReplayDataModule(ExperienceDataModule):
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
+        self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
         self._rewrites: RewritesStates | None = None
         self._gamma = 0.99
         self._hooks = ReplayHooks(self)
@@ -167,6 +169,16 @@ class ReplayDataModule(ExperienceDataModule):
     @_learned.setter
     def _learned(self, updates: int) -> None:
         self._updates.updates = updates
+
+    @property
+    def _pending(self) -> TensorDictBase | None:
+        """The batch that was drawn and not learned from; a run without its buffer draws another one."""
+        served = self._resumed if self._served is None else self._served
+        return None if self._kept == "none" else served
+
+    @_pending.setter
+    def _pending(self, batch: TensorDictBase | None) -> None:
+        self._resumed = batch
 
     @property
     def batches_per_epoch(self) -> int:
@@ -278,12 +290,14 @@ class ReplayDataModule(ExperienceDataModule):
             if not self._collect_frames(self._module(), buffer):
                 return None
         drawing = time.perf_counter()
-        if self._prepare is not None:
-            self._prepare(self._module())
-        batch = self._require_source().draw(self.batch_size)
-        if self._normalization:
-            self._normalization.advance_if_due()
-            self._normalization.normalize_(batch)
+        batch, self._resumed = self._resumed, None
+        if batch is None:
+            if self._prepare is not None:
+                self._prepare(self._module())
+            batch = self._require_source().draw(self.batch_size)
+            if self._normalization:
+                self._normalization.advance_if_due()
+                self._normalization.normalize_(batch)
         self._snapshot = None
         self._updates.updates += 1
         self._is_drawn = True

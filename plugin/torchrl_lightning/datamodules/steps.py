@@ -1,11 +1,11 @@
-"""Steps on their way from a collector into a replay buffer."""
+"""Steps on their way from a collector into a replay buffer, and batches on theirs into a checkpoint."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.datamodules.episodes import ends_of
@@ -13,6 +13,7 @@ from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.replay.prepared import PreparedRows
+from torchrl_lightning.state import Here, wrong
 
 
 class Steps:
@@ -81,3 +82,20 @@ def cut_off(rollout: TensorDictBase) -> None:
         flag = following.get(name, None)
         if flag is not None:
             flag[:, -1] |= open_ended
+
+
+def plain_batch(batch: TensorDictBase | None) -> dict[str, Any] | None:
+    """Return a batch as plain data."""
+    if batch is None:
+        return None
+    return {"shape": list(batch.batch_size), "names": list(batch.names), "entries": batch.cpu().to_dict()}
+
+
+def read_batch(value: Any, name: str, here: Here) -> TensorDictBase | None:
+    """Take what :func:`plain_batch` returned."""
+    if value is None:
+        return None
+    try:
+        return TensorDict(value["entries"], value["shape"], names=value["names"]).clone()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        raise wrong(value, name, "a batch: shape, names, entries") from None
