@@ -135,7 +135,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class StateFiles:
-    """Write a part's state to a folder, and read it again; the part has ``state_dict`` and ``load_state_dict``."""
+    """Write a part's state to a folder, and read it again; the part's states are declared."""
 
     def dumps(self: Any, path: str | Path) -> None:
         """Write the state to a folder: streamed, atomic, without pickle.
@@ -143,7 +143,7 @@ class StateFiles:
         Raises:
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
-        write_state(Path(path), self.state_dict())
+        write_state(Path(path), self.state_dict(copy=False))
 
     def loads(self: Any, path: str | Path) -> None:
         """Read the state from a folder.

@@ -21,7 +21,6 @@ from torchrl.envs.transforms import Transform
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.checks import Transforms
 from torchrl_lightning.entries import check_tensordict, entry_of, moved, name_of, nested_key, nested_keys, path_of
-from torchrl_lightning.files import write_state
 from torchrl_lightning.kernels.indices import integers, last_of_each
 from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
@@ -467,7 +466,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             OSError: the disk is full or not writable; an earlier state stays whole.
         """
         with self.at_rest():
-            write_state(Path(path), self.state_dict(copy=False))
+            super().dumps(path)
 
     # ------------------------------------------------------------------ priorities
 

@@ -29,7 +29,7 @@ from torchrl_lightning.entries import (
     to_tensordict,
     tree_of,
 )
-from torchrl_lightning.files import Rows, write_state
+from torchrl_lightning.files import Rows
 from torchrl_lightning.kernels.indices import integers
 from torchrl_lightning.memory import check_room, map_cells, reserve
 from torchrl_lightning.ranges import integer, optional
@@ -428,10 +428,6 @@ class RingStorage(processes.Owned, Stated, StorageBase):
                 self.cells.scatter(leaves, torch.arange(count) if cells is None else cells)
         self.record_cursor(values["cursor"])
         self.set_length(count)
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder, atomically."""
-        write_state(Path(path), self.state_dict(copy=False))
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_travel()
