@@ -33,6 +33,6 @@ class TournamentSampler(UniformSampler):
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Return the cells ``[B]`` of the winners, and no further entries."""
         cells, info = super().sample(storage, batch_size * self.contenders)
-        rewards = storage.get(cells)["next", "reward"].reshape(batch_size, self.contenders)
+        rewards = storage.get(cells)["next", "reward"].reshape(-1, self.contenders)
         winner = rewards.argmax(1, keepdim=True)
-        return cells.reshape(batch_size, self.contenders).gather(1, winner).squeeze(1), info
+        return cells.reshape(-1, self.contenders).gather(1, winner).squeeze(1), info
