@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.entries import is_tensordict
+from torchrl_lightning.updates import UpdateBatches
 
 
 class Batches:
@@ -33,6 +36,15 @@ class Batches:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Do nothing, as there is nothing to load."""
+
+
+def is_there(batch: Any, device: torch.device) -> bool:
+    """Return whether a batch need not be moved to a device, because it lies there, or moves its parts itself."""
+    if isinstance(batch, UpdateBatches):
+        return True
+    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor)) if is_tensordict(batch) else ()
+    leaf = next(iter(tensors), None)
+    return leaf is not None and leaf.device == device
 
 
 def reopen_epoch(trainer: Trainer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,21 @@ def environment_difference(stored: Any, here: Any) -> str:
         f"{field}: {_shown(old)} in the checkpoint, {_shown(new)} here" for field, old, new in differences(there, now)
     )
     return "; ".join(shown)
+
+
+def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of other settings, by a ValueError that names the first that differs."""
+    differs = environment_difference(stored.get("environment"), here["environment"])
+    if differs:
+        raise ValueError(
+            f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
+        )
+    for name in {**stored, **here}:
+        if stored.get(name) != here.get(name):
+            raise ValueError(
+                f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
+                f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
+            )
 
 
 def _shown(value: Any) -> str:
@@ -121,4 +136,13 @@ def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool
         raise ValueError(
             f"reset_at_each_batch=True with frames_per_batch={frames_per_batch} and num_envs={num_envs} would end each "
             f"episode after its first step. Collect several steps at a time, e.g. frames_per_batch={16 * num_envs}."
+        )
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse a precision of Lightning's that does not go with TensorDicts."""
+    if str(precision).endswith("-true") and str(precision) != "32-true":
+        raise ValueError(
+            f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
+            "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
         )

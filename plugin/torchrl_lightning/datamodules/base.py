@@ -15,16 +15,16 @@ from gymnasium.vector import VectorEnv
 from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector, play_episodes
-from torchrl_lightning.datamodules.adapters import Batches, reopen_epoch
+from torchrl_lightning.datamodules.adapters import Batches, is_there, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
     call_with_policy,
+    check_fingerprint,
     check_frames,
+    check_precision,
     collector_options,
-    environment_difference,
     environment_fields,
     environment_name,
 )
@@ -46,11 +46,10 @@ from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, setting
 from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
 from torchrl_lightning.stated import Entry, Kept, Nested
-from torchrl_lightning.updates import UpdateBatches
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 2
+STATE_VERSION, STATE = 2, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}
 
 
 class ExperienceDataModule(Settings, L.LightningDataModule):
@@ -189,18 +188,14 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         Raises:
             ValueError: The learner, the environment or a part does not fit the others.
         """
-        trainer = self.trainer
-        if trainer is not None and str(trainer.precision).endswith("-true") and str(trainer.precision) != "32-true":
-            raise ValueError(
-                f"precision={trainer.precision!r} makes Lightning rebuild each TensorDict without its batch size and "
-                "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
-            )
+        if self.trainer is not None:
+            check_precision(self.trainer.precision)
         self.seed = check_seed(self.seed)
         if stage == "fit":
             self._users_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
-            if self.make_collector is None and trainer is not None:
-                self._warn_of(self._environments.check_evaluation())
+            if self.make_collector is None and self.trainer is not None:
+                self._environments.check_evaluation()
             self._build_parts()
             for _ in self.check_fit(self._learner):
                 pass
@@ -245,18 +240,13 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch only if it is on another device: Lightning's own way takes 2 % of a small agent's training."""
-        if isinstance(batch, UpdateBatches):
-            return batch  # moves each of its batches itself
-        if isinstance(batch, TensorDictBase):
-            leaf = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
-            if leaf is not None and leaf.device == device:
-                return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return batch if is_there(batch, device) else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def teardown(self, stage: str) -> None:
         """Close collector and environment after a fit; a validation between two fits leaves them open."""
         if stage == "fit":
-            self._close(keep=True)
+            self._feed.keep()  # for a checkpoint that is written behind the fit
+            self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close collector and environment: after an exception Lightning does not call :meth:`teardown`."""
@@ -264,11 +254,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def close(self) -> None:
         """Close collector, worker processes and environment; may be called at any time and repeatedly."""
-        self._close(keep=False)
-
-    def _close(self, *, keep: bool) -> None:
         try:
-            self._feed.close(keep=keep)
+            self._feed.close()
         finally:
             self._environments.close()
 
@@ -317,21 +304,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
         """Refuse a state that was written with other settings, by a ValueError that names the first difference."""
-        check_state(
-            state, {"fingerprint": mapping, "ranks": sequence, "normalization": mapping}, "experience", STATE_VERSION
-        )
-        stored, here = state["fingerprint"], self.fingerprint(learner)
-        differs = environment_difference(stored.get("environment"), here["environment"])
-        if differs:
-            raise ValueError(
-                f"environment differs: {differs}. Resume with the environment that the checkpoint was written with."
-            )
-        for name in {**stored, **here}:
-            if stored.get(name) != here.get(name):
-                raise ValueError(
-                    f"the checkpoint was written with {name}={stored.get(name)!r}, but this run has "
-                    f"{name}={here.get(name)!r}. Resume with the settings of the checkpoint."
-                )
+        check_state(state, STATE, "experience", STATE_VERSION)
+        check_fingerprint(state["fingerprint"], self.fingerprint(learner))
 
     @staticmethod
     def state_frames(state: dict[str, Any]) -> int:
@@ -452,18 +426,12 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         collector = call_with_policy(self.make_collector, policy, **self._users_collector_options())
         view = view_of_collector(collector)
         if view is not None and self.trainer is not None:  # without one nothing chooses by evaluations
-            self._warn_of(self._environments.check_evaluation(view))
+            self._environments.check_evaluation(view)
         return collector, first_checked(self._rollouts(collector), self._environments.specs)
-
-    @staticmethod
-    def _warn_of(difference: str | None) -> None:
-        if difference is not None:
-            logger.warning("eval_env= is another environment than that of collection: %s.", difference)
 
     def _of_raw(self, policy: Any) -> Any:
         """Return a policy that sees what learning sees as one of what the environment shows."""
-        if self._normalization:
-            self.specs  # noqa: B018  # the property builds the normaliser
+        _ = self.specs  # builds the normaliser
         return self._normalization.policy(policy)
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
@@ -485,12 +453,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             if self.trainer is not None:
                 self.trainer.should_stop = True
         return rollout
-
-    def _count(self, rollout: TensorDictBase, replayed: Tensor | None) -> None:
-        """Count the steps of a rollout that is ready to be learned from, on all ranks."""
-        self._clock.add(rollout.numel(), self.world_size, replayed)
-        if replayed is not None and 0 <= self.total_frames <= self._clock.alone:
-            logger.warning(self._clock.reason)
 
     def _stop_if_spent(self) -> bool:
         """Stop training if all frames are collected; return whether this call stopped it."""

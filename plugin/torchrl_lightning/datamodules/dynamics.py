@@ -279,7 +279,7 @@ class DynamicsDataModule(ExperienceDataModule):
                 return False
             ids = ring_ids(rollout, self.num_envs)
             ends = ends_of(rollout)
-            self._count(rollout, ends["replayed"])
+            self._clock.add(rollout.numel(), self.world_size, ends["replayed"])
             self._episodes.add(**ends, env_ids=ids, cut=self.reset_at_each_batch)
             buffer.extend(rollout.exclude(*REPEATED), env_ids=ids)
             if self.frames + self._clock.count >= due:

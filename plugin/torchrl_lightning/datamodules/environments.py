@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ from torchrl_lightning.environments import (
 )
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.environments.vector_env import vectorization_of
+
+logger = logging.getLogger(__name__)
 
 
 class RunEnvironments:
@@ -63,29 +66,30 @@ class RunEnvironments:
             self._built = make_environment(self.env, self.num_envs)
         return self._built
 
-    def check_evaluation(self, stepped: EnvironmentView | None = None) -> str | None:
+    def check_evaluation(self, stepped: EnvironmentView | None = None) -> None:
         """Refuse an evaluation that would play another environment than collection steps.
+
+        A warning names the difference that the user may want.
 
         Args:
             stepped: what is seen of the environment that a collector of the user's steps; None for ``env``.
-
-        Returns:
-            The difference that the user may want, in words; None if there is none.
 
         Raises:
             ValueError: The message names each difference.
         """
         if stepped is None:
             if not self._eval_env_given:
-                return None
+                return
             with self._shown() as env:
                 stepped = view_of(env)
         env = make_environment(self.eval_env, None, vectorization="sync")
         try:
-            return check_evaluation(stepped, view_of(env), given=self._eval_env_given)
+            difference = check_evaluation(stepped, view_of(env), given=self._eval_env_given)
         finally:
             if not is_ready(self.eval_env):
                 close_environment(env)
+        if difference is not None:
+            logger.warning("eval_env= is another environment than that of collection: %s.", difference)
 
     @contextmanager
     def _shown(self) -> Iterator[VectorEnv | EnvBase]:

@@ -79,9 +79,12 @@ class Feed:
             rollout.names = [None, "time"]
         return self._origins.numbered(rollout)
 
-    def close(self, *, keep: bool = False) -> None:
-        """Shut the collector down; with ``keep``, a checkpoint that is written later holds its state."""
-        self._kept = self.kept if keep else self._kept
+    def keep(self) -> None:
+        """Keep the state of the collector, which is about to be closed."""
+        self._kept = self.kept
+
+    def close(self) -> None:
+        """Shut the collector down."""
         collector, self.collector, self._stream = self.collector, None, None
         with self._until_closed:
             if collector is not None:

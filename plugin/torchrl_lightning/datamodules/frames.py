@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from torchrl_lightning.ranks import gathered
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept, Stated
+
+logger = logging.getLogger(__name__)
 
 
 class FrameClock(Stated):
@@ -41,7 +45,10 @@ class FrameClock(Stated):
         return 0 <= self.total <= max(self.frames, self.alone)
 
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
-        """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask."""
+        """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask.
+
+        A warning says that as many steps were replayed without a frame as were asked for.
+        """
         if replayed is None:
             self.frames += steps * world_size
             return
@@ -51,6 +58,8 @@ class FrameClock(Stated):
         self.frames += own
         self.count += again
         self.alone = 0 if own else self.alone + again
+        if 0 <= self.total <= self.alone:
+            logger.warning(self.reason)
 
     def metrics(self) -> dict[str, float]:
         """Return ``frames``, and ``frames/replayed`` where steps were replayed."""

@@ -187,7 +187,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         estimated = time.perf_counter()
         self._measure(rollout, collected - began, estimated - collected)
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
-        self._count(rollout, rollout.get(REPLAYED, None))
+        self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
         self._note_pass(buffer, -1)
         return True
 

@@ -334,7 +334,7 @@ class ReplayDataModule(ExperienceDataModule):
             steps = self._lent
         else:
             steps = self._lent = LentSteps(rollout)
-        self._count(rollout, steps.ends["replayed"])
+        self._clock.add(rollout.numel(), self.world_size, steps.ends["replayed"])
         self._snapshot = None
         self._episodes.add(**steps.ends, env_ids=steps.ids, cut=self.reset_at_each_batch)
         if self._normalization:
