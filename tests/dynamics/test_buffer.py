@@ -304,6 +304,16 @@ def test_a_state_tells_the_number_of_environments():
     assert steps(other.get_all_buffer_data())[-1] == [5.0, 105.0]
 
 
+def test_a_state_without_a_step_fits_any_number_of_environments():
+    other = filled(6, size=4, envs=2)
+    other.load_state_dict(MBReplayBuffer(4).state_dict())
+    assert (len(other), other.writer.positions.tolist()) == (0, [0, 0])
+    other.insert_transition({name: value[0] for name, value in numbered(0, 1, 2).items()})
+    assert len(other) == 2
+    with pytest.raises(ValueError, match="max_size"):
+        other.load_state_dict(MBReplayBuffer(6).state_dict())
+
+
 def test_torchrls_verbs_draw_plain_transitions():
     buffer = filled(6, size=8, batch_size=4)
     assert isinstance(buffer.sample(), TensorDict)

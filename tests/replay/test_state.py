@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import Composite, Unbounded
+from torchrl.envs.transforms import Compose
 
 from kit.forks import killed_after
 from kit.rings import ring
 from kit.rows import numbered
 from kit.states import GONE, changed, differences, entries
-from torchrl_lightning import files
+from torchrl_lightning import DynamicsTargets, files
 from torchrl_lightning.files import read_state, write_state
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage
 
@@ -35,6 +38,24 @@ def test_a_state_holds_the_filled_part_alone() -> None:
     state = one.state_dict()
     assert state["storage"]["data"]["a"].sort().values.tolist() == [0, 1, 2, 3, 4, 5, 70, 71]
     assert state["writer"]["positions"].tolist() == [3, 2, 3]
+
+
+def test_a_state_does_not_change_with_what_it_was_taken_of() -> None:
+    observed, transform = Composite(a=Unbounded(1)), Compose()
+    transform.append(DynamicsTargets(observed, Unbounded(1), action_key="a", reward=lambda *_: torch.zeros(())))
+    after = {"a": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    one = ring(4, transform=transform, prefetch=2, batch_size=4)
+    one.extend(rows := TensorDict({"a": torch.arange(4.0).unsqueeze(1), "next": after}, [4]))
+    one.sample()
+    with one.at_rest() as ahead:
+        state = one.state_dict()
+        before = copy.deepcopy(state)
+        for batch, info in ahead:
+            batch["a"] += 7
+            info["index"] += 7
+    transform[0].fit(rows)
+    assert ahead
+    assert not differences(state, before)
 
 
 def test_the_generator_stays_the_users() -> None:

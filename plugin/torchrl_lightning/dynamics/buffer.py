@@ -417,11 +417,30 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`."""
+        """Restore a state exactly; see :meth:`ExperienceBuffer.load_state_dict`.
+
+        One in which nothing was ever stored fits any number of environments.
+        """
+        state_dict = self._widened(state_dict)
         held = state_dict.get("writer")
         num_envs = held.get("num_envs") if isinstance(held, Mapping) else None
         with self._laid(num_envs if type(num_envs) is int and num_envs > 0 else None):
             super().load_state_dict(state_dict)
+
+    def _widened(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state in which nothing was ever stored as one of as many environments as there are here."""
+        storage, writer, empty = state.get("storage"), state.get("writer"), torch.zeros(1, dtype=torch.int64)
+        if self._num_envs is None or not isinstance(storage, Mapping) or not isinstance(writer, Mapping):
+            return state
+        unlaid = {"max_size": self.max_size, "count": 0, "data": None}
+        counts = [writer.get(name) for name in ("positions", "oldest")]
+        if {name: storage.get(name) for name in unlaid} != unlaid or writer.get("num_envs") != 1:
+            return state
+        if not all(isinstance(each, Tensor) and each.equal(empty) for each in counts):
+            return state
+        rings = {"num_envs": self._num_envs, **dict.fromkeys(("positions", "oldest"), empty.repeat(self._num_envs))}
+        cells = {"max_size": self.max_size * self._num_envs}
+        return {**state, "storage": {**storage, **cells}, "writer": {**writer, **rings}}
 
 
 def _observations(data: TensorDictBase) -> dict[Any, Tensor]:

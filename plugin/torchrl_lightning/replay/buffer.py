@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = ["ExperienceBuffer"]
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
@@ -26,10 +25,12 @@ from torchrl_lightning.keys import NEXT
 from torchrl_lightning.parts import fresh_generator
 from torchrl_lightning.replay.checks import (
     Samplers,
+    device_and_state,
     pack_batch,
     unpack_batches,
 )
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
+from torchrl_lightning.replay.layout import check_parts, time_major
 from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import prioritized_in
 from torchrl_lightning.replay.rings import Rings
@@ -37,19 +38,9 @@ from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
-from torchrl_lightning.state import Here, generator, mapping, wrong
 from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
 
 _POSITIONS = "positions", "oldest"
-
-
-def _device_and_state(value: Any, name: str, here: Here) -> Mapping[str, Any]:
-    mapping(value, name)
-    device = value.get("device")
-    if not isinstance(device, str):
-        raise wrong(device, "the generator's 'device'", "the name of a device")
-    generator(device)(value.get("state"), "the generator's 'state'")
-    return value
 
 
 class ExperienceBuffer(Stated, ShareableBuffer):
@@ -104,7 +95,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         "writer": Nested("writer.rings"),
         "sampler": Samplers(),
         "transform": Transforms(),
-        "generator": Handed(_device_and_state, "_random"),
+        "generator": Handed(device_and_state, "_random"),
     }
 
     def __init__(
@@ -133,7 +124,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             storage = RingStorage(1000)
         if writer is None:
             writer = RingWriter(1 if num_envs is None else num_envs, track_episodes=n_steps > 1 or None)
-        _check_parts(storage, writer, sampler)
+        check_parts(storage, writer, sampler)
         if num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
@@ -160,18 +151,18 @@ class ExperienceBuffer(Stated, ShareableBuffer):
 
     def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
         """Exchange the storage for another of ours; returns the old one."""
-        _check_parts(storage, None, None)
+        check_parts(storage, None, None)
         bind(self.transform, storage, self.storage)
         return super().set_storage(storage, collate_fn)
 
     def set_writer(self, writer: Writer) -> Writer:
         """Exchange the writer for another of ours; returns the old one."""
-        _check_parts(None, writer, None)
+        check_parts(None, writer, None)
         return super().set_writer(writer)
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Exchange the sampler; returns the old one."""
-        _check_parts(None, None, sampler)
+        check_parts(None, None, sampler)
         return super().set_sampler(sampler)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
@@ -224,7 +215,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             if data is None:
                 return torch.zeros(0, dtype=torch.int64)
         storage, sampler, writer = self.parts
-        data = _flat(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
+        data = time_major(data, writer.num_envs if env_ids is None else len(env_ids), time_dim)
         priority = None
         if _is_prioritized(sampler):
             if update_priority is not False:
@@ -498,53 +489,6 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             self.give_priority(index, priority, generation=entry_of(data, "write_generation"))
         else:
             self.give_priority(index, priority.detach())
-
-
-def _flat(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
-    if data.ndim == 1 and time_dim is None:
-        if width == 1 or data.shape[0] == width:
-            return data
-        raise ValueError(
-            f"Got {data.shape[0]} rows for {width} environments; expected one step of each ([{width}]), or a rollout "
-            f'with a dimension named "time" or with time_dim= ([T, {width}] or [{width}, T]).'
-        )
-    names = data.names
-    axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
-    if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
-        raise ValueError(
-            f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {names}); name it, "
-            'e.g. data.names = [None, "time"], or pass time_dim=.'
-        )
-    if data.ndim == 1:
-        return _flat(data, width, None)
-    data = data if axis % 2 == 0 else data.transpose(0, 1)
-    if data.shape[1] != width:
-        raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
-    return data.reshape(-1)
-
-
-def _check_parts(storage: Any, writer: Any, sampler: Any) -> None:
-    for part, ring in ((storage, RingStorage), (writer, RingWriter)):
-        if part is not None and not isinstance(part, ring):
-            raise TypeError(
-                f"An ExperienceBuffer has a RingStorage and a RingWriter, and any sampler, but got a "
-                f"{type(part).__name__}; give it a {ring.__name__}, or use TorchRL's TensorDictReplayBuffer, which "
-                "takes our samplers, too."
-            )
-    if isinstance(sampler, ConsumingSampler):
-        raise TypeError(
-            f"{type(sampler).__name__} takes cells away out of their order, which rings cannot; use TorchRL's "
-            "TensorDictReplayBuffer(consume_after_n_samples=...)."
-        )
-    if storage is not None and writer is not None and storage.writer not in (None, writer):
-        gc.collect()  # the other buffer may be gone, though not yet collected
-        if storage.writer is not None:
-            raise ValueError(
-                "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
-                "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. "
-                "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
-                "writer."
-            )
 
 
 def _is_prioritized(sampler: Sampler) -> bool:

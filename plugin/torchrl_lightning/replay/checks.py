@@ -19,6 +19,7 @@ from torchrl_lightning.state import (
     Here,
     check_state,
     described,
+    generator,
     mapping,
     sequence,
     tensor,
@@ -78,6 +79,16 @@ def _check_like(state: Any, own: Any, cells: int, owner: str) -> None:
         whole(min(own, 0))(state, owner)
     elif type(state) is not type(own):
         raise wrong(state, owner, described(own))
+
+
+def device_and_state(value: Any, name: str, here: Here) -> Mapping[str, Any]:
+    """Expect the state of a buffer's generator, and its device."""
+    mapping(value, name)
+    device = value.get("device")
+    if not isinstance(device, str):
+        raise wrong(device, "the generator's 'device'", "the name of a device")
+    generator(device)(value.get("state"), "the generator's 'state'")
+    return value
 
 
 def pack_batch(batch: TensorDictBase, info: Mapping[Any, Any]) -> dict[str, Any]:

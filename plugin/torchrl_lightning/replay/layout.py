@@ -1,0 +1,61 @@
+"""Which parts make a buffer, and in which order the rows of several environments are written."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.samplers import ConsumingSampler
+
+from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.writer import RingWriter
+
+
+def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
+    """Return the rows of ``width`` environments in one dimension, step by step; refuse what may be read two ways."""
+    if data.ndim == 1 and time_dim is None:
+        if width == 1 or data.shape[0] == width:
+            return data
+        raise ValueError(
+            f"Got {data.shape[0]} rows for {width} environments; expected one step of each ([{width}]), or a rollout "
+            f'with a dimension named "time" or with time_dim= ([T, {width}] or [{width}, T]).'
+        )
+    names = data.names
+    axis = time_dim if time_dim is not None else names.index("time") if "time" in names else None
+    if axis is None or data.ndim not in (1, 2) or not -data.ndim <= axis < data.ndim:
+        raise ValueError(
+            f"Cannot tell which dimension of batch size {list(data.shape)} is time (names {names}); name it, "
+            'e.g. data.names = [None, "time"], or pass time_dim=.'
+        )
+    if data.ndim == 1:
+        return time_major(data, width, None)
+    data = data if axis % 2 == 0 else data.transpose(0, 1)
+    if data.shape[1] != width:
+        raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
+    return data.reshape(-1)
+
+
+def check_parts(storage: Any, writer: Any, sampler: Any) -> None:
+    """Refuse parts, where given, that make no buffer over rings."""
+    for part, ring in ((storage, RingStorage), (writer, RingWriter)):
+        if part is not None and not isinstance(part, ring):
+            raise TypeError(
+                f"An ExperienceBuffer has a RingStorage and a RingWriter, and any sampler, but got a "
+                f"{type(part).__name__}; give it a {ring.__name__}, or use TorchRL's TensorDictReplayBuffer, which "
+                "takes our samplers, too."
+            )
+    if isinstance(sampler, ConsumingSampler):
+        raise TypeError(
+            f"{type(sampler).__name__} takes cells away out of their order, which rings cannot; use TorchRL's "
+            "TensorDictReplayBuffer(consume_after_n_samples=...)."
+        )
+    if storage is not None and writer is not None and storage.writer not in (None, writer):
+        gc.collect()  # the other buffer may be gone, though not yet collected
+        if storage.writer is not None:
+            raise ValueError(
+                "Another buffer already fills this RingStorage, as when functools.partial(ExperienceBuffer, "
+                "storage=RingStorage(...)) is called twice; give every buffer a storage and a sampler of its own, e.g. "
+                "by lambda num_envs: ExperienceBuffer(storage=RingStorage(...), num_envs=num_envs), or pass the same "
+                "writer."
+            )
