@@ -182,11 +182,11 @@ def end_episodes(episodes: FinishedEpisodes) -> Any:
 
 def note_rewards(scale: RewardScale, start: int) -> None:
     done = torch.arange(start, start + 10).view(2, 5, 1) % 4 == 3
-    scale.note(torch.ones(2, 5, 1) * start, done, None)
+    scale.note(torch.ones(2, 5, 1) * start, done, None, 0.99)
 
 
 def reduce_rewards(scale: RewardScale) -> Any:
-    scale.note(torch.ones(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.bool), None)
+    scale.note(torch.ones(2, 1, 1), torch.zeros(2, 1, 1, dtype=torch.bool), None, 0.99)
     moments = scale.reduced()
     return moments.count, moments.mean, moments.variance
 
