@@ -19,8 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from kit.demonstrations import episode
 from kit.extras import need_extra
+from kit.goals import Reach
+from kit.images import CountedImages
 from kit.store import composed
-from torchrl_lightning import ExperienceDataModule, ReplayDataModule, write_demonstration
+from torchrl_lightning import ExperienceDataModule, FrameStack, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning.trust import check_config
 
@@ -62,6 +64,13 @@ def test_a_run_gets_a_folder_of_its_own(name):
     assert "${now:" in raw
     root = f"{cfg.paths.log_dir.rstrip('/')}/{cfg.task_name}/" if name == "train" else raw
     assert root.startswith(f"logs/{name}/")
+
+
+# What an option needs of its environment, where CartPole does not have it.
+FITTING = {
+    "frames": {"env": lambda: FrameStack(CountedImages(alone=True), 4)},
+    "hindsight": {"env": Reach},
+}
 
 
 @pytest.fixture
@@ -134,7 +143,7 @@ def test_a_data_module_is_built_with_its_buffer(compose_option, option, tmp_path
     (tmp_path / "demonstrations").mkdir()
     write_demonstration(tmp_path / "demonstrations" / "one.safetensors", episode())  # what data=offline reads
     cfg = compose_option("data", option).data
-    data = instantiate(cfg)
+    data = instantiate(cfg, **FITTING.get(option, {}))
     data.setup("fit")
     try:
         assert type(data.buffer).__name__ == cfg.buffer._target_.split(".")[-1]
