@@ -209,7 +209,11 @@ def test_slices_scalars_and_shapes() -> None:
 def test_a_state_holds_the_written_part() -> None:
     tree = SumSegmentTree(9)
     tree[[1, 4]] = [2.0, 3.0]
-    assert tree.state_dict()["leaves"].tolist() == [0.0, 2.0, 0.0, 0.0, 3.0]
+    state = tree.state_dict()
+    assert state["leaves"].tolist() == [0.0, 2.0, 0.0, 0.0, 3.0]
+    with pytest.raises(ValueError, match="got 10 leaves, but holds 9"):
+        tree.load_state_dict({**state, "leaves": torch.ones(10, dtype=torch.float64)})
+    assert tree.state_dict()["leaves"].equal(state["leaves"])
 
 
 @pytest.mark.parametrize(
