@@ -13,8 +13,9 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.wrappers import RescaleObservation, TimeAwareObservation
 
 from kit.images import ImageAlone, Mission
-from torchrl_lightning import EnvironmentRecipe, make_vector_env
+from torchrl_lightning import EnvironmentRecipe, GoalReward, make_vector_env
 from torchrl_lightning.environments.frame_stack import FrameStack
+from torchrl_lightning.environments.recipe import plain
 
 
 def play(env: Any, steps: int = 3) -> list[Any]:
@@ -142,3 +143,16 @@ def test_a_setting_that_does_not_fit_is_named(message: str) -> None:
 def test_what_is_something_else_is_named(given: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         made(given, **settings)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (GoalReward, "torchrl_lightning.GoalReward"),
+        (partial(FrameStack, count=2), {"_target_": "torchrl_lightning.FrameStack", "count": 2}),
+        (TimeAwareObservation, "gymnasium.wrappers.stateful_observation.TimeAwareObservation"),
+        (Mission, "kit.images.Mission"),
+    ],
+)
+def test_ours_are_saved_by_the_names_that_users_know(part, name):
+    assert plain(part) == name

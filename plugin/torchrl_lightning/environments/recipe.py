@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["EnvironmentRecipe", "SelectObservation"]
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import zip_longest
@@ -280,7 +281,7 @@ def _wrapped(env: Environment, wrapper: Wrapper, what: str) -> Environment:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as numbers, texts, lists and dicts; what is none of these by its name.
+    """Return a setting as numbers, texts, lists and dicts; what is none of these by its name, ours by the public one.
 
     Example:
         >>> plain([TimeLimit, partial(TimeLimit, max_episode_steps=9), np.float32(2)])
@@ -301,7 +302,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ufunc):
         return f"numpy.{value.__name__}"
     named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    return _exported(named) or f"{named.__module__}.{named.__qualname__}"
+
+
+def _exported(named: Any) -> str | None:
+    """Return the public name of what this package exports, which stays where the module that it lies in does not."""
+    package = __name__.partition(".")[0]
+    exports, name = sys.modules[package], named.__qualname__
+    if named.__module__.partition(".")[0] != package or getattr(exports, name, None) is not named:
+        return None
+    return f"{package}.{name}"
 
 
 def _target(part: Callable[..., Any]) -> dict[str, Any]:
