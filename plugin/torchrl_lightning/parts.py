@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Mapping
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -26,20 +24,6 @@ class OwnSignature:
     """
 
     __signature__ = _Shown()
-
-
-def passed_on(base: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Select from a constructor's arguments, its ``locals()``, those that the constructor of ``base`` takes.
-
-    A subclass writes every argument out once, in its signature, for readers, ``help`` and configs, and names only its
-    own ones again: ``super().__init__(**passed_on(Base, locals()))``.
-    """
-    return {name: given[name] for name in _argument_names(base) if name in given}
-
-
-@functools.cache
-def _argument_names(base: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
 
 
 def is_spawning() -> bool:

@@ -19,7 +19,6 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import check_tensordict, to_tensordict
-from torchrl_lightning.parts import passed_on
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.rows import numbers
@@ -92,7 +91,19 @@ class BufferBase(ExperienceBuffer):
         self.device = None if device is None else torch.device(device)
         place = torch.get_default_device() if self.device is None else self.device
         storage = RingStorage(capacity, device=place, scratch_dir=scratch_dir)
-        super().__init__(**passed_on(ExperienceBuffer, locals()))
+        super().__init__(
+            storage=storage,
+            writer=writer,
+            sampler=sampler,
+            num_envs=num_envs,
+            generator=generator,
+            batch_size=batch_size,
+            priority_key=priority_key,
+            transform=transform,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            shared=shared,
+        )
 
     # ------------------------------------------------------------------ writing
 
