@@ -15,16 +15,29 @@ import tempfile
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_lightning.entries import Tree, leaves_of, map_leaves
-from torchrl_lightning.kernels.memory import allocate
 
 _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+LINE = 64  # bytes of a cache line
+
+
+def allocate(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Reserve uninitialised memory; on the CPU numpy's, which asks for huge pages: scattered reads miss fewer of them.
+
+    It begins with a cache line.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.empty(size, dtype=dtype, device=device)
+    raw = np.empty(size * dtype.itemsize + LINE, np.uint8)
+    begin = -raw.ctypes.data % LINE
+    return torch.from_numpy(raw[begin : begin + size * dtype.itemsize]).view(dtype)
 
 
 def check_room(

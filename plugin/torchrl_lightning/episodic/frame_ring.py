@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchrl_lightning.environments.frame_stack import stack_axis
 from torchrl_lightning.kernels.compiled import copy_bytes, jitted
-from torchrl_lightning.kernels.memory import allocate
-from torchrl_lightning.memory import check_room
+from torchrl_lightning.memory import allocate, check_room
 from torchrl_lightning.state import check_state, tensor, wrong
 
 

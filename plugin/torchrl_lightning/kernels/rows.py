@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from torchrl_lightning.kernels.compiled import copy_bytes, load, prefetch
+from torchrl_lightning.memory import LINE
 
 NO_LEAVES = (np.empty(0, np.int64), np.empty((0, 2), np.int64))
 NO_FLAGS = np.empty((0, 0), np.bool_)
 
 AHEAD = 8  # rows whose memory is asked for before they are read
-LINE = 64  # bytes of a cache line
 
 
 def write_steps(

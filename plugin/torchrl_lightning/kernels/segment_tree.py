@@ -20,9 +20,9 @@ from torch import Tensor
 from torchrl_lightning.kernels import segments
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.kernels.memory import allocate
 from torchrl_lightning.kernels.scan import runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
+from torchrl_lightning.memory import allocate
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.state import tensor
 from torchrl_lightning.stated import Fixed, Handed, Stated

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrl_lightning.kernels import priorities as priority_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import last_of_each
-from torchrl_lightning.kernels.memory import allocate
 from torchrl_lightning.kernels.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from torchrl_lightning.memory import allocate
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.draws import uniform
 from torchrl_lightning.replay.starts import EVERYWHERE, Starts
