@@ -50,6 +50,7 @@ KINDS = (
     Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer"),
     Kind("sampler", "torchrl.data.replay_buffers.Sampler", "Sampler"),
     Kind("value", f"{NAME}.rollout.advantages.AdvantageTransform"),
+    Kind("estimator", f"{NAME}.rollout.estimates.Estimator"),
     Kind("transform", "torchrl.envs.Transform", "Transform"),
     Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED),
     Kind("source", f"{NAME}.BranchedReplay", "Replay", FINISHED),

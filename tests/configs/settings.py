@@ -41,6 +41,7 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("replay_buffer", "ppo"): ("obs_dim=2", "act_dim=1", "size=4", "batch_size=3", "gamma=0.5", "lam=1.0"),
     ("replay_buffer", "ppod"): ("size=3", "gamma=0.5"),
     ("replay_buffer", "recurrent"): ("capacity=6", "state_dim=2", "action_dim=1", "hidden_dim=3"),
+    ("replay_buffer", "rollout"): ("size=3", "gamma=0.5", "batch_keys=[[ours,key]]"),
     ("replay_buffer", "simple"): ("obs_dim=2", "act_dim=1", "size=6", "batch_size=2"),
     ("replay_buffer", "vanilla"): ("size=3", "gamma=0.5"),
     ("replay_buffer", "vtrace"): ("size=3", "gamma=0.5"),

@@ -22,6 +22,7 @@ from torchrl_lightning import (
     GAEBuffer,
     MinibatchSampler,
     PPOBuffer,
+    RolloutBuffer,
     RolloutStorage,
     RolloutWriter,
     VanillaOnPolicyBuffer,
@@ -165,6 +166,7 @@ ROLLOUTS = {
         ours=False,
     ),
     "GAEBuffer": gae,
+    "RolloutBuffer": rollout(RolloutBuffer),
     "VanillaOnPolicyBuffer": rollout(VanillaOnPolicyBuffer),
     "VTraceBuffer": replace(rollout(VTraceBuffer), make=vtrace, fill=collect_with_log_prob),
     "PPOBuffer": Part(

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kit.rollouts import both_values, linear_actor, make_rollout
-from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
-from torchrl_lightning.rollout.buffer import RolloutBuffer
-from torchrl_lightning.rollout.estimates import GAE, Estimator, MonteCarlo, VTrace
+from torchrl_lightning import GAE, GAEBuffer, MonteCarlo, RolloutBuffer, VanillaOnPolicyBuffer, VTrace, VTraceBuffer
+from torchrl_lightning.rollout.estimates import Estimator
 
 SHELLS: dict[str, tuple[Estimator, Any]] = {
     "returns": (MonteCarlo(standardize=True), VanillaOnPolicyBuffer(5)),
@@ -27,13 +26,12 @@ def test_a_shell_estimates_as_its_parts_do(name: str) -> None:
     data["next", "intrinsic_reward"] = data["next", "reward"].abs()
     plain = RolloutBuffer(5, estimator)
     for buffer in (plain, shell):
-        buffer.actor, buffer.critic = actor, both_values()
         buffer.extend(data)
-        buffer.before_gradients()
+        buffer.before_gradients(actor, both_values())
     before = plain.rollout["advantage"].clone()
     actor.module[0].module.weight.data[1] = -0.5
     for buffer in (plain, shell):
-        buffer.before_epoch()
+        buffer.before_epoch(actor, both_values())
     assert plain.required_keys == shell.required_keys
     assert plain.metrics() == shell.metrics()
     assert all(torch.equal(plain.rollout[key], shell.rollout[key]) for key in RESULTS)

@@ -136,8 +136,7 @@ def test_vtrace_reports_the_policy_lag() -> None:
     assert buffer.metrics() == {}
     estimated(buffer, data)
     assert "policy_lag" not in buffer.metrics()
-    buffer.policy_version = 6
-    assert buffer.metrics()["policy_lag"] == 2.0
+    assert buffer.metrics(6)["policy_lag"] == 2.0
 
 
 def test_vtrace_needs_actor_critic_and_behaviour() -> None:

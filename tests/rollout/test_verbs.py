@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from kit.rollouts import estimated, linear_actor, make_critic, make_rollout, transition
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
-from torchrl_lightning.rollout.verbs import DocumentedVerbs
 
 ALL = pytest.mark.parametrize("cls", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
 FOLLOWING = {key: value for key, value in transition(2).items() if key != "Observation"}
@@ -198,5 +196,3 @@ def test_hooks_are_the_identity() -> None:
     assert buffer.metrics() == {}
     assert buffer.before_epoch() is None
     assert buffer.required_keys == ["action"]
-    with pytest.raises(NotImplementedError):
-        DocumentedVerbs().insert_transition(TensorDict({}, [1]))

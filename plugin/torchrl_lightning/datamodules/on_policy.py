@@ -21,7 +21,7 @@ from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.rollout import GAEBuffer, VanillaOnPolicyBuffer
+from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
 from torchrl_lightning.state import check_state, generator, mapping, whole
 from torchrl_lightning.stated import Kept
@@ -30,7 +30,7 @@ from torchrl_lightning.stated import Kept
 class RolloutBufferFactory(Protocol):
     """What builds the buffer; LightningCLI reads from it which arguments are still to come."""
 
-    def __call__(self, *, size: int) -> VanillaOnPolicyBuffer:
+    def __call__(self, *, size: int) -> RolloutBuffer:
         """Build the buffer."""
         ...
 
@@ -90,7 +90,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
-        self.buffer: VanillaOnPolicyBuffer | None = None
+        self.buffer: RolloutBuffer | None = None
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
@@ -121,14 +121,14 @@ class OnPolicyDataModule(ExperienceDataModule):
     def advantages_standardized_by(self) -> str | None:
         """The name of the buffer if it standardises advantages over each rollout, which a learner then need not do."""
         buffer = self._buffer_or_trial()
-        return type(buffer).__name__ if buffer.standardize_advantages else None
+        return type(buffer).__name__ if buffer.estimator.standardize else None
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
         buffer = self._buffer_or_trial(learner)
         return {**super().fingerprint(learner), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
-    def _buffer_or_trial(self, learner: Any = None) -> VanillaOnPolicyBuffer:
+    def _buffer_or_trial(self, learner: Any = None) -> RolloutBuffer:
         """Return the buffer, or one like it as long as there is none."""
         if self.buffer is not None:
             return self.buffer
@@ -150,17 +150,16 @@ class OnPolicyDataModule(ExperienceDataModule):
         module, buffer = self._module(), self._require_buffer()
         trainer: Any = self.trainer
         length, served = self._epoch_length(), self._batches_served()
-        buffer.actor = module.policy
-        buffer.critic = getattr(module, "critic", None)
+        learner = (module.policy, getattr(module, "critic", None))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (served > 0 or resumed["epoch"] == trainer.current_epoch):
             self._feed.restore_rng()
         else:
             resumed = None
             # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
-            if served >= length or self._stop_if_spent() or not self._fill(module, buffer):
+            if served >= length or self._stop_if_spent() or not self._fill(module, buffer, *learner):
                 return
-        for number, batch in self._passes(buffer, resumed, served):
+        for number, batch in self._passes(buffer, learner, resumed, served):
             if number + 1 == length:
                 # Lightning counts the batches and never asks for one more: nothing runs after the last yield.
                 buffer.after_gradients(None, {})
@@ -168,10 +167,10 @@ class OnPolicyDataModule(ExperienceDataModule):
             if served <= number < length:
                 yield batch
 
-    def _fill(self, module: Any, buffer: VanillaOnPolicyBuffer) -> bool:
+    def _fill(self, module: Any, buffer: RolloutBuffer, actor: Any, critic: Any) -> bool:
         """Collect a rollout and estimate its advantages; return whether there is one."""
         began = time.perf_counter()
-        rollout = self._collect(module.policy)
+        rollout = self._collect(actor)
         if rollout is None:
             return False
         rollout = self._checked(rollout, buffer)
@@ -182,8 +181,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         buffer.note_collected(rollout)
         if isinstance(module, Annotates):
             module.annotate(buffer.rollout)
-        buffer.policy_version = getattr(self.collector, "policy_version", None)
-        buffer.before_gradients()
+        buffer.before_gradients(actor, critic)
         estimated = time.perf_counter()
         self._measure(rollout, collected - began, estimated - collected)
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
@@ -192,7 +190,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return True
 
     def _passes(
-        self, buffer: VanillaOnPolicyBuffer, resumed: dict[str, Any] | None, served: int
+        self, buffer: RolloutBuffer, learner: tuple[Any, Any], resumed: dict[str, Any] | None, served: int
     ) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the numbered batches of all passes over the rollout, starting with the pass that was interrupted.
 
@@ -203,12 +201,12 @@ class OnPolicyDataModule(ExperienceDataModule):
                 # Draw the order of the pass again.
                 buffer.generator.set_state(resumed["generator"].cpu())
             elif number > 0:
-                buffer.before_epoch()
+                buffer.before_epoch(*learner)
             self._note_pass(buffer, number)
             batches = buffer.generate_batches(self.num_mini_batch, self.mini_batch_size, 1, self.shuffle)
             yield from enumerate(batches, number * self.num_mini_batch)
 
-    def _note_pass(self, buffer: VanillaOnPolicyBuffer, number: int) -> None:
+    def _note_pass(self, buffer: RolloutBuffer, number: int) -> None:
         trainer: Any = self.trainer
         self._place = {"epoch": trainer.current_epoch, "pass": number, "generator": buffer.generator.get_state()}
 
@@ -263,7 +261,7 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _wrap_policy(self, policy: Any) -> Any:
         return self._require_buffer().wrap_policy(policy)
 
-    def _checked(self, rollout: TensorDictBase, buffer: VanillaOnPolicyBuffer) -> TensorDictBase:
+    def _checked(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> TensorDictBase:
         """Return the rollout ``[N, T]`` or say what is wrong with it."""
         expected = (self.num_envs, self.rollout_length)
         if tuple(rollout.batch_size) != expected:
@@ -282,7 +280,8 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
         buffer = self._require_buffer()
-        self._metrics = {"time/collect": collect, "time/estimate": estimate, **buffer.metrics()}
+        figures = buffer.metrics(getattr(self.collector, "policy_version", None))
+        self._metrics = {"time/collect": collect, "time/estimate": estimate, **figures}
         ids = env_ids(rollout)
         if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
             self._episodes.add(**ends_of(rollout), env_ids=ids, cut=self.reset_at_each_batch)

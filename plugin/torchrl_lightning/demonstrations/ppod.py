@@ -267,10 +267,10 @@ class PPODBuffer(GAEBuffer):
         """Move probability from value to reward demonstrations, as with each success."""
         self.demonstration_writer.anneal()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, policy_version: int | None = None) -> dict[str, float]:
         """Return how many demonstrations there are, how likely, and what the last rollout was.
 
         ``demos/D_R`` and ``demos/D_V`` are ``|D_R|`` and ``|D_V|``; ``demos/replayed`` is the share of replayed
         steps, ``demos/success`` that of successes among the agent's finished episodes.
         """
-        return super().metrics()
+        return super().metrics(policy_version)

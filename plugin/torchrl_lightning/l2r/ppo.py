@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_lightning.entries import entry_of
@@ -126,12 +127,12 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     act_dim: Count | None = setting(kw_only=False)  # type: ignore[misc]
     size: Count = setting(kw_only=False, kept=False)
     samples: Count = setting(alias="batch_size", kw_only=False, kept=False)  # type: ignore[misc]
-    discount: Fraction | None = setting(alias="gamma", default=None, kw_only=False, kept=False)
+    discount: Fraction | None = setting(alias="gamma", default=None, kw_only=False)
     gae_lambda: Fraction = setting(alias="lam", default=0.95, kw_only=False)
     eps: NotNegative = setting(default=1e-3, kw_only=False)
     place: torch.device | str = setting(alias="device", default="cpu", kept=False)
-    actor: Any = setting(default=None, kept=False)
-    algorithm: Any = setting(default=None, kept=False)
+    actor: Any = None
+    algorithm: Any = None
     envs: Any = setting(default=None, kept=False)
 
     def __post_init__(self) -> None:
@@ -144,12 +145,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
     @classmethod
     def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
         """Return ``f(device, actor, algorithm, envs)`` that builds a buffer; ``lam`` goes before ``gae_lambda``."""
-        options = {"lam": gae_lambda, **options}
-
-        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
-            return cls(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
-
-        return create
+        return super().create_factory(size, **{"lam": gae_lambda, **options})
 
     @property
     def lam(self) -> float:
@@ -362,14 +358,16 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             return super().is_due
         return self.path_length > 0 or (self.standardize_advantages and "advantage" not in self.storage.added())
 
-    def write_estimates(self, estimator: Estimator | None = None) -> None:
+    def write_estimates(
+        self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
+    ) -> None:
         """Write values, advantages and targets on an inserted rollout; standardise those of stored paths.
 
         Raises:
             RuntimeError: a path is open, nothing is stored, or a critic is needed and missing.
         """
         if not self._stored:
-            super().write_estimates(estimator)
+            super().write_estimates(estimator, actor, critic)
             return
         if self.path_length:
             raise RuntimeError(f"A path of {self.path_length} steps is open; call finish_path first.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, Literal
+__all__ = ["RolloutBuffer"]
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,26 +14,85 @@ from tensordict.utils import NestedKey
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_lightning.checks import Transforms
-from torchrl_lightning.entries import keys_below, nested_keys, next_key, path_of, to_tensordict
+from torchrl_lightning.entries import Keys, keys_below, next_key, path_of, to_tensordict
 from torchrl_lightning.environments.played import ReplaySource
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
 from torchrl_lightning.files import StateFiles
 from torchrl_lightning.keys import CURRENT_LOG_PROB, INTRINSIC_REWARD, NORMALIZED_REWARD, REPEATED
 from torchrl_lightning.parts import OwnSignature, fresh_generator
-from torchrl_lightning.ranges import boolean, fraction, optional
+from torchrl_lightning.ranges import Check, fraction
 from torchrl_lightning.rollout.batches import pruned, sequences, split_epoch
-from torchrl_lightning.rollout.estimates import EXTRINSIC, GAE, INTRINSIC, Estimator, Stream
+from torchrl_lightning.rollout.estimates import GAE, INTRINSIC, Estimator, Stream
 from torchrl_lightning.rollout.hooks import RolloutHooks
 from torchrl_lightning.rollout.intrinsic import write_normalized
 from torchrl_lightning.rollout.minibatches import MinibatchSampler
+from torchrl_lightning.rollout.names import DOCUMENTED
 from torchrl_lightning.rollout.storage import RolloutStorage, gather
 from torchrl_lightning.rollout.values import RECURRENT_KEYS, fill_values
+from torchrl_lightning.rollout.verbs import DocumentedVerbs
 from torchrl_lightning.rollout.writer import RolloutWriter
+from torchrl_lightning.settings import Count, Fraction, Settings, Switch, otherwise, setting
 from torchrl_lightning.state import flag
 from torchrl_lightning.stated import Drawn, Kept, Nested, Stated
 
 
-class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
+class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
+    """TorchRL's buffer over the parts that hold a rollout, write it, and draw from it."""
+
+    storage: RolloutStorage
+    sampler: MinibatchSampler
+    writer: RolloutWriter
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        device: torch.device | str,
+        envs: Any,
+        num_envs: int | None,
+        time_dim: int | None,
+        recurrent_keys: tuple[NestedKey, ...],
+        generator: torch.Generator | None,
+        **options: Any,
+    ) -> None:
+        self.generator = generator = fresh_generator() if generator is None else generator
+        self.envs, self.recurrent_keys = envs, recurrent_keys
+        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
+        super().__init__(
+            storage=RolloutStorage(size, num_envs=num_envs, device=device),
+            sampler=MinibatchSampler(generator=generator),
+            writer=RolloutWriter(time_dim, recurrent_keys=recurrent_keys),
+            dim_extend=0,
+            generator=generator,
+            **options,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.set_rng(self.generator)  # a copy, too, has one for all its parts
+
+    @property
+    def size(self) -> int:
+        """Capacity along time."""
+        return self.storage.size
+
+    @property
+    def num_envs(self) -> int | None:
+        """Number of environments; ``None`` before the first write."""
+        return self.storage.num_envs
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rollout."""
+        return torch.device(self.storage.device)
+
+    @property
+    def step(self) -> int:
+        """Steps stored."""
+        return self.storage.num_steps
+
+
+class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
 
     Any read of it, by TorchRL's verbs as by any other, first computes what is due: a loss that finds no advantages
@@ -39,21 +100,22 @@ class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
 
     Args:
         size: capacity along time.
-        estimator: how advantages follow from rewards and values.
+        estimator: how advantages follow from rewards and values; :class:`GAE` by default.
         device: device of the rollout.
-        actor: TensorDict policy, which V-trace asks; may be assigned later.
-        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards; may be assigned
-            later.
+        actor: TensorDict policy, which V-trace asks, unless it is given when estimates are.
+        critic: writes the values, and ``intrinsic_state_value`` where there are intrinsic rewards, unless it is given
+            when estimates are.
         intrinsic_critic: writes ``intrinsic_state_value`` when the critic does not.
-        algorithm: any object with ``gamma``, and optionally ``gamma_intrinsic``; read whenever they are needed.
+        algorithm: any object with ``gamma``, optionally ``gamma_intrinsic``, ``num_mini_batch``, ``mini_batch_size``;
+            read whenever they are needed.
         envs: environments with ``num_envs``.
         gamma: discount; overrides the algorithm's; 0.99 if there is neither.
         gamma_intrinsic: discount of the intrinsic stream; as ``gamma``, 0.99 by default.
         normalize_intrinsic: divide intrinsic rewards by their running deviation.
         intrinsic_direction: ``"forward"``, or ``"backward"`` as PyTorchRL does.
         recompute_values: run the critic even if the policy wrote values.
-        stream: the keys of rewards, values, advantages and targets.
-        hooks: what hangs on the buffer, such as demonstrations.
+        stream: the keys of rewards, values, advantages and targets; the usual ones by default.
+        hooks: what hangs on the buffer, such as demonstrations; nothing by default.
         num_envs: number of environments; that of ``envs``, or of the first write, when ``None``.
         time_dim: which dimension of a written rollout is time; ``None`` reads the dimension names.
         recurrent: serve whole environments; ``None`` does so if a recurrent state is stored.
@@ -83,87 +145,57 @@ class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
         "consumed": Kept(flag, "_consumed"),
         "intrinsic": Nested("normalizer"),
     }
+    HANDED_OVER: ClassVar[tuple[str, ...]] = (
+        *("size", "actor", "algorithm", "envs", "critic", "intrinsic_critic"),
+        *("num_envs", "time_dim", "batch_size", "generator"),
+    )
+    changeable: ClassVar[tuple[str, ...]] = (
+        *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
+        *("recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
+    )
+    """The settings that :meth:`update_storage_parameter` may change."""
 
-    storage: RolloutStorage
-    sampler: MinibatchSampler
-    writer: RolloutWriter
+    size: Count = setting(kw_only=False, kept=False)
+    given_estimator: Annotated[Estimator, otherwise(GAE)] = setting(alias="estimator", default=None, kw_only=False)
+    place: torch.device | str = setting(alias="device", default="cpu", kept=False)
+    actor: Any = None
+    critic: TensorDictModuleBase | None = None
+    intrinsic_critic: TensorDictModuleBase | None = None
+    algorithm: Any = None
+    envs: Any = setting(default=None, kept=False)
+    discount: Fraction | None = setting(alias="gamma", default=None)
+    intrinsic_discount: Fraction | None = setting(alias="gamma_intrinsic", default=None)
+    normalize_intrinsic: Switch = True
+    intrinsic_direction: Literal["forward", "backward"] = "forward"
+    recompute_values: Switch = False
+    stream: Annotated[Stream, otherwise(Stream)] = setting(default=None)
+    hooks: Annotated[RolloutHooks, otherwise(RolloutHooks)] = setting(default=None)
+    num_envs: Count | None = setting(default=None, kept=False)
+    time_dim: int | None = setting(default=None, kept=False)
+    recurrent: Switch | None = None
+    recurrent_keys: Keys = setting(default=RECURRENT_KEYS, kept=False)
+    batch_keys: Keys | None = None
+    samples: Count | None = setting(alias="batch_size", default=None, kept=False)
+    rng: torch.Generator | None = setting(alias="generator", default=None, kept=False)
+    given_transform: Any = setting(alias="transform", default=None, kept=False)
 
-    def __init__(
-        self,
-        size: int,
-        estimator: Estimator = GAE(),  # noqa: B008  # it never changes
-        *,
-        device: torch.device | str = "cpu",
-        actor: Any = None,
-        critic: TensorDictModuleBase | None = None,
-        intrinsic_critic: TensorDictModuleBase | None = None,
-        algorithm: Any = None,
-        envs: Any = None,
-        gamma: float | None = None,
-        gamma_intrinsic: float | None = None,
-        normalize_intrinsic: bool = True,
-        intrinsic_direction: Literal["forward", "backward"] = "forward",
-        recompute_values: bool = False,
-        stream: Stream = EXTRINSIC,
-        hooks: RolloutHooks | None = None,
-        num_envs: int | None = None,
-        time_dim: int | None = None,
-        recurrent: bool | None = None,
-        recurrent_keys: tuple[NestedKey, ...] = RECURRENT_KEYS,
-        batch_keys: Collection[NestedKey] | None = None,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        transform: Any = None,
-    ) -> None:
-        self.generator = generator = fresh_generator() if generator is None else generator
-        self.recurrent_keys = nested_keys(recurrent_keys)
-        num_envs = getattr(envs, "num_envs", None) if num_envs is None else num_envs
-        super().__init__(
-            storage=RolloutStorage(size, num_envs=num_envs, device=device),
-            sampler=MinibatchSampler(generator=generator),
-            writer=RolloutWriter(time_dim, recurrent_keys=self.recurrent_keys),
-            dim_extend=0,
-            batch_size=batch_size,
-            generator=generator,
-            transform=transform,
-        )
-        self._estimator, self.stream = estimator, stream
-        self.hooks = RolloutHooks() if hooks is None else hooks
-        self.actor, self.critic, self.intrinsic_critic = actor, critic, intrinsic_critic
-        self.algorithm, self.envs = algorithm, envs
-        self.gamma, self.gamma_intrinsic = gamma, gamma_intrinsic
-        self.recurrent = optional(boolean)(recurrent, "recurrent")
-        self.batch_keys = None if batch_keys is None else nested_keys(batch_keys)
-        self.recompute_values = boolean(recompute_values, "recompute_values")
-        self.normalize_intrinsic = boolean(normalize_intrinsic, "normalize_intrinsic")
-        self.policy_version: int | None = None
-        """Version of the policy that learns, to tell how far behind the one is that acted."""
-        self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, intrinsic_direction)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._discount("gamma", self.discount)
+        self._normalizer = IntrinsicRewardNormalizer(self.gamma_intrinsic, self.intrinsic_direction)
         self._consumed = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.set_rng(self.generator)  # a copy, too, has one for all its parts
+    @property
+    def parameters(self) -> Mapping[str, Check]:
+        """What :meth:`update_storage_parameter` may change, and the check of the new value."""
+        return {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
 
     @property
-    def size(self) -> int:
-        """Capacity along time."""
-        return self.storage.size
-
-    @property
-    def num_envs(self) -> int | None:
-        """Number of environments; ``None`` before the first write."""
-        return self.storage.num_envs
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the rollout."""
-        return torch.device(self.storage.device)
-
-    @property
-    def step(self) -> int:
-        """Steps stored."""
-        return self.storage.num_steps
+    def documented_keys(self) -> Mapping[str, NestedKey]:
+        """The keys of the documented names, as they are configured."""
+        stream = self.stream
+        renamed = {"Value": stream.value, "Advantage": stream.advantage, "ExternalReturn": stream.target}
+        return {**DOCUMENTED, **renamed}
 
     @property
     def is_recurrent(self) -> bool:
@@ -177,29 +209,27 @@ class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
     @property
     def estimator(self) -> Estimator:
         """How advantages are estimated by now."""
-        return self._estimator
+        return self.given_estimator
 
     @property
     def gamma(self) -> float:
         """Discount: the configured one, else the algorithm's current one, else 0.99."""
-        return self._discount(self._gamma, "gamma")
+        return self._discount("gamma", self.discount)
 
     @gamma.setter
     def gamma(self, gamma: float | None) -> None:
-        self._discount(gamma, "gamma")
-        self._gamma = gamma
+        self.discount = gamma
 
     @property
     def gamma_intrinsic(self) -> float:
         """Discount of the intrinsic stream; see :attr:`gamma`."""
-        return self._discount(self._gamma_intrinsic, "gamma_intrinsic")
+        return self._discount("gamma_intrinsic", self.intrinsic_discount)
 
     @gamma_intrinsic.setter
     def gamma_intrinsic(self, gamma: float | None) -> None:
-        self._discount(gamma, "gamma_intrinsic")
-        self._gamma_intrinsic = gamma
+        self.intrinsic_discount = gamma
 
-    def _discount(self, given: float | None, name: str) -> float:
+    def _discount(self, name: str, given: float | None) -> float:
         discount = getattr(self.algorithm, name, None) if given is None else given
         return 0.99 if discount is None else fraction(discount, name)
 
@@ -308,55 +338,51 @@ class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
             self.write_estimates()
         return self.rollout
 
-    def before_gradients(self) -> None:
+    def before_gradients(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Write values, advantages and targets of every stream and critic over the filled steps.
+
+        Args:
+            actor: the policy that learns; the buffer's if None.
+            critic: what writes its values; the buffer's if None.
 
         Raises:
             RuntimeError: nothing is stored, or a critic (for V-trace, an actor) is needed and missing.
             KeyError: V-trace misses the log-probabilities of the policy that acted.
         """
-        self.write_estimates()
+        self.write_estimates(None, actor, critic)
         self.hooks.note_estimated(self.rollout, self.stream.value)
 
-    def before_epoch(self) -> None:
+    def before_epoch(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Prepare another pass over the same data: correct for the updates of the previous pass, where that is meant.
 
-        A hook for DataModules.
+        A hook for DataModules; the arguments are those of :meth:`before_gradients`.
         """
         if self.estimator.follows_policy:
-            self.write_estimates()
+            self.write_estimates(None, actor, critic)
 
-    def write_estimates(self, estimator: Estimator | None = None) -> None:
-        """Write values, advantages and targets, by :attr:`estimator` if no other is given."""
+    def write_estimates(
+        self, estimator: Estimator | None = None, actor: Any = None, critic: TensorDictModuleBase | None = None
+    ) -> None:
+        """Write values, advantages and targets, by what the buffer has where None is given."""
         estimator = self.estimator if estimator is None else estimator
-        self.evaluate(estimator)
+        self.evaluate(estimator, actor, critic)
         self.estimate(estimator)
 
-    def evaluate(self, estimator: Estimator) -> None:
+    def evaluate(self, estimator: Estimator, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Write what an estimator reads: values, and what the current policy says where that counts."""
-        now = estimator.follows_policy
-        said = estimator.of_policy(self.rollout, self.actor, self.recurrent_keys) if now else {}
-        self.fill_values(recompute=now, unroll=now)
-        for key, value in said.items():
-            self.rollout.set(key, value)
-
-    def fill_values(self, recompute: bool = False, unroll: bool = False) -> None:
-        """Write values of all steps and their successors.
-
-        Args:
-            recompute: run the critic even if the policy wrote values.
-            unroll: run a recurrent critic over whole sequences instead of from each stored state.
-        """
-        rollout = self.rollout
-        known = () if recompute or self.recompute_values else self.storage.schema
+        rollout, keys, now = self.rollout, self.recurrent_keys, estimator.follows_policy
+        said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
+        known = () if now or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
         intrinsic: dict[NestedKey, bool] = {INTRINSIC.value: False} if _has_intrinsic(rollout) else {}
-        streams = [(self.critic, extrinsic), (self.intrinsic_critic, intrinsic)]
         if self.intrinsic_critic is None:
-            streams = [(self.critic, {**extrinsic, **intrinsic})]
-        for critic, roots in streams:
+            extrinsic, intrinsic = {**extrinsic, **intrinsic}, {}
+        own = self.critic if critic is None else critic
+        for module, roots in ((own, extrinsic), (self.intrinsic_critic, intrinsic)):
             if roots:
-                fill_values(rollout, critic, roots, known=known, recurrent_keys=self.recurrent_keys, unroll=unroll)
+                fill_values(rollout, module, roots, known=known, recurrent_keys=keys, unroll=now)
+        for key, value in said.items():
+            rollout.set(key, value)
 
     def estimate(self, estimator: Estimator | None = None) -> None:
         """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
@@ -449,12 +475,16 @@ class RolloutBuffer(Stated, StateFiles, OwnSignature, TensorDictReplayBuffer):
         """Take note of a rollout as it was collected, where what is stored is normalised."""
         self.hooks.note_collected(rollout)
 
-    def metrics(self) -> dict[str, float]:
-        """Return metrics to log: the estimator's, and those of what hangs on the buffer."""
+    def metrics(self, policy_version: int | None = None) -> dict[str, float]:
+        """Return metrics to log: the estimator's, and those of what hangs on the buffer.
+
+        Args:
+            policy_version: that of the policy that learns, to tell how far behind the one is that acted.
+        """
         estimator, rollout = self.estimator, self.rollout if self.storage.num_steps else None
         figures = self.hooks.metrics(rollout)
         if rollout is not None and estimator.follows_policy:
-            figures |= estimator.metrics(rollout, self.policy_version)
+            figures |= estimator.metrics(rollout, policy_version)
         return figures
 
 

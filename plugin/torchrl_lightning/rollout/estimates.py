@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["GAE", "MonteCarlo", "VTrace"]
+
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

@@ -5,27 +5,23 @@ from __future__ import annotations
 __all__ = ["VanillaOnPolicyBuffer"]
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, cast
 
 import torch
-from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import Key, Keys
+from torchrl_lightning.entries import Key
 from torchrl_lightning.keys import ADVANTAGE, TARGET, VALUE
-from torchrl_lightning.ranges import Check, integer
+from torchrl_lightning.ranges import Check, integer, optional
 from torchrl_lightning.rollout.buffer import RolloutBuffer
 from torchrl_lightning.rollout.estimates import Estimator, MonteCarlo, Steps, Stream
-from torchrl_lightning.rollout.names import DOCUMENTED
-from torchrl_lightning.rollout.values import RECURRENT_KEYS
-from torchrl_lightning.rollout.verbs import DocumentedVerbs
-from torchrl_lightning.settings import Count, Fraction, Settings, Switch, setting
+from torchrl_lightning.rollout.hooks import RolloutHooks
+from torchrl_lightning.settings import Switch, derived, setting
 
 Values = Tensor | Mapping[str, Tensor]
 
 
-class VanillaOnPolicyBuffer(Settings, RolloutBuffer, DocumentedVerbs):
+class VanillaOnPolicyBuffer(RolloutBuffer):
     """On-policy buffer with Monte-Carlo returns, ``R[t] = r[t] + γ R[t+1]`` and ``A = R - V``, as PyTorchRL's.
 
     Write a rollout with ``insert_data_slice`` (or step by step with ``insert_transition``), compute values,
@@ -76,78 +72,41 @@ class VanillaOnPolicyBuffer(Settings, RolloutBuffer, DocumentedVerbs):
         [1.75, 1.75, 1.5, 1.5, 1.0, 1.0]
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = (
-        "size",
-        "actor",
-        "algorithm",
-        "envs",
-        "critic",
-        "intrinsic_critic",
-        "num_envs",
-        "time_dim",
-        "batch_size",
-        "generator",
-    )
+    changeable = (*RolloutBuffer.changeable, "standardize_advantages")
 
-    changeable: ClassVar[tuple[str, ...]] = (
-        *("size", "gamma", "gamma_intrinsic", "actor", "critic", "intrinsic_critic", "algorithm", "envs"),
-        *("standardize_advantages", "recompute_values", "normalize_intrinsic", "batch_keys", "recurrent"),
-    )
-    """The settings that :meth:`update_storage_parameter` may change."""
-
-    # Those that are not kept are handed to RolloutBuffer, which keeps them.
-    size: Count = setting(kw_only=False, kept=False)
     place: torch.device | str = setting(alias="device", default="cpu", kw_only=False, kept=False)
-    actor: Any = setting(default=None, kw_only=False, kept=False)
-    algorithm: Any = setting(default=None, kw_only=False, kept=False)
+    actor: Any = setting(default=None, kw_only=False)
+    algorithm: Any = setting(default=None, kw_only=False)
     envs: Any = setting(default=None, kw_only=False, kept=False)
-    discount: Fraction | None = setting(alias="gamma", default=None, kept=False)
-    critic: TensorDictModuleBase | None = setting(default=None, kept=False)
-    intrinsic_critic: TensorDictModuleBase | None = setting(default=None, kept=False)
-    intrinsic_discount: Fraction | None = setting(alias="gamma_intrinsic", default=None, kept=False)
-    normalize_intrinsic: Switch = setting(default=True, kept=False)
-    intrinsic_direction: Literal["forward", "backward"] = setting(default="forward", kept=False)
     standardize_advantages: Switch = True
-    recompute_values: Switch = setting(default=False, kept=False)
     bootstrap: Switch = True
     value_key: Key = VALUE
     advantage_key: Key = ADVANTAGE
     value_target_key: Key = TARGET
-    frames: Count | None = setting(alias="frame_stack", default=None)
-    num_envs: Count | None = setting(default=None, kept=False)
-    time_dim: int | None = setting(default=None, kept=False)
-    recurrent: Switch | None = setting(default=None, kept=False)
-    recurrent_keys: Keys = setting(default=RECURRENT_KEYS, kept=False)
-    batch_keys: Keys | None = setting(default=None, kept=False)
-    samples: Count | None = setting(alias="batch_size", default=None, kept=False)
-    rng: torch.Generator | None = setting(alias="generator", default=None, kept=False)
-    given_transform: Any = setting(alias="transform", default=None, kept=False)
+    frame_stack: Annotated[int, optional(integer)] = setting(default=None)
+    given_estimator: Estimator = derived()
+    stream: Stream = derived()
+    hooks: RolloutHooks = derived()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.hooks = RolloutHooks()
         self.stream = Stream(
             value=self.value_key, advantage=self.advantage_key, target=self.value_target_key, bootstrap=self.bootstrap
         )
         told = (getattr(self.envs, "env_kwargs", None) or {}).get("frame_stack")
-        stacks = (self.frames, told, getattr(self.envs, "frame_stack", None), 1)
+        stacks = (self.frame_stack, told, getattr(self.envs, "frame_stack", None), 1)
         self.frame_stack = integer(next(each for each in stacks if each is not None), "frame_stack")
 
     @property
     def parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
-        checks = {name: self.settings_of_class[name].check or (lambda value, name: value) for name in self.changeable}
-        return {**checks, "frame_stack": integer}
+        return {**super().parameters, "frame_stack": integer}
 
     @property
     def estimator(self) -> Estimator:
         """Monte-Carlo returns, with the present settings."""
         return MonteCarlo(standardize=self.standardize_advantages)
-
-    @property
-    def documented_keys(self) -> Mapping[str, NestedKey]:
-        """The keys of the documented names, as they are configured."""
-        renamed = {"Value": self.value_key, "Advantage": self.advantage_key, "ExternalReturn": self.value_target_key}
-        return {**DOCUMENTED, **renamed}
 
     # ---- documented verbs over tensors ------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -27,35 +26,15 @@ class DocumentedVerbs:
     frame_stack: int = 1
     num_channels_obs: int | None = None
 
-    def _reserve(self, step: TensorDictBase) -> None:
-        """Reserve memory for steps ``[N]`` like this one."""
-        raise NotImplementedError
-
-    def _write_step(self, step: TensorDictBase) -> None:
-        """Append a step ``[N]``."""
-        raise NotImplementedError
-
-    def _write_slice(self, data: TensorDictBase, time_dim: int | None, copy: bool) -> None:
-        """Store a rollout."""
-        raise NotImplementedError
-
-    def _all_data(self) -> TensorDictBase:
-        """Return a copy of all that is stored."""
-        raise NotImplementedError
-
-    def _batches(
-        self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
-    ) -> Iterator[TensorDictBase]:
-        """Return an iterator over mini-batches, all arguments checked."""
-        raise NotImplementedError
-
-    def _resize(self, size: int) -> None:
-        """Change the capacity and keep what is stored."""
-        raise NotImplementedError
-
-    def empty(self, empty_write_count: bool = True) -> None:
-        """Discard what is stored."""
-        raise NotImplementedError
+    # What the verbs do to its storage, a buffer says: reserve memory for steps [N] like this one, append one, store a
+    # rollout, change the capacity, discard everything, copy everything, and iterate over mini-batches.
+    _reserve: Callable[[TensorDictBase], None]
+    _write_step: Callable[[TensorDictBase], None]
+    _write_slice: Callable[[TensorDictBase, int | None, bool], None]
+    _resize: Callable[[int], None]
+    empty: Callable[..., None]
+    _all_data: Callable[[], TensorDictBase]
+    _batches: Callable[[int | None, int | None, int, bool, bool], Iterator[TensorDictBase]]
 
     @classmethod
     def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
@@ -65,13 +44,17 @@ class DocumentedVerbs:
             size: capacity along time.
             **options: constructor options.
         """
-        build: Callable[..., Self] = cls
-        return functools.partial(build, size, **options)
+        build: Any = cls
+
+        def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
+            return build(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
+
+        return create
 
     @property
     def parameters(self) -> Mapping[str, Check]:
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
-        raise NotImplementedError
+        return {}
 
     @property
     def documented_keys(self) -> Mapping[str, NestedKey]:
