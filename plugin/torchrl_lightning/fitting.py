@@ -1,8 +1,12 @@
-"""Whether parts fit: each answers for itself, by a method ``misfit`` that returns why it does not."""
+"""What a run is refused for, and whether parts fit: each answers for itself, by ``misfit``, which returns why not."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+class Fault(ValueError):
+    """What is wrong with a run and not with the program; its message, one line, is all that its user needs to see."""
 
 
 class MisfitError(ValueError):

@@ -19,6 +19,10 @@ from torchrl_lightning.cli.train import train
         (["+data=gae"], "error: +data=gae would add to what is there; select a group as data=gae."),
         (["data.total_frames=-1"], "error: nothing would end this run; give data.total_frames=N"),
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),
+        (
+            ["ckpt_path=nowhere.ckpt"],
+            "error: ckpt_path=nowhere.ckpt is not a file; checkpoints lie in RUN/checkpoints/.",
+        ),
         (["--multirun", "seed=0,1", "trainer.strategy=ddp"], "take trainer.strategy=ddp_spawn"),
         (
             ["~experiment", "data=offline", "model=dqn", "trainer.max_epochs=1"],

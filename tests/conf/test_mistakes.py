@@ -80,7 +80,6 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("seed=abc", "seed=abc: expected a whole number."),
         ("torch_threads=few", "torch_threads=few: expected a whole number."),
         ("eval_checkpoint=worst", "eval_checkpoint is 'worst'; expected 'best' or 'last'."),
-        ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt is not a file; checkpoints lie in"),
     ],
     REPLAY: [
         ("data.buffer.gamma=2", "data.buffer.gamma=2.0: gamma must be between 0 and 1, got 2.0."),

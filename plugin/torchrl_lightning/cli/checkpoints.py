@@ -33,12 +33,11 @@ def check_checkpoint(
         if state is None:
             streams = " and ".join(key for key in stored if key.endswith("DataModule")) or "no experience"
             raise ValueError(f"it holds {streams}, but this run has data={type(data).__qualname__}.")
-        if hasattr(data, "check_state"):
-            data.check_state(state, model)
+        data.check_state(state, model)
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
-        if hasattr(model, "build"):
-            _check_weights(copies(model, data), stored, _other_settings(path, stored, config))
+        if (make := copies(model, data)) is not None:
+            _check_weights(make, stored, _other_settings(path, stored, config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path, stored)}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -47,9 +46,11 @@ def check_checkpoint(
         data.close()
 
 
-def copies(model: Any, data: Any) -> Callable[[], Any]:
+def copies(model: Any, data: Any) -> Callable[[], Any] | None:
     """Return what makes copies of a model, with the networks that it would build for a DataModule."""
-    specs, options = data.specs, getattr(data, "build_options", {})
+    if not hasattr(model, "build"):
+        return None
+    specs, options = data.specs, data.build_options
     return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
 
 

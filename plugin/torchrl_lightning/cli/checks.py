@@ -7,9 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import own_run
+from torchrl_lightning.fitting import Fault
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 
 
-class UsageError(ValueError):
-    """A mistake in the command, its config or its checkpoint; its message is all that the user needs to see."""
-
-
-def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Make a task end the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
-
-    @wraps(task)
-    def plain_task(cfg: Any) -> float:
-        with one_line():
-            return task(cfg)
-
-    return plain_task
+class UsageError(Fault):
+    """A mistake in the command, its config or its checkpoint."""
 
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the program as :func:`plain_errors` does."""
+    """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
     try:
         yield
-    except ValueError as error:
-        from torchrl_lightning.demonstrations._faults import DemonstrationFault
-        from torchrl_lightning.environments.faults import EnvironmentFault
-
-        if (
-            not isinstance(error, UsageError | EnvironmentFault | DemonstrationFault)
-            or os.environ.get("HYDRA_FULL_ERROR") == "1"
-        ):
-            raise
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except (Fault, OSError) as error:
+        is_of_the_system = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT)
+        if is_of_the_system or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -132,8 +112,6 @@ def check_config(cfg: DictConfig) -> None:
     network = cfg.model.get("network")
     if isinstance(network, str):
         raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={network}.")
-    if cfg.ckpt_path is not None:
-        check_is_file(cfg.ckpt_path)
     if cfg.eval_checkpoint not in ("best", "last"):
         raise UsageError(f"eval_checkpoint is {cfg.eval_checkpoint!r}; expected 'best' or 'last'.")
     # Values of the trainer that end a run; Lightning reads -1 as never.
@@ -143,12 +121,6 @@ def check_config(cfg: DictConfig) -> None:
         if cfg.data.get("frames_per_update") != 0:
             end = "data.total_frames=N (or trainer.max_epochs, max_time)"
         raise UsageError(f"nothing would end this run; give {end}.")
-
-
-def check_is_file(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint that does not exist; say where checkpoints are kept."""
-    if not Path(checkpoint).is_file():
-        raise UsageError(f"ckpt_path={checkpoint} is not a file; checkpoints lie in RUN/checkpoints/.")
 
 
 def check_command(cfg: DictConfig) -> None:
@@ -191,9 +163,11 @@ def own_names(*configs: DictConfig) -> frozenset[str]:
 
 
 def read_stored(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint; a file that is none, or damaged, is a mistake of the command."""
+    """Read a checkpoint; a file that is not there, is none, or damaged, is a mistake of the command."""
     from torchrl_lightning.learn.loading import read_checkpoint
 
+    if not Path(path).is_file():
+        raise UsageError(f"ckpt_path={path} is not a file; checkpoints lie in RUN/checkpoints/.")
     try:
         return read_checkpoint(path)
     except ValueError as error:

@@ -7,13 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import wraps
+from contextlib import ContextDecorator, ExitStack, nullcontext
 from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
 
-_behind = ExitStack()  # what a task gives back to the process when it is over
+
+class _Behind(ExitStack, ContextDecorator):
+    """What a task gives back to the process when it is over."""
+
+
+behind = _Behind()
 
 
 def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = False) -> None:
@@ -31,24 +35,13 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
         sys.path.insert(0, folder)
     import hydra
 
-    from torchrl_lightning.cli.checks import explain_experiment, plain_errors
+    from torchrl_lightning.cli.checks import explain_experiment, one_line
     from torchrl_lightning.cli.composing import resuming
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
     with explain_experiment(), resuming() if resumes else nullcontext():
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
-
-
-def in_own_threads(task: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Let a task take the threads that its run asks for by :func:`use_threads`, and give them back."""
-
-    @wraps(task)
-    def run(cfg: Any) -> float:
-        with _behind:
-            return task(cfg)
-
-    return run
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(one_line()(task))()
 
 
 def use_threads(number: int) -> None:
@@ -57,13 +50,8 @@ def use_threads(number: int) -> None:
 
     from torchrl_lightning.environments.threads import kept_threads
 
-    until_the_end(kept_threads())
+    behind.enter_context(kept_threads())
     torch.set_num_threads(number)
-
-
-def until_the_end(context: AbstractContextManager[Any]) -> None:
-    """Enter a context that is left when the task is over."""
-    _behind.enter_context(context)
 
 
 def quiet() -> None:

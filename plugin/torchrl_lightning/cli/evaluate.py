@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,37 +19,31 @@ def main() -> None:
     run_command("evaluate", evaluate)
 
 
-@in_own_threads
+@behind
 def evaluate(cfg: DictConfig) -> float:
     """Rebuild the run of a checkpoint, play its policy and report its returns."""
     from omegaconf import OmegaConf
 
     from torchrl_lightning.cli.checkpoints import check_checkpoint
-    from torchrl_lightning.cli.checks import UsageError, check_is_file, read_stored
-    from torchrl_lightning.cli.parts import check_data
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.cli.parts import named
     from torchrl_lightning.cli.train import summary
-    from torchrl_lightning.learn.loading import policy_in
 
     if cfg.video is not None and find_spec("moviepy") is None:
         raise UsageError("video= needs moviepy and pygame: pip install 'torchrl-lightning[video]'.")
     quiet()
     if OmegaConf.is_missing(cfg, "ckpt_path"):
         raise UsageError("no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt.")
-    checkpoint = Path(cfg.ckpt_path)
-    check_is_file(checkpoint)
-    stored = read_stored(checkpoint)
-    run = run_config(checkpoint, stored, trusted=cfg.trusted)
+    checkpoint, stored, run = run_of(cfg)
     use_threads(run.get("torch_threads", 1))
     data = rebuilt(checkpoint, run, "data", seed=cfg.seed)
     model = rebuilt(checkpoint, run, "model")
-    check_data(run, data)
+    with named(run, "data.env"):
+        data.specs  # noqa: B018  # a property that builds the environment
     if cfg.video is not None:
         check_films(data.eval_env)
     check_checkpoint(checkpoint, stored, data, model)
-    try:
-        policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+    policy = policy_of(cfg, stored, model)
     data.setup("validate")
 
     began = time.perf_counter()
@@ -68,30 +62,42 @@ def evaluate(cfg: DictConfig) -> float:
     return float(episodes["episode_return"].mean())
 
 
-def run_config(checkpoint: Path, stored: dict[str, Any], *, trusted: bool) -> Any:
-    """Read the config of the run from its checkpoint, set to play on the CPU.
+def run_of(cfg: DictConfig) -> tuple[Path, dict[str, Any], Any]:
+    """Return the path of the checkpoint that was asked for, what it holds, and its run's config, to play on the CPU.
 
     It may name what the config in the folder of the user's own run names, and else what any file may, if not trusted.
     """
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError, own_config, own_names
+    from torchrl_lightning.cli.checks import UsageError, own_config, own_names, read_stored
     from torchrl_lightning.learn.loading import CONFIG, config_in
 
-    composed = own_config(checkpoint)
+    checkpoint = Path(cfg.ckpt_path)
+    stored, composed = read_stored(checkpoint), own_config(checkpoint)
     if composed and CONFIG not in stored:
         run = composed
     else:
         own = own_names(composed)
         try:
-            run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=trusted, own=own))
+            run = OmegaConf.create(config_in(stored, checkpoint, "data", "model", trusted=cfg.trusted, own=own))
         except ValueError as error:
             hint = "; if you trust whoever made it, say trusted=true" if CONFIG in stored else ""
             raise UsageError(f"{error}{hint}.") from error
         run.torch_threads = composed.get("torch_threads", 1)
     if OmegaConf.select(run, "data.buffer.device") is not None:
         OmegaConf.update(run, "data.buffer.device", "cpu")
-    return run
+    return checkpoint, stored, run
+
+
+def policy_of(cfg: DictConfig, stored: dict[str, Any], model: Any) -> Any:
+    """Return the policy of the checkpoint that was asked for."""
+    from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.learn.loading import policy_in
+
+    try:
+        return policy_in(stored, cfg.ckpt_path, model, deterministic=cfg.deterministic)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:

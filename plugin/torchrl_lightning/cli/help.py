@@ -5,35 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 
-_ABOUT = {
-    "train": """\
-torchrl-lightning-train trains what its config describes, evaluates it and draws its learning curve.
-
-  torchrl-lightning-train experiment=ppo_pendulum                       a whole run, as it was tuned
-  torchrl-lightning-train data.total_frames=50000 model/network=gru     the default run, changed
-  torchrl-lightning-train --multirun seed=0,1,2                         several runs""",
-    "evaluate": """\
-torchrl-lightning-evaluate plays the policy of a checkpoint and shows how its returns are spread.
-
-  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/best.ckpt                        mean, std, a histogram
-  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/last.ckpt deterministic=false    with sampled actions
-  torchrl-lightning-evaluate ckpt_path=RUN/checkpoints/best.ckpt video=films            film one episode
-
-The environment and the networks come from RUN's config.""",
-    "record": """\
-torchrl-lightning-record plays episodes and keeps them as demonstrations, or shows what a directory of them holds.
-
-  torchrl-lightning-record ckpt_path=RUN/checkpoints/best.ckpt episodes=20 min_return=200    the good ones of a policy
-  torchrl-lightning-record policy=planner:act env=minigrid                                   those of planner.py's act
-  torchrl-lightning-record keyboard=true 'keys={a: 0, d: 1}' env=cartpole                    a person plays
-  torchrl-lightning-record table=demonstrations env=minigrid                                 do these fit that?
-
-A scripted policy gets an observation as numpy arrays, one or a dict of them, and returns an action.""",
-}
 _SETTING = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*))?(?:# (?P<meaning>.*))?$")
 _CHOICE = re.compile(r"  - (?:override /)?(?P<group>[\w/]+): (?P<option>\w+)(?: # (?P<meaning>.*))?$")
 _SHOWN = ("data", "model", "trainer")  # besides what is at the top of the config
@@ -43,7 +19,7 @@ def help_text(name: str) -> str:
     """Write the help of a command: examples, the groups with their options, the main settings with their meaning."""
     path = CONF_DIR / f"{name}.yaml"
     chosen = _choices(path)
-    parts = [_ABOUT[name]]
+    parts = [_head(path)]
     if groups := list(_groups(path)):
         parts.append("GROUP=NAME selects a config:\n\n" + "\n".join(groups))
     settings = _settings(path, chosen)
@@ -52,6 +28,11 @@ def help_text(name: str) -> str:
     parts.append("FIELD=VALUE sets a value; these are the main ones, as they are by default:\n\n" + "\n".join(lines))
     parts.append("--cfg job prints the config of a run, --hydra-help what Hydra offers besides.")
     return "\n\n".join(parts)
+
+
+def _head(path: Path) -> str:
+    """Read the comment at the head of a file."""
+    return "\n".join(line[2:] for line in takewhile(lambda line: line.startswith("#"), _lines(path)))
 
 
 def _choices(path: Path) -> dict[str, str]:

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_lightning.cli.checkpoints import copies
 from torchrl_lightning.cli.checks import UsageError
 from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
-from torchrl_lightning.fitting import MisfitError
+from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
 
@@ -40,47 +41,25 @@ def build_part(cfg: DictConfig, key: str, **arguments: Any) -> Any:
 
 def check_parts(cfg: DictConfig, data: Any, model: Any) -> None:
     """Build environment, buffer and networks once and let go of them, to name a setting that does not fit."""
-    import torch
-
-    from torchrl_lightning.fitting import require_fit
-
-    before = torch.get_rng_state()
-    try:
-        _check_data(cfg, data, model)
-        if getattr(model, "build", None) is not None and getattr(data, "specs", None) is not None:
-            with _named(cfg, "model"):
-                copies(model, data)()
-        with _named(cfg, "model"):
+    place = "data"
+    # What is built for a trial must not move the run's own generator.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            for argument in data.check_fit(model):
+                place = f"data.{argument}"
+            place = "model"
+            if (make := copies(model, data)) is not None:
+                make()
             require_fit(model, data)
-    finally:
-        data.close()
-    # What was built for a trial must not move the run's own generator.
-    torch.set_rng_state(before)
-
-
-def _check_data(cfg: DictConfig, data: Any, model: Any) -> None:
-    """Ask the parts of a DataModule whether they fit, if it is one of ours."""
-    place, check = "data", getattr(data, "check_fit", None)
-    try:
-        for argument in () if check is None else check(model):
-            place = f"data.{argument}"
-    except MISTAKES as error:
-        raise UsageError(describe(cfg, place, error)) from error
-
-
-def check_data(cfg: DictConfig, data: Any) -> None:
-    """Build the environment once and close it, so that a mistake in it is found before anything is written."""
-    if not hasattr(type(data), "specs"):
-        return
-    try:
-        with _named(cfg, "data.env"):
-            data.specs  # noqa: B018  # a property that builds the environment
-    finally:
-        data.close()
+        except MISTAKES as error:
+            raise UsageError(describe(cfg, place, error)) from error
+        finally:
+            data.close()
 
 
 @contextmanager
-def _named(cfg: DictConfig, key: str) -> Iterator[None]:
+def named(cfg: DictConfig, key: str) -> Iterator[None]:
+    """Name the setting that a mistake is about, at or below a key of the config, by a UsageError."""
     try:
         yield
     except MISTAKES as error:

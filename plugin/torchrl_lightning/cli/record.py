@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, use_threads
+from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ def main() -> None:
     run_command("record", record)
 
 
-@in_own_threads
+@behind
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, or show the table of one."""
     from torchrl_lightning.cli.checks import UsageError
@@ -76,34 +76,22 @@ def _environment(cfg: DictConfig) -> Any:
     """Build the environment's recipe that was chosen, and the environment once; None without one."""
     from omegaconf import OmegaConf
 
-    from torchrl_lightning.cli.checks import UsageError
-    from torchrl_lightning.cli.parts import MISTAKES, build_part, describe
+    from torchrl_lightning.cli.parts import build_part, named
     from torchrl_lightning.demonstrations.recording import demonstration_specs
 
     if "data" not in cfg:
         return None
     env = build_part(cfg, "data.env") if OmegaConf.is_dict(cfg.data.env) else cfg.data.env
-    try:
+    with named(cfg, "data.env"):
         demonstration_specs(env)
-    except MISTAKES as error:
-        raise UsageError(describe(cfg, "data.env", error)) from error
     return env
 
 
 def _of_checkpoint(cfg: DictConfig) -> tuple[Any, Policy]:
-    from torchrl_lightning.cli.checks import UsageError, check_is_file, read_stored
-    from torchrl_lightning.cli.evaluate import rebuilt, run_config
-    from torchrl_lightning.learn.loading import policy_in
+    from torchrl_lightning.cli.evaluate import policy_of, rebuilt, run_of
 
-    checkpoint = Path(cfg.ckpt_path)
-    check_is_file(checkpoint)
-    stored = read_stored(checkpoint)
-    run = run_config(checkpoint, stored, trusted=cfg.trusted)
-    model = rebuilt(checkpoint, run, "model")
-    try:
-        policy = policy_in(stored, checkpoint, model, deterministic=cfg.deterministic)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+    checkpoint, stored, run = run_of(cfg)
+    policy = policy_of(cfg, stored, rebuilt(checkpoint, run, "model"))
     return _environment(run), policy
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_lightning.cli.command import in_own_threads, quiet, run_command, until_the_end, use_threads
+from torchrl_lightning.cli.command import behind, quiet, run_command, use_threads
 from torchrl_lightning.cli.names import SCORE, recorded_command
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def main() -> None:
     run_command("train", train, resumes=True)
 
 
-@in_own_threads
+@behind
 def train(cfg: DictConfig) -> float:
     """Check what was composed, train, evaluate and report, in this order."""
     from torchrl_lightning.cli.checks import check_command, check_config, stored_run
@@ -58,7 +58,7 @@ def train(cfg: DictConfig) -> float:
         check_checkpoint(Path(cfg.ckpt_path), stored, data, model, trainer.world_size, cfg)
         del stored
     if trainer.is_global_zero:
-        until_the_end(locked(Path(cfg.paths.output_dir)))
+        behind.enter_context(locked(Path(cfg.paths.output_dir)))
         for name, (there, here) in differ.items():
             print(f"{name}: {there} in the checkpoint, {here} now")
 

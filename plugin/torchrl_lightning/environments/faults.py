@@ -9,8 +9,10 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from torchrl_lightning.fitting import Fault
 
-class EnvironmentFault(ValueError):
+
+class EnvironmentFault(Fault):
     """An environment returned what it may not; the message is one line that names it and how to mend it."""
 
 
