@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning.entries import entry_of
-from torchrl_lightning.estimators import discounted_returns, gae
-from torchrl_lightning.keys import DONE, FINISHED, REWARD, TERMINATED, TRUNCATED
+from torchrl_lightning.estimators import discounted_returns
+from torchrl_lightning.keys import ADVANTAGE, DONE, FINISHED, REWARD, TARGET, TERMINATED, TRUNCATED
 from torchrl_lightning.l2r.schema import Configurable
 from torchrl_lightning.l2r.simple import SimpleReplayBufferSchema
 from torchrl_lightning.l2r.steps import COLUMNS, documented, read_step
@@ -157,15 +158,8 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         """What :meth:`update_storage_parameter` may change, and the check of the new value."""
         return {**super().parameters, "gae_lambda": fraction}
 
-    @property
-    def used_capacity(self) -> int:
-        """Number of filled steps; 0 if the buffer is empty."""
-        return self.step
-
-    @property
-    def max_size(self) -> int:
-        """Capacity, the documented name of ``size``."""
-        return self.size
+    max_size = VanillaOnPolicyBuffer.size
+    """Capacity, the documented name of ``size``."""
 
     @property
     def ptr(self) -> int:
@@ -255,17 +249,15 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
             raise RuntimeError("No path is open: store at least one step before finish_path.")
         steps = torch.arange(self._path_start, self._stored, device=self.device)
         reward, value = self._cells(REWARD, steps), self._cells("state_value", steps)
-        done, terminated = (torch.zeros_like(reward, dtype=torch.bool) for _ in range(2))
         last = self._last_value(action_obj, bool(self._cells(TERMINATED, steps[-1:])))
-        done[-1], terminated[-1] = True, last is None
+        done = (steps == self._stored - 1).view(-1, 1, 1)
+        terminated = done & (last is None)
         following = torch.cat((value[1:], value.new_full((1, 1, 1), last or 0.0)))
-        advantage, _ = gae(reward, value, following, terminated, done, self.gamma, self.gae_lambda)
-        target = discounted_returns(reward, following, terminated, done, self.gamma)
-        data, cells = self._data, steps % self.size
-        keys = ("advantage", "value_target", DONE, TERMINATED, TRUNCATED, FINISHED)
-        results = (advantage, target, done, terminated, done & ~terminated, done | True)
-        for key, result in zip(keys, results, strict=True):
-            data.get(key)[cells] = result
+        path = Steps(reward, value, following, terminated, done)
+        advantage, target = self.estimator.advantages(path, self.gamma, self._data)
+        ends: dict[NestedKey, Tensor] = {DONE: done, TERMINATED: terminated, TRUNCATED: done & ~terminated}
+        for key, result in {**ends, ADVANTAGE: advantage, TARGET: target, FINISHED: done | True}.items():
+            self._data.get(key)[steps % self.size] = result
         self.storage.finish_write(self.step)
         self._path_start = self._stored
         self._drawable = None

@@ -174,7 +174,6 @@ class GeneralizedAdvantages(AdvantageTransform):
         [0.75, 0.5]
     """
 
-    gamma: Fraction = setting(default=0.99, kw_only=False)
     lmbda: Fraction = setting(default=0.95, kw_only=False)
     critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
 
@@ -215,7 +214,6 @@ class VTraceAdvantages(AdvantageTransform):
         [1.75, 1.5]
     """
 
-    gamma: Fraction = setting(default=0.99, kw_only=False)
     lmbda: Fraction = setting(default=1.0, kw_only=False)
     critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
     actor: Any = setting(default=None, kw_only=False)

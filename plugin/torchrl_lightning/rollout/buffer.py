@@ -91,6 +91,9 @@ class OfParts(StateFiles, OwnSignature, TensorDictReplayBuffer):
         """Steps stored."""
         return self.storage.num_steps
 
+    used_capacity = step
+    """Steps stored, under another documented name."""
+
 
 class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     """One rollout ``[T, N]``, its advantages and value targets, and its mini-batches.
@@ -248,8 +251,8 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     @property
     def result_keys(self) -> list[NestedKey]:
         """Entries that the estimates write, by their configured names."""
-        results = [each for stream in (self.stream, INTRINSIC) for each in (stream.advantage, stream.target)]
-        return [*results, NORMALIZED_REWARD, CURRENT_LOG_PROB]
+        own, inner = self.stream, INTRINSIC
+        return [own.advantage, own.target, inner.advantage, inner.target, NORMALIZED_REWARD, CURRENT_LOG_PROB]
 
     @property
     def computed_keys(self) -> list[NestedKey]:
@@ -326,7 +329,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     @property
     def is_due(self) -> bool:
         """Whether the stored rollout has no advantages yet: neither brought nor computed since the last write."""
-        return self.storage.num_steps > 0 and self.rollout.get(self.stream.advantage, None) is None
+        return self.storage.num_steps > 0 and self.storage.rollout.get(self.stream.advantage, None) is None
 
     def estimated(self) -> TensorDict:
         """Return the stored rollout, live, with advantages and targets; compute them if they are due.
@@ -336,7 +339,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         """
         if self.is_due:
             self.write_estimates()
-        return self.rollout
+        return self.storage.rollout
 
     def before_gradients(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Write values, advantages and targets of every stream and critic over the filled steps.
@@ -350,7 +353,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
             KeyError: V-trace misses the log-probabilities of the policy that acted.
         """
         self.write_estimates(None, actor, critic)
-        self.hooks.note_estimated(self.rollout, self.stream.value)
+        self.hooks.note_estimated(self.storage.rollout, self.stream.value)
 
     def before_epoch(self, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Prepare another pass over the same data: correct for the updates of the previous pass, where that is meant.
@@ -370,7 +373,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     def evaluate(self, estimator: Estimator, actor: Any = None, critic: TensorDictModuleBase | None = None) -> None:
         """Write what an estimator reads: values, and what the current policy says where that counts."""
-        rollout, keys, now = self.rollout, self.recurrent_keys, estimator.follows_policy
+        rollout, keys, now = self.storage.rollout, self.recurrent_keys, estimator.follows_policy
         said = estimator.of_policy(rollout, self.actor if actor is None else actor, keys)
         known = () if now or self.recompute_values else self.storage.schema
         extrinsic: dict[NestedKey, bool] = {self.stream.value: True} if self.stream.bootstrap else {}
@@ -386,7 +389,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     def estimate(self, estimator: Estimator | None = None) -> None:
         """Write advantages and targets from the present values, by :attr:`estimator` if no other is given."""
-        rollout, estimator = self.rollout, self.estimator if estimator is None else estimator
+        rollout, estimator = self.storage.rollout, self.estimator if estimator is None else estimator
         estimator.compute(rollout, self.gamma, self.stream)
         if _has_intrinsic(rollout):
             self.normalize_int_rewards()
@@ -429,7 +432,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
     def _batches(
         self, number: int | None, size: int | None, num_epochs: int, shuffle: bool, drop_last: bool
     ) -> Iterator[TensorDictBase]:
-        rollout, whole = self.rollout, self.is_recurrent
+        rollout, whole = self.storage.rollout, self.is_recurrent
         units = rollout.shape[1] if whole else rollout.numel()
         number, size = split_epoch(units, number, size, drop_last, whole=whole)
         self.estimated()
@@ -481,7 +484,7 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
         Args:
             policy_version: that of the policy that learns, to tell how far behind the one is that acted.
         """
-        estimator, rollout = self.estimator, self.rollout if self.storage.num_steps else None
+        estimator, rollout = self.estimator, self.storage.rollout if self.storage.num_steps else None
         figures = self.hooks.metrics(rollout)
         if rollout is not None and estimator.follows_policy:
             figures |= estimator.metrics(rollout, policy_version)

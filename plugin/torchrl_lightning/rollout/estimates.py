@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_lightning.entries import Path, join, keys_below, next_key, path_of
+from torchrl_lightning.entries import join, keys_below, next_key, path_of
 from torchrl_lightning.estimators import discounted_returns, gae, standardize, vtrace
 from torchrl_lightning.keys import (
     ACTION,
@@ -91,32 +91,17 @@ class Estimator:
             stream: Which rewards and values are read, and what is written.
         """
         reward: Tensor = rollout.get(stream.reward)
-        if not stream.bootstrap:
-            nothing = torch.zeros_like(reward)
-            self._write(rollout, stream, (), reward, nothing, nothing, gamma)
-            return
-        for key in keys_below(rollout, stream.value):
-            critic, value = path_of(key)[len(path_of(stream.value)) :], rollout.get(key)
+        for key in keys_below(rollout, stream.value) if stream.bootstrap else [stream.value]:
+            value: Tensor = rollout.get(key) if stream.bootstrap else torch.zeros_like(reward)
+            following = rollout.get(next_key(key)) if stream.bootstrap else value
+            ends = (torch.zeros_like(value, dtype=torch.bool),) * 2
+            if stream.episodic:
+                ends = rollout.get(TERMINATED).expand_as(value), boundaries(rollout).expand_as(value)
             own = reward.to(value.dtype).expand_as(value)
-            self._write(rollout, stream, critic, own, value, rollout.get(next_key(key)), gamma)
-
-    def _write(
-        self,
-        rollout: TensorDictBase,
-        stream: Stream,
-        critic: Path,
-        reward: Tensor,
-        value: Tensor,
-        next_value: Tensor,
-        gamma: float,
-    ) -> None:
-        if stream.episodic:
-            ends = rollout.get(TERMINATED).expand_as(reward), boundaries(rollout).expand_as(reward)
-        else:
-            ends = (torch.zeros_like(reward, dtype=torch.bool),) * 2
-        advantage, target = self.advantages(Steps(reward, value, next_value, *ends), gamma, rollout)
-        rollout.set(join(stream.advantage, critic), self.standardized(advantage))
-        rollout.set(join(stream.target, critic), target)
+            advantage, target = self.advantages(Steps(own, value, following, *ends), gamma, rollout)
+            critic = path_of(key)[len(path_of(stream.value)) :]
+            rollout.set(join(stream.advantage, critic), self.standardized(advantage))
+            rollout.set(join(stream.target, critic), target)
 
     def advantages(self, steps: Steps, gamma: float, rollout: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return advantage and value target of one critic."""

@@ -38,11 +38,6 @@ class GAEBuffer(VanillaOnPolicyBuffer):
         return super().create_factory(size, gae_lambda=gae_lambda, **options)
 
     @property
-    def used_capacity(self) -> int:
-        """Number of filled steps; 0 if the buffer is empty."""
-        return self.step
-
-    @property
     def estimator(self) -> Estimator:
         """GAE, with the present settings."""
         return GAE(standardize=self.standardize_advantages, lmbda=self.gae_lambda)

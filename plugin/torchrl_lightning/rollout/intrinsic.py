@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
 from torchrl_lightning.entries import Key, Keys
@@ -22,12 +21,12 @@ from torchrl_lightning.keys import (
     INTRINSIC_VALUE,
     NORMALIZED_REWARD,
 )
-from torchrl_lightning.rollout.advantages import AdvantageTransform
-from torchrl_lightning.rollout.estimates import GAE, Estimator, Stream, VTrace
-from torchrl_lightning.settings import Fraction, Switch, setting
+from torchrl_lightning.rollout.advantages import GeneralizedAdvantages
+from torchrl_lightning.rollout.estimates import Estimator, Stream, VTrace
+from torchrl_lightning.settings import Switch
 
 
-class IntrinsicReturns(AdvantageTransform):
+class IntrinsicReturns(GeneralizedAdvantages):
     """Advantages and targets of the intrinsic rewards (Burda et al. 2018, arXiv:1810.12894).
 
     The rewards are divided by the running standard deviation of their discounted sum. The stream does not end with the
@@ -56,9 +55,6 @@ class IntrinsicReturns(AdvantageTransform):
         [1.75, 1.5]
     """
 
-    gamma: Fraction = setting(default=0.99, kw_only=False)
-    lmbda: Fraction = setting(default=0.95, kw_only=False)
-    critic: TensorDictModuleBase | None = setting(default=None, kw_only=False)
     normalize: Switch = True
     direction: Literal["forward", "backward"] = "forward"
     log_prob_keys: Keys | None = None
@@ -75,7 +71,7 @@ class IntrinsicReturns(AdvantageTransform):
     def estimator(self) -> Estimator:
         """GAE, or V-trace."""
         if self.log_prob_keys is None:
-            return GAE(standardize=self.standardize_advantages, lmbda=self.lmbda)
+            return super().estimator
         current, behaviour = self.log_prob_keys
         return VTrace(
             standardize=self.standardize_advantages,
@@ -96,11 +92,11 @@ class IntrinsicReturns(AdvantageTransform):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the running statistics, so that ``state_dict`` includes them."""
-        return dict(self.normalizer.state_dict())
+        return self.normalizer.state_dict()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics."""
-        self.normalizer.load_state_dict(dict(state))
+        self.normalizer.load_state_dict(state)
 
 
 def write_normalized(

@@ -169,10 +169,9 @@ class RolloutStorage(Stated, StorageBase):
             super().set(cursor, data, set_cursor=False)
             return
         assert self.data is not None
-        rows = slice(cursor, cursor + 1) if isinstance(cursor, int) else cursor
         for key, value in keyed_leaves(data):
-            self.data.get(key)[rows].copy_(value if isinstance(cursor, slice) else value.unsqueeze(0))
-        self.finish_write(rows.stop)
+            self.data.get(key)[cursor].copy_(value)
+        self.finish_write(cursor + 1 if isinstance(cursor, int) else cursor.stop)
 
     def overwrite(self, row: int, data: TensorDictBase) -> None:
         """Replace a stored row by ``[N]``; drop entries that were added."""

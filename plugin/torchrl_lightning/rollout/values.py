@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -65,8 +65,10 @@ def fill_values(
         KeyError: the critic does not write ``root``, or reads something that a successor state does not have.
         ValueError: the critic returned NaN or infinite values.
     """
-    keys = {root: value_keys(rollout, critic, root) for root in roots}
-    for root, found in keys.items():
+    stale: list[NestedKey] = []
+    wanted: dict[NestedKey, bool] = {}  # whose successors' values are not there, and whether their stream is episodic
+    for root, episodic in roots.items():
+        found = value_keys(rollout, critic, root)
         if not found and critic is None:
             raise RuntimeError(
                 f"Values {root!r} are needed, the rollout has none and there is no critic: assign one "
@@ -74,9 +76,11 @@ def fill_values(
             )
         if not found:
             raise KeyError(f"The critic writes {list(critic.out_keys)}, not {root!r}.")  # type: ignore[union-attr]
-    every = [key for found in keys.values() for key in found]
-    stale = [key for key in every if key not in known]
-    wanted = [(k, roots[root]) for root, found in keys.items() for k in found if next_key(k) not in known]
+        for key in found:
+            if key not in known:
+                stale.append(key)
+            if next_key(key) not in known:
+                wanted[key] = episodic
     cut = _cut_rows(rollout, wanted)
     successors = None
     if stale:
@@ -94,26 +98,25 @@ def fill_values(
     _fill_next(rollout, wanted, cut, successors)
 
 
-def _cut_rows(rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]]) -> Tensor:
+def _cut_rows(rollout: TensorDictBase, wanted: Mapping[NestedKey, bool]) -> Tensor:
     """Mark the steps ``[T, N]`` whose successors are needed but not stored as steps: cut ones, and the last ones."""
     steps, envs = rollout.shape
     cut = torch.zeros(steps, envs, dtype=torch.bool, device=rollout.get(TERMINATED).device)
-    kinds = {episodic for _, episodic in wanted}
-    if True in kinds:
+    if True in wanted.values():
         cut |= boundaries(rollout).reshape(steps, envs, -1)[..., 0]
         cut[-1] = True
         cut &= ~rollout.get(TERMINATED).reshape(steps, envs, -1)[..., 0]
-    if False in kinds:
+    if False in wanted.values():
         cut[-1] = True
     return cut
 
 
 def _fill_next(
-    rollout: TensorDictBase, wanted: Sequence[tuple[NestedKey, bool]], cut: Tensor, successors: TensorDictBase | None
+    rollout: TensorDictBase, wanted: Mapping[NestedKey, bool], cut: Tensor, successors: TensorDictBase | None
 ) -> None:
     rows, (steps, envs) = cut.flatten().nonzero().squeeze(-1), rollout.shape
     terminated = rollout.get(TERMINATED)
-    for key, episodic in wanted:
+    for key, episodic in wanted.items():
         value = rollout.get(key)
         following = torch.cat((value[1:], torch.zeros_like(value[-1:])))
         if successors is not None:
@@ -184,11 +187,10 @@ def _successor_entry(rollout: TensorDictBase, key: NestedKey) -> Any:
 
 def run_on_successors(module: TensorDictModuleBase, rollout: TensorDictBase, rows: Tensor) -> TensorDictBase:
     """Run a module on the successor states of flat rows; they never start an episode."""
-    keys = [key for key in module.in_keys if key != "is_init"]
-    for key in keys:
-        if rollout.get(key, None) is not None:
+    for key in module.in_keys:
+        if key != "is_init" and rollout.get(key, None) is not None:
             _successor_entry(rollout, key)
-    source = flat_entries(rollout.get("next"), keys, rows)
+    source = flat_entries(rollout.get("next"), module.in_keys, rows)
     if "is_init" in module.in_keys:
         source.set("is_init", torch.zeros(len(rows), 1, dtype=torch.bool, device=rows.device))
     return run(module, source)

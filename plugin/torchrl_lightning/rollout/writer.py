@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RolloutWriter"]
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchrl_lightning.entries import (
     check_tensordict,
     describe,
     keyed_leaves,
+    level_of,
     nested_keys,
     path_of,
     schema_difference,
@@ -27,6 +28,11 @@ from torchrl_lightning.rollout.layout import RolloutLayout
 from torchrl_lightning.rollout.storage import RolloutStorage
 from torchrl_lightning.state import whole
 from torchrl_lightning.stated import Kept, Stated
+
+_HOW = (
+    " Add it: boolean, shape [..., 1], True where the episode really ended and False where it was cut by a time limit; "
+    "it is never guessed from done."
+)
 
 
 class RolloutWriter(Stated, WriterBase):
@@ -96,13 +102,31 @@ class RolloutWriter(Stated, WriterBase):
         """Check that ``data`` may be written from step ``start`` on and view it as ``[T, N]``; change nothing."""
         check_tensordict(data)
         rollout, storage = time_major(data, time_dim), self._target
-        steps, size = rollout.shape[0], storage.size
+        (steps, envs), size, layout = rollout.shape, storage.size, storage.layout
         if not rollout.shape.numel():
-            raise ValueError(f"The rollout is empty: it holds {steps} steps of {rollout.shape[1]} environments.")
+            raise ValueError(f"The rollout is empty: it holds {steps} steps of {envs} environments.")
         if start + steps > size:
             stored = f" after {start} stored ones; call empty() first" if start else ""
             raise ValueError(f"A rollout of {steps} steps does not fit into size={size}{stored}.")
-        self._check(storage, rollout, 2)
+        if storage.num_envs is not None and envs != storage.num_envs:
+            raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
+        check_flags(rollout)
+        mask = rollout.get(VALID, None)
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
+                "unsplit batches (split_trajs=False)."
+            )
+        schema = describe(rollout, 2)
+        if layout.schema and schema != layout.schema:
+            raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
+        for key in (layout if layout.schema else RolloutLayout(schema)).finite:
+            value = rollout.get(key)
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                bad = int((~torch.isfinite(value)).sum())
+                raise ValueError(
+                    f"{key!r} holds {bad} values that are NaN or infinite, of {value.numel()}; nothing was written."
+                )
         return rollout
 
     def write(self, rollout: TensorDictBase, *, copy: bool = True) -> Tensor:
@@ -123,20 +147,14 @@ class RolloutWriter(Stated, WriterBase):
     def add(self, data: TensorDictBase) -> int:
         """Append one step of all environments, ``[N]``, and return its row."""
         check_tensordict(data)
-        storage = self._target
         if data.ndim != 1:
             raise ValueError(
                 f"add takes one step of all environments, batch size [N]; got {list(data.shape)}. "
                 "Use extend for a rollout."
             )
-        if storage.num_steps >= storage.size:
-            raise ValueError(f"All size={storage.size} steps are stored, step {storage.size + 1} does not fit.")
-        self._check(storage, data, 1)
-        row = storage.num_steps
-        storage.set(row, data)
-        storage.keep_tail(data, ..., self.recurrent_keys)
-        self.write_count += 1
-        self.notify(self._cells(storage, row, 1))
+        row = self._target.num_steps
+        step = viewed(data, lambda leaf: leaf.unsqueeze(0), torch.Size([1, *data.shape]))
+        self.write(self.prepare(step, 0, row))
         return row
 
     def overwrite(self, row: int, data: TensorDictBase) -> None:
@@ -188,49 +206,18 @@ class RolloutWriter(Stated, WriterBase):
         flat = torch.arange(start * envs, (start + steps) * envs, device=storage.device)
         return torch.stack((flat // envs, flat % envs), -1)
 
-    def _check(self, storage: RolloutStorage, data: TensorDictBase, batch_dims: int) -> None:
-        envs = data.shape[-1]
-        if storage.num_envs is not None and envs != storage.num_envs:
-            raise ValueError(f"Expected {storage.num_envs} environments, got {envs} (batch size {list(data.shape)}).")
-        check_flags(data)
-        mask = data.get(VALID, None)
-        if mask is not None and not bool(mask.all()):
-            raise ValueError(
-                f"{VALID!r} marks {int((~mask).sum())} padded steps; a rollout has none. Let the collector deliver "
-                "unsplit batches (split_trajs=False)."
-            )
-        schema, layout = describe(data, batch_dims), storage.layout
-        if layout.schema and schema != layout.schema:
-            raise ValueError(f"The rollout differs from what is stored: {schema_difference(layout.schema, schema)}.")
-        for key in (layout if layout.schema else RolloutLayout(schema)).finite:
-            check_finite(data.get(key), key)
-
 
 def check_flags(data: TensorDictBase) -> None:
     """Check that the reward is there, and the end-of-episode flags, as booleans."""
-    if data.get("next", None) is None:
+    following = data.get("next", None)
+    if following is None:
         raise KeyError('The rollout has no "next" entry; TorchRL layout holds the outcome of a step under "next".')
-    keys = data.get("next").keys()
-    if "terminated" not in keys:
-        raise KeyError(
-            f'("next", "terminated") is missing (there are {sorted(keys)}). Add it: boolean, shape [..., 1], True '
-            "where the episode really ended and False where it was cut by a time limit; it is never guessed from done."
-        )
-    for key in ("reward", "done"):
-        if key not in keys:
-            raise KeyError(f'("next", "{key}") is missing (there are {sorted(keys)}).')
+    for key, how in (("terminated", _HOW), ("reward", ""), ("done", "")):
+        if following.get(key, None) is None:
+            raise KeyError(f'("next", "{key}") is missing (there are {sorted(following.keys())}).{how}')
     for flag in (DONE, TERMINATED):
         if data.get(flag).dtype is not torch.bool:
             raise TypeError(f"{flag} must be boolean, got {data.get(flag).dtype}; convert it with .bool().")
-
-
-def check_finite(value: Tensor, key: NestedKey) -> None:
-    """Refuse NaN and infinite values; the error counts them."""
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        bad = int((~torch.isfinite(value)).sum())
-        raise ValueError(
-            f"{key!r} holds {bad} values that are NaN or infinite, of {value.numel()}; nothing was written."
-        )
 
 
 def time_axis(data: TensorDictBase, time_dim: int | None) -> int:
@@ -256,12 +243,15 @@ def time_major(data: TensorDictBase, time_dim: int | None) -> TensorDictBase:
         raise ValueError(f"Expected a rollout [N, T] or [T, N], got batch size {list(data.shape)}.")
     if axis == 0:
         return data
-    return _turned(data) if isinstance(data, TensorDict) else data.transpose(0, 1)
+    return viewed(data, lambda leaf: leaf.transpose(0, 1), data.shape[::-1], data.names[::-1])
 
 
-def _turned(data: TensorDict) -> TensorDict:
-    # TensorDict.transpose takes four times as long, and a rollout is turned for each write.
+def viewed(
+    data: TensorDictBase, view: Callable[[Tensor], Tensor], batch: torch.Size, names: list[str | None] | None = None
+) -> TensorDict:
+    """View every leaf otherwise; TensorDict's own ways take four times as long, and each write does so."""
     entries = {
-        key: _turned(value) if isinstance(value, TensorDict) else value.transpose(0, 1) for key, value in data.items()
+        key: viewed(value, view, batch, names) if isinstance(value, TensorDict) else view(value)
+        for key, value in level_of(data).items()
     }
-    return new_tensordict(entries, torch.Size([data.shape[1], data.shape[0]]), [*reversed(data.names)])
+    return new_tensordict(entries, batch, names)
