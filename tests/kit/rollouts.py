@@ -42,6 +42,13 @@ def make_rollout(steps: int = 5, envs: int = 3, seed: int = 0, **extra: Any) -> 
     return data
 
 
+def intrinsic(**settings: Any) -> TensorDict:
+    """A rollout with intrinsic rewards."""
+    data = make_rollout(**settings)
+    data["next", "intrinsic_reward"] = torch.rand(*data.shape, 1, generator=torch.Generator().manual_seed(5))
+    return data
+
+
 def transition(t: int = 0, envs: int = 2, **changes: Any) -> dict[str, Any]:
     """Step ``t`` of some environments with the documented names; nothing ends."""
     sample = {

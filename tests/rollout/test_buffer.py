@@ -36,10 +36,3 @@ def test_a_shell_estimates_as_its_parts_do(name: str) -> None:
     assert plain.metrics() == shell.metrics()
     assert all(torch.equal(plain.rollout[key], shell.rollout[key]) for key in RESULTS)
     assert torch.equal(before, plain.rollout["advantage"]) is not estimator.follows_policy
-
-
-def test_an_estimator_that_says_nothing_is_refused() -> None:
-    buffer = RolloutBuffer(5, Estimator(), critic=both_values())
-    buffer.extend(make_rollout())
-    with pytest.raises(NotImplementedError, match="Estimator does not say how advantages are estimated"):
-        buffer.before_gradients()

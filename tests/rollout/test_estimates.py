@@ -1,41 +1,52 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data import TensorDictReplayBuffer
+from torch import nn
 
 from kit.golden import assert_near, cases
-from kit.rollouts import Recorder, brute_gae, brute_returns, estimated, holding, make_critic, make_rollout
+from kit.rollouts import (
+    Recorder,
+    brute_gae,
+    brute_returns,
+    estimated,
+    holding,
+    intrinsic,
+    linear_actor,
+    make_critic,
+    make_rollout,
+    torchrl_buffer,
+)
 from torchrl_lightning import (
     DiscountedReturns,
     GAEBuffer,
     GeneralizedAdvantages,
-    RolloutStorage,
-    RolloutWriter,
+    RolloutBuffer,
     VanillaOnPolicyBuffer,
     VTraceAdvantages,
+    VTraceBuffer,
 )
+from torchrl_lightning.rollout.estimates import Estimator
 
 FIELDS = ("reward", "value", "next_value", "terminated", "truncated")
 
 
 def golden_rollout(case: dict[str, torch.Tensor]) -> TensorDict:
     data = {key: case[key].unsqueeze(-1) for key in FIELDS}
-    terminated, truncated = data["terminated"].bool(), data["truncated"].bool()
-    steps, envs = case["reward"].shape
-    following = {
-        "reward": data["reward"],
-        "terminated": terminated,
-        "truncated": truncated,
-        "done": terminated | truncated,
-        "state_value": data["next_value"],
-    }
-    entries = {"action": torch.zeros(steps, envs), "state_value": data["value"], "next": following}
-    return TensorDict(entries, [steps, envs])
+    terminated, truncated = (data.pop(key).bool() for key in ("terminated", "truncated"))
+    flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+    following = {"reward": data["reward"], "state_value": data["next_value"], **flags}
+    entries = {"action": torch.zeros_like(case["reward"]), "state_value": data["value"], "next": following}
+    return TensorDict(entries, case["reward"].shape)
 
 
 def test_buffers_meet_the_golden_vectors() -> None:
@@ -133,28 +144,40 @@ def test_estimates_are_the_same_twice() -> None:
     torch.testing.assert_close(first["advantage"].std(), torch.tensor(1.0), atol=1e-4, rtol=0)
 
 
-def test_a_critic_that_gives_no_value_is_a_clear_error() -> None:
-    buffer = holding(GAEBuffer(5, critic=make_critic("other")))
-    with pytest.raises(KeyError, match="other"):
-        buffer.before_gradients()
-    buffer.critic = make_critic(scale=float("nan"))
-    with pytest.raises(ValueError, match="NaN"):
-        buffer.before_gradients()
-
-
-def test_policy_values_without_a_critic_need_one_only_for_cut_off_rows() -> None:
-    data = make_rollout(5, 3, state_value=torch.ones(5, 3, 1))
-    buffer = holding(GAEBuffer(5), data)
-    with pytest.raises(RuntimeError, match="successors"):
-        buffer.before_gradients()
+def test_values_of_the_policy_need_no_critic_where_nothing_is_cut_off() -> None:
     ended = torch.zeros(3, 5, 1, dtype=torch.bool)
     ended[:, -1] = True
-    for key in ("done", "terminated"):
-        data["next", key] = ended
-    data["next", "truncated"] = torch.zeros_like(ended)
-    data["is_init"] = torch.zeros_like(ended)
-    estimated(buffer, data)
-    assert buffer.rollout["advantage"].isfinite().all()
+    data = make_rollout(state_value=torch.ones(5, 3, 1), is_init=torch.zeros(5, 3, 1, dtype=torch.bool))
+    data["next"].update({"done": ended, "terminated": ended, "truncated": ~ended & ended})
+    assert estimated(GAEBuffer(5), data).rollout["advantage"].isfinite().all()
+
+
+POLICY = {"actor": linear_actor(), "critic": make_critic()}
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: estimated(GAEBuffer(5, critic=make_critic("other"))), KeyError, "other"),
+    (lambda: estimated(GAEBuffer(5, critic=make_critic(scale=math.nan))), ValueError, "NaN"),
+    (lambda: estimated(GAEBuffer(5), make_rollout(state_value=torch.ones(5, 3, 1))), RuntimeError, "successors"),
+    (lambda: holding(GAEBuffer(5, critic=make_critic())).normalize_int_rewards(), KeyError, "intrinsic_reward"),
+    (lambda: estimated(GAEBuffer(5, critic=make_critic()), intrinsic()), KeyError, "intrinsic_state_value"),
+    (lambda: estimated(VTraceBuffer(5)), RuntimeError, "actor is needed"),
+    (lambda: estimated(VTraceBuffer(5, actor=linear_actor())), RuntimeError, "there is no critic"),
+    (lambda: estimated(VTraceBuffer(5, actor=nn.Identity())), TypeError, "get_dist"),
+    (lambda: estimated(VTraceBuffer(5, **POLICY), without("action_log_prob")), KeyError, "return_log_prob"),
+    (lambda: estimated(RolloutBuffer(5, Estimator(), **POLICY)), NotImplementedError, "Estimator does not say how adv"),
+    (lambda: DiscountedReturns(bootstrap=False)(make_rollout().reshape(-1)), ValueError, "time_dim"),
+    (lambda: DiscountedReturns(bootstrap=False)(without(("next", "terminated"))), KeyError, "terminated"),
+    (lambda: VTraceAdvantages(critic=make_critic())(make_rollout()), RuntimeError, "actor"),
+]
+
+
+def without(*keys: Any) -> TensorDict:
+    return make_rollout().exclude(*keys)
+
+
+@pytest.mark.parametrize(("estimate", "error", "says"), REFUSED)
+def test_what_cannot_be_estimated_is_refused(estimate: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        estimate()
 
 
 def test_rollouts_that_were_appended_after_a_reset_do_not_leak() -> None:
@@ -188,16 +211,26 @@ def test_several_critics_have_their_own_targets() -> None:
     assert set(buffer.compute_advantages(both, {"a": torch.zeros(3, 1, 1), "b": torch.ones(3, 1, 1)})) == {"a", "b"}
 
 
+ACTING = {"actor": linear_actor()}
+TRANSFORMS = pytest.mark.parametrize(
+    ("transform", "twin"),
+    [
+        (GeneralizedAdvantages, GAEBuffer),
+        (partial(VTraceAdvantages, **ACTING), partial(VTraceBuffer, **ACTING)),
+    ],
+)
+
+
+@TRANSFORMS
 @pytest.mark.parametrize("how", ["call", "invert", "on_write"])
-def test_transforms_work_alone_and_in_a_torchrl_buffer(how: str) -> None:
+def test_transforms_work_alone_and_in_a_torchrl_buffer(transform: Any, twin: Any, how: str) -> None:
     data, critic = make_rollout(), make_critic()
-    expected = estimated(GAEBuffer(5, critic=make_critic(), standardize_advantages=False), data)
+    expected = estimated(twin(5, critic=critic, standardize_advantages=False), data)
     if how == "call":
-        out = GeneralizedAdvantages(critic=critic)(data).transpose(0, 1)
+        out = transform(critic=critic)(data).transpose(0, 1)
     else:
-        buffer = TensorDictReplayBuffer(storage=RolloutStorage(5), writer=RolloutWriter(), dim_extend=0, batch_size=4)
-        transform = GeneralizedAdvantages(critic=critic, on_write=how == "on_write")
-        buffer.append_transform(transform, invert=how == "invert")
+        buffer = torchrl_buffer()
+        buffer.append_transform(transform(critic=critic, on_write=how == "on_write"), invert=how == "invert")
         buffer.extend(data)
         assert "advantage" not in data.keys()  # noqa: SIM118
         out = buffer[:]
@@ -207,30 +240,15 @@ def test_transforms_work_alone_and_in_a_torchrl_buffer(how: str) -> None:
         torch.testing.assert_close(out[key], expected.rollout[key])
 
 
-def test_transforms_refuse_what_they_cannot_read() -> None:
-    flat = make_rollout().reshape(-1)
-    with pytest.raises(ValueError, match="time_dim"):
-        DiscountedReturns(bootstrap=False)(flat)
+@TRANSFORMS
+def test_renamed_keys(transform: Any, twin: Any) -> None:
     data = make_rollout()
-    del data["next", "terminated"]
-    with pytest.raises(KeyError, match="terminated"):
-        DiscountedReturns(bootstrap=False)(data)
-    with pytest.raises(RuntimeError, match="actor"):
-        VTraceAdvantages(critic=make_critic())(make_rollout())
-
-
-def test_renamed_keys() -> None:
-    data = make_rollout()
-    data["next", "bonus"] = data["next", "reward"]
-    out = GeneralizedAdvantages(
-        critic=make_critic(("nest", "value")),
-        reward_key=("next", "bonus"),
-        value_key=("nest", "value"),
-        advantage_key=("nest", "advantage"),
-        value_target_key="goal",
-    )(data)
-    plain = GeneralizedAdvantages(critic=make_critic())(make_rollout())
-    assert torch.equal(out["nest", "advantage"], plain["advantage"])
+    data["next", "bonus"] = data["next", "reward"].clone()
+    data["next", "reward"].zero_()
+    keys: dict[str, Any] = {"value_key": ("a", "value"), "advantage_key": ("a", "adv"), "value_target_key": "goal"}
+    out = transform(critic=make_critic(("a", "value")), reward_key=("next", "bonus"), **keys)(data)
+    plain = transform(critic=make_critic())(make_rollout())
+    assert torch.equal(out["a", "adv"], plain["advantage"])
     assert torch.equal(out["goal"], plain["value_target"])
 
 

@@ -18,23 +18,18 @@ from kit.rollouts import (
     categorical_actor,
     estimated,
     holding,
+    intrinsic,
     linear_actor,
     make_critic,
     make_rollout,
 )
-from torchrl_lightning import GAEBuffer, IntrinsicReturns, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
 from torchrl_lightning.estimators import IntrinsicRewardNormalizer
-
-
-def with_intrinsic(**kwargs) -> TensorDict:
-    data = make_rollout(**kwargs)
-    data["next", "intrinsic_reward"] = torch.rand(*data.shape, 1, generator=torch.Generator().manual_seed(5))
-    return data
 
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_the_intrinsic_stream_looks_across_episode_ends(separate: bool) -> None:
-    data = with_intrinsic(seed=2)
+    data = intrinsic(seed=2)
     critics = (
         {"critic": make_critic(), "intrinsic_critic": make_critic("intrinsic_state_value", 0.3)}
         if separate
@@ -58,7 +53,7 @@ def test_the_filter_of_intrinsic_rewards_tells_workers_apart() -> None:
     buffer = VanillaOnPolicyBuffer(5, gamma_intrinsic=0.8, critic=both_values())
     separate = IntrinsicRewardNormalizer(0.8)
     for turn, worker in enumerate((0, 1, 1, 0)):
-        data = with_intrinsic(seed=turn)
+        data = intrinsic(seed=turn)
         ids = worker * data.shape[0] + torch.arange(data.shape[0])
         data["collector", "env_ids"] = ids[:, None].expand(data.shape)
         estimated(buffer, data)
@@ -87,26 +82,11 @@ def test_normalised_intrinsic_rewards_meet_the_golden_vectors(direction: str) ->
         assert torch.equal(buffer.rollout["next", "intrinsic_reward"][..., 0], raw)
 
 
-def test_intrinsic_errors() -> None:
-    buffer = holding(GAEBuffer(5, critic=make_critic()))
-    with pytest.raises(KeyError, match="intrinsic_reward"):
-        buffer.normalize_int_rewards()
-    other = holding(GAEBuffer(5, critic=make_critic()), with_intrinsic())
-    with pytest.raises(KeyError, match="intrinsic_state_value"):
-        other.before_gradients()
-
-
 def test_annotated_rewards_count() -> None:
     buffer = holding(GAEBuffer(5, critic=both_values()))
     buffer.rollout["next", "intrinsic_reward"] = torch.rand(5, 3, 1)
     buffer.before_gradients()
     assert next(buffer.generate_batches(1))["intrinsic_advantage"].shape == (15, 1)
-
-
-def test_intrinsic_transform_alone() -> None:
-    data = with_intrinsic()
-    out = IntrinsicReturns(0.9, critic=both_values())(data)
-    assert out["intrinsic_advantage"].shape == (3, 5, 1)
 
 
 def test_vtrace_evaluates_the_current_policy_against_the_same_behaviour() -> None:
@@ -137,29 +117,6 @@ def test_vtrace_reports_the_policy_lag() -> None:
     estimated(buffer, data)
     assert "policy_lag" not in buffer.metrics()
     assert buffer.metrics(6)["policy_lag"] == 2.0
-
-
-def test_vtrace_needs_actor_critic_and_behaviour() -> None:
-    buffer = holding(VTraceBuffer(5))
-    with pytest.raises(RuntimeError, match="actor is needed"):
-        buffer.before_gradients()
-    buffer.actor = linear_actor()
-    with pytest.raises(RuntimeError, match="there is no critic"):
-        buffer.before_gradients()
-    other = VTraceBuffer(5, actor=linear_actor(), critic=make_critic())
-    data = make_rollout()
-    del data["action_log_prob"]
-    other.insert_data_slice(data)
-    with pytest.raises(KeyError, match="return_log_prob"):
-        other.before_gradients()
-    third = holding(VTraceBuffer(5, actor=nn.Identity(), critic=make_critic()))
-    with pytest.raises(TypeError, match="get_dist"):
-        third.before_gradients()
-
-
-def test_vtrace_with_intrinsic_rewards() -> None:
-    buffer = estimated(VTraceBuffer(5, actor=linear_actor(), critic=both_values()), with_intrinsic())
-    assert buffer.rollout["intrinsic_advantage"].isfinite().all()
 
 
 # ---- recurrent
