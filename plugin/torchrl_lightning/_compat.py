@@ -71,10 +71,9 @@ def put_entry(data: TensorDictBase, name: str, value: Tensor) -> None:
         data.set(name, value)
 
 
-def attached_to(buffer: Any) -> list[Any]:
-    """Return what is attached to a buffer's storage, and told which cells are written."""
-    entities = getattr(getattr(buffer, "storage", None), "_attached_entities_iter", None)
-    return [] if entities is None else list(entities())
+def attached(storage: Storage) -> Iterator[Any]:
+    """Yield what is attached to a storage, and told which cells are written."""
+    yield from storage._attached_entities_iter()
 
 
 class _NoLock:
@@ -199,11 +198,6 @@ class StorageBase(OwnFiles, LazyTensorStorage):
 
     def _empty(self) -> None:
         self.clear()
-
-
-def attached(storage: Any) -> Iterator[Any]:
-    """Yield what is attached to a storage, to hear of what is written."""
-    yield from storage._attached_entities_iter()
 
 
 class WriterBase(StateFiles, Writer):

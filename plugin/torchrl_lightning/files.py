@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +53,7 @@ def replaced_files(*paths: Path) -> Iterator[list[BinaryIO]]:
     for folder in folders:
         remove_leftovers(folder)
     with contextlib.ExitStack() as held:
-        temporary = [held.enter_context(_aside(path, _new_file)) for path in paths]
+        temporary = [held.enter_context(_aside(path, partial(Path.touch, exist_ok=False))) for path in paths]
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [stack.enter_context(path.open("r+b")) for path in temporary]
             yield files
@@ -89,10 +90,6 @@ def _aside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             yield path
         finally:
             _remove(path)
-
-
-def _new_file(path: Path) -> None:
-    path.touch(exist_ok=False)
 
 
 def _hold(path: Path, where_none_can: bool) -> contextlib.ExitStack | None:
@@ -232,6 +229,15 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}; a state holds tensors and scalars only.")
 
 
+def pieces(rows: Tensor | Rows) -> Iterator[Any]:
+    """Yield the bytes of rows, a bounded number at a time."""
+    step = max(1, _CHUNK // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().cpu().contiguous()
+        # A single number keeps the stride of its column.
+        yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
+
+
 def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, Any]:
     rows = value.unsqueeze(0) if isinstance(value, Tensor) and not value.ndim else value
     first = rows[:1]
@@ -239,11 +245,7 @@ def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, 
         raise TypeError(f"{path} has dtype {first.dtype}, which cannot be stored in a file.")
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     offset, checksum = file.tell(), 0
-    step = max(1, _CHUNK // max(1, first.nbytes))
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step].detach().cpu().contiguous()
-        # A single number keeps the stride of its column.
-        data: Any = part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
+    for data in pieces(rows):
         file.write(data)
         checksum = zlib.crc32(data, checksum)
     return {
@@ -312,9 +314,6 @@ class _Reader:
         if not size:
             return torch.empty(shape, dtype=dtype)
         part: Any = self.data[offset : offset + size]
-        checksum = 0
-        for start in range(0, size, _CHUNK):
-            checksum = zlib.crc32(part[start : start + _CHUNK], checksum)
-        if checksum != described["crc32"]:
+        if zlib.crc32(part) != described["crc32"]:
             raise ValueError("a checksum does not match")
         return torch.from_numpy(part).view(dtype).reshape(shape)

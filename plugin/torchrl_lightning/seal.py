@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_lightning.files import pieces
+
 SEAL = "checksums"  # the entry of a checkpoint that holds one for each of others
-_CHUNK = 1 << 24  # bytes
 _MOST, _DEPTH = 1_000_000, 64  # values and levels of a checkpoint
 
 
@@ -45,12 +46,7 @@ def _parts(node: Any) -> Iterator[Any]:
     elif isinstance(node, Tensor):
         yield f"{node.dtype} {list(node.shape)}".encode()
         if is_plain(node):
-            flat = node.detach().reshape(-1)
-            step = max(1, _CHUNK // max(1, flat.element_size()))
-            for start in range(0, len(flat), step):
-                part = flat[start : start + step].cpu().contiguous()
-                # A single number keeps the stride of its column.
-                yield part.as_strided(part.shape, [1]).view(torch.uint8).numpy()
+            yield from pieces(node.reshape(-1))
     elif node is None or type(node) in (bool, int, float, str):
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
     else:

@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from torchrl_lightning.ranges import (
@@ -50,24 +50,26 @@ class Setting:
     """A setting of a class: its type and default, what checks it, and the attribute that keeps it.
 
     Args:
-        name: What a user calls it.
-        attribute: What keeps it.
-        annotation: Its type, as it is written.
-        kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
         default: What it is unless it is given; ``inspect.Parameter.empty`` if it must be.
         make: Makes the default instead.
         kw_only: Whether it is given by name alone.
+        name: What a user calls it.
         kept: Whether it becomes an attribute; else it is handed to the constructor of the other bases.
+        init: Whether it is one; else the object makes the attribute of others.
+        attribute: What keeps it.
+        annotation: Its type, as it is written.
+        kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
     """
 
-    name: str
-    attribute: str
-    annotation: Any
-    kind: Any
     default: Any = _NOTHING
     make: Callable[[], Any] | None = None
     kw_only: bool = True
+    name: str = ""
     kept: bool = True
+    init: bool = True
+    attribute: str = ""
+    annotation: Any = None
+    kind: Any = Any
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -86,24 +88,12 @@ class Setting:
         return _check_of(self.kind)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What stands beside a setting in the class body."""
-
-    default: Any = _NOTHING
-    make: Callable[[], Any] | None = None
-    kw_only: bool = True
-    alias: str | None = None
-    kept: bool = True
-    init: bool = True
-
-
 def setting(
     *,
     default: Any = _NOTHING,
     factory: Callable[[], Any] | None = None,
     kw_only: bool = True,
-    alias: str | None = None,
+    alias: str = "",
     kept: bool = True,
 ) -> Any:
     """Declare a setting that is more than an annotation and a default.
@@ -115,12 +105,12 @@ def setting(
         alias: What a user calls it, where an attribute of this name is something else.
         kept: Whether it becomes an attribute; else it is handed, by name, to the constructor of the other bases.
     """
-    return _Written(default, factory, kw_only, alias, kept)
+    return Setting(default, factory, kw_only, alias, kept)
 
 
 def derived(*, init: Literal[False] = False) -> Any:
     """Declare an attribute that is no setting, also where a base has one: what the object makes of them."""
-    return _Written(init=init)
+    return Setting(init=init)
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(setting, derived))
@@ -181,12 +171,11 @@ def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
         if name not in vars(cls) or name.startswith("_") or str(annotation).startswith("ClassVar"):
             continue
         value = vars(cls)[name]
-        written = value if isinstance(value, _Written) else _Written(value)
+        written = value if isinstance(value, Setting) else Setting(value)
         delattr(cls, name)
         if written.init:
-            called, kind = written.alias or name, _meant(annotation, cls)
-            rest = (written.default, written.make, written.kw_only, written.kept)
-            found[called] = Setting(called, name, annotation, kind, *rest)
+            called, kind = written.name or name, _meant(annotation, cls)
+            found[called] = replace(written, name=called, attribute=name, annotation=annotation, kind=kind)
         else:
             made.add(name)
     return found, made

@@ -60,6 +60,7 @@ _OTHERS = {
         SelectTransform SignTransform SqueezeTransform StepCounter TimeMaxPool ToTensorImage UnsqueezeTransform
     """,
 }
+_COLLECTOR = "torchrl_lightning.collectors._base.CollectorBase"
 # Kinds of ours, by their bases: learners, planners, fits, transforms; streams; wrappers; buffers and their parts. What
 # has no such base is :class:`Nameable`.
 _KINDS = (
@@ -70,7 +71,7 @@ _KINDS = (
     "torchrl.data.replay_buffers.Storage",
     "torchrl.data.replay_buffers.Sampler",
     "torchrl.data.replay_buffers.Writer",
-    "torchrl_lightning.collectors._base.CollectorBase",
+    _COLLECTOR,
 )
 _ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
 _RECIPE = "torchrl_lightning.EnvironmentRecipe"
@@ -243,7 +244,7 @@ class _Reading:
             return
         if canonical == _RECIPE:
             yield from self._recipe(node, path)
-        elif _is_collector(named) and node.get("_partial_") is not True:
+        elif issubclass(named, _imported(_COLLECTOR)) and node.get("_partial_") is not True:
             yield f"{path or 'it'} builds a collector, which starts processes"
 
     def _argument(self, canonical: str, key: Any, value: Any, place: str, of_environment: bool) -> Iterator[str]:
@@ -267,7 +268,8 @@ class _Reading:
             target: Any = target_named(name) if type(name) is str else None
             if target is None:  # an id; or refused already, or the user's own
                 continue
-            if _canonical(target) not in known if known else not _is_wrapper(target):
+            wraps = issubclass(target, _imported("gymnasium.Wrapper", "torchrl.envs.Transform"))
+            if not (_canonical(target) in known if known else wraps):
                 what = "environment" if known else "wrapper"
                 yield f"{_shown(f'{path}.{place}' if path else place, name)} makes no {what}"
 
@@ -303,14 +305,9 @@ def _canonical(target: type[Any] | None) -> str:
 
 
 @cache
-def _names_of(package: str) -> frozenset[str]:
-    return frozenset(_OTHERS[package].split())
-
-
-@cache
 def _of_others(package: str, name: str) -> type[Any] | None:
     """Look a class of another package up in the package itself."""
-    target = getattr(import_module(package), name, None) if name in _names_of(package) else None
+    target = getattr(import_module(package), name, None) if name in _OTHERS[package].split() else None
     return target if isinstance(target, type) else None
 
 
@@ -319,27 +316,15 @@ def _ours(name: str) -> type[Any] | None:
     """Look a class up among our exports, and tell by its bases whether a file may name it."""
     package = sys.modules[_package()]
     target = getattr(package, name) if name in package.__all__ else None
-    if not isinstance(target, type) or not issubclass(target, (Nameable, *_kinds())):
+    if not isinstance(target, type) or not issubclass(target, (Nameable, *_imported(*_KINDS))):
         return None
     return target
 
 
 @cache
-def _kinds() -> tuple[type[Any], ...]:
-    return tuple(_imported(name) for name in _KINDS)
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
-
-
-def _is_collector(target: type[Any]) -> bool:
-    return issubclass(target, _imported("torchrl_lightning.collectors._base.CollectorBase"))
-
-
-def _is_wrapper(target: type[Any]) -> bool:
-    return issubclass(target, (_imported("gymnasium.Wrapper"), _imported("torchrl.envs.Transform")))
+def _imported(*names: str) -> tuple[type[Any], ...]:
+    places = (name.rpartition(".") for name in names)
+    return tuple(getattr(import_module(module), last) for module, _, last in places)
 
 
 @cache

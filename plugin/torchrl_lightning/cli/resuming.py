@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +97,7 @@ def kept_overrides(record: Record, path: str | Path) -> list[Override]:
         key = line.lstrip("+~").partition("=")[0]
         if re.match(r"hydra[./]", key):
             raise UsageError(f"{path}: its overrides are no settings of a run: {line!r}.")
-        if not _PLAIN.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64:
-            continue
-        if not record.holds(key):
+        if not _PLAIN.fullmatch(line) or len(re.findall(r"[\[{]", line)) > 64 or not record.holds(key):
             continue
         try:
             parsed = parser.parse_override(line)
@@ -324,41 +325,27 @@ def _changed(
     """Find the settings whose value is not the one that was kept; plain ones, or those with interpolations."""
     for key, value in kept.items():
         here = (*keys, key)
-        if key not in node:
-            if not interpolated:
-                yield here, value
+        child = node._get_node(key, validate_access=False)
+        inner = child if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing() else None
+        if inner is not None and isinstance(value, Mapping) and not inner._is_interpolation():
+            yield from _changed(inner, value, here, interpolated=interpolated)
             continue
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and isinstance(value, Mapping) and not OmegaConf.is_interpolation(node, key):
-            if child._is_none() or child._is_missing():
-                yield here, value
-            else:
-                yield from _changed(child, value, here, interpolated=interpolated)
-            continue
-        if OmegaConf.is_missing(node, key):
-            if not interpolated:
-                yield here, value
-            continue
-        text = str(OmegaConf.to_container(child)) if OmegaConf.is_config(child) else str(node._get_node(key))
+        text = str(OmegaConf.to_container(child) if OmegaConf.is_config(child) else child)
         if ("${" in text) != interpolated:
             continue
         try:
-            now = plain(OmegaConf.create({"value": node[key]}))["value"]
+            lacks = child is None or OmegaConf.is_missing(node, key)
+            if lacks or plain(OmegaConf.create({"value": node[key]}))["value"] != value:
+                yield here, value
         except OmegaConfBaseException:
             continue  # it is known in a running job alone, as the folder is
-        if now != value:
-            yield here, value
 
 
 def _assign(config: DictConfig, keys: Collection[str], value: Any) -> None:
     """Set a value, unless this command has removed what holds it or its class no longer has it."""
     *path, last = keys
-    node: Any = config
-    for key in path:
-        node = node.get(key) if isinstance(node, DictConfig) else None
-    if isinstance(node, DictConfig):
-        try:
-            with open_dict(node):
-                node[last] = value
-        except OmegaConfBaseException:
-            return
+    with suppress(OmegaConfBaseException, TypeError):
+        holder: Any = reduce(getitem, path, config)
+        if isinstance(holder, DictConfig):
+            with open_dict(holder):
+                holder[last] = value

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchrl_lightning._compat import attached_to
+from torchrl_lightning._compat import attached
 from torchrl_lightning.ranges import fraction
 
 B = TypeVar("B")
@@ -81,7 +81,8 @@ def _applied(buffer: Any) -> Iterator[float]:
     """Yield the discounts that make a difference to what is read: that of single steps makes none."""
     if getattr(buffer, "n_steps", 2) > 1 and hasattr(buffer, "gamma"):
         yield buffer.gamma
-    for returns in attached_to(buffer):
+    storage = getattr(buffer, "storage", None)
+    for returns in () if storage is None else attached(storage):
         if returns is not buffer and hasattr(returns, "gamma"):
             yield returns.gamma
 
