@@ -36,23 +36,33 @@ PRIMITIVES = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Parts of one base class: the group of their configs, what their names leave out, and directives for Hydra."""
+    """Parts of one base class.
+
+    Attributes:
+        group: That of their configs.
+        base: The class.
+        ending: What their names leave out.
+        directives: Those for Hydra.
+        torchrl: TorchRL's groups, which have them, too.
+    """
 
     group: str
     base: str
     ending: str = ""
     directives: dict[str, bool] = dataclasses.field(default_factory=dict)
+    torchrl: tuple[str, ...] = ()
 
 
 FINISHED = {"partial": True}  # by a program, which hands the rest over
 KINDS = (
-    Kind("storage", "torchrl.data.replay_buffers.Storage", "Storage"),
-    Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer"),
-    Kind("sampler", "torchrl.data.replay_buffers.Sampler", "Sampler"),
-    Kind("value", f"{NAME}.rollout.advantages.AdvantageTransform"),
+    Kind("storage", "torchrl.data.replay_buffers.Storage", "Storage", torchrl=("storage",)),
+    Kind("writer", "torchrl.data.replay_buffers.Writer", "Writer", torchrl=("writer",)),
+    Kind("sampler", "torchrl.data.replay_buffers.Sampler", "Sampler", torchrl=("sampler",)),
+    # Also the module of TorchRL's ModuleTransform, which its group ``value`` is for.
+    Kind("value", f"{NAME}.rollout.advantages.AdvantageTransform", torchrl=("transform", "value")),
     Kind("estimator", f"{NAME}.rollout.estimates.Estimator"),
-    Kind("transform", "torchrl.envs.Transform", "Transform"),
-    Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED),
+    Kind("transform", "torchrl.envs.Transform", "Transform", torchrl=("transform",)),
+    Kind("buffer", "torchrl.data.ReplayBuffer", "(OnPolicy|Replay)?Buffer", FINISHED, ("replay_buffer",)),
     Kind("source", f"{NAME}.BranchedReplay", "Replay", FINISHED),
     Kind("data", f"{NAME}.ExperienceDataModule", "DataModule"),
     Kind("env", f"{NAME}.EnvironmentRecipe", directives={"recursive": False}),  # which builds what it is made of
@@ -63,15 +73,7 @@ KINDS = (
     Kind("planner", f"{NAME}.learn.planners.ShootingPlanner", "Planner", FINISHED),
     Kind("callback", "lightning.pytorch.Callback"),
 )
-# TorchRL's groups, which have ours, too.
-REGISTERED = {
-    "storage": "`storage`",
-    "writer": "`writer`",
-    "sampler": "`sampler`",
-    "value": "`transform`, `value`",
-    "transform": "`transform`",
-    "buffer": "`replay_buffer`",
-}
+TORCHRL = {kind.group: kind.torchrl for kind in KINDS if kind.torchrl}
 # Lightning's own, whose callbacks and loggers have groups of their own.
 TRAINER = ("lightning.Trainer", "trainer", "trainer", ("callbacks", "logger"))
 
@@ -226,12 +228,13 @@ def formatted(source: str) -> str:
 
 def guide(described: dict[str, Any]) -> str:
     """Put the table of names into the guide's page: each part by the first line of its docstring."""
-    rows = [
-        f"| {groups} | `{part['name']}` (`{target.rpartition('.')[2]}`) | {_summary(imported(target))} |\n"
-        for kind, groups in REGISTERED.items()
-        for target, part in described.items()
-        if part["group"] == kind
-    ]
+    rows = []
+    for kind, groups in TORCHRL.items():
+        named = ", ".join(f"`{group}`" for group in groups)
+        for target, part in described.items():
+            if part["group"] == kind:
+                name, summary = target.rpartition(".")[2], _summary(imported(target))
+                rows.append(f"| {named} | `{part['name']}` (`{name}`) | {summary} |\n")
     before, _, rest = GUIDE.read_text().partition(HEAD)
     return before + HEAD + "".join(rows) + "\n" + rest.partition("\n\n")[2]
 
@@ -242,7 +245,7 @@ def _summary(component: type) -> str:
 
 
 def data(names: dict[str, dict[str, str]], described: dict[str, Any]) -> str:
-    return json.dumps({"exports": names, "parts": described}, indent=1) + "\n"
+    return json.dumps({"exports": names, "torchrl": TORCHRL, "parts": described}, indent=1) + "\n"
 
 
 def main() -> None:

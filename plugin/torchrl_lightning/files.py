@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.seal import pieces
+
 try:
     import fcntl
 except ImportError:  # not on this system
@@ -34,7 +36,6 @@ DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-_CHUNK = 1 << 24  # bytes
 _MANIFEST_LIMIT = 1 << 26
 _ALIGNMENT = 64
 _BINARY = re.compile(r"state-[0-9a-f]{16}\.bin")
@@ -227,15 +228,6 @@ def _encode(value: Any, file: BinaryIO, path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{path} is a {type(value).__name__}; a state holds tensors and scalars only.")
-
-
-def pieces(rows: Tensor | Rows) -> Iterator[Any]:
-    """Yield the bytes of rows, a bounded number at a time."""
-    step = max(1, _CHUNK // max(1, rows[:1].nbytes))
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step].detach().cpu().contiguous()
-        # A single number keeps the stride of its column.
-        yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
 
 
 def _write_tensor(value: Tensor | Rows, file: BinaryIO, path: str) -> dict[str, Any]:

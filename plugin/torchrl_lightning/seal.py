@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_lightning.files import pieces
-
 SEAL = "checksums"  # the entry of a checkpoint that holds one for each of others
+_CHUNK = 1 << 24  # bytes
 _MOST, _DEPTH = 1_000_000, 64  # values and levels of a checkpoint
 
 
@@ -51,6 +50,15 @@ def _parts(node: Any) -> Iterator[Any]:
         yield f"{type(node).__name__} {node!r}".encode(errors="replace")
     else:
         yield f"a {type(node).__name__}".encode()
+
+
+def pieces(rows: Any) -> Iterator[Any]:
+    """Yield the bytes of rows, a bounded number at a time."""
+    step = max(1, _CHUNK // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().cpu().contiguous()
+        # A single number keeps the stride of its column.
+        yield part.as_strided([part.numel()], [1]).view(torch.uint8).numpy()
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -18,24 +18,22 @@ from torchrl_lightning._schemas import config_class
 
 PREFIX = "torchrl_lightning_"
 PROVIDER = "torchrl-lightning"
-# TorchRL's kind of each of ours, and its groups. An estimator is a transform, and also the module of TorchRL's
-# ModuleTransform, which the group ``value`` is for.
-_KINDS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "storage": (StorageConfig, ("storage",)),
-    "writer": (WriterConfig, ("writer",)),
-    "sampler": (SamplerConfig, ("sampler",)),
-    "transform": (TransformConfig, ("transform",)),
-    "value": (TransformConfig, ("transform", "value")),
-    "buffer": (ReplayBufferBaseConfig, ("replay_buffer",)),
+# What TorchRL's groups hold.
+_KINDS: dict[str, type[Any]] = {
+    "storage": StorageConfig,
+    "writer": WriterConfig,
+    "sampler": SamplerConfig,
+    "transform": TransformConfig,
+    "replay_buffer": ReplayBufferBaseConfig,
 }
 
 
 def _components() -> dict[str, dict[str, type[Any]]]:
     found: dict[str, dict[str, type[Any]]] = {}
     for target, part in wiring()["parts"].items():
-        base, groups = _KINDS.get(part["group"], (None, ()))
-        if base is not None:
-            config = config_class(target, f"{target.rpartition('.')[2]}Config", bases=(base,), partial=False)
+        if groups := wiring()["torchrl"].get(part["group"]):
+            bases = (_KINDS[groups[0]],)
+            config = config_class(target, f"{target.rpartition('.')[2]}Config", bases=bases, partial=False)
             for group in groups:
                 found.setdefault(group, {})[part["name"]] = config
     return found
