@@ -25,7 +25,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_lightning.files import OwnFiles, StateFiles
-from torchrl_lightning.parts import OwnGenerator, OwnSignature, is_spawning, packed, unpacked
+from torchrl_lightning.parts import OwnGenerator, OwnSignature, is_spawning
 
 T = TypeVar("T")
 C = TypeVar("C", bound=TensorClass)
@@ -295,17 +295,13 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         self._order_prefetch()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        if is_spawning():
-            state["_rng"] = None
-            state["spawned_rng"] = packed(self._rng)
-        return state
+        return {**super().__getstate__(), "_rng": None, "own_rng": self._rng}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        generator = state.pop("spawned_rng", None)
+        generator = state.pop("own_rng")
         super().__setstate__(state)
         if generator is not None:
-            self.set_rng(unpacked(*generator))
+            self.set_rng(generator)
         self._order_prefetch()
 
     def _order_prefetch(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -31,15 +32,13 @@ def is_spawning() -> bool:
     return get_spawning_popen() is not None
 
 
-def packed(generator: torch.Generator) -> Any:
-    """Return a generator as what can be sent to a process that is being started."""
-    # A tensor that exists only while a process starts loses its file before the process opens it: numpy arrays travel.
-    return str(generator.device), generator.get_state().numpy()
-
-
-def unpacked(device: str, state: Any) -> torch.Generator:
-    """Build the generator that :func:`packed` took apart."""
+def _built(device: str, state: Any) -> torch.Generator:
     return torch.Generator(device).set_state(torch.from_numpy(state))
+
+
+# To processes travels what numpy holds: a tensor that exists only while a process starts loses its file before the
+# process opens it.
+ForkingPickler.register(torch.Generator, lambda each: (_built, (str(each.device), each.get_state().numpy())))
 
 
 def fresh_generator() -> torch.Generator:
@@ -64,11 +63,4 @@ class OwnGenerator:
         self._own_rng = value
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._own_rng is None or not is_spawning():
-            return dict(self.__dict__)
-        return {**self.__dict__, "_own_rng": packed(self._own_rng)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self._own_rng, tuple):
-            self._own_rng = unpacked(*self._own_rng)
+        return dict(self.__dict__)  # TorchRL's samplers refuse to travel, and leave their generator out
