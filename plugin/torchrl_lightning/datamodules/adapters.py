@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.entries import is_tensordict
-from torchrl_lightning.updates import UpdateBatches
 
 
 class Batches:
@@ -39,12 +38,11 @@ class Batches:
 
 
 def is_there(batch: Any, device: torch.device) -> bool:
-    """Return whether a batch need not be moved to a device, because it lies there, or moves its parts itself."""
-    if isinstance(batch, UpdateBatches):
-        return True
-    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor)) if is_tensordict(batch) else ()
-    leaf = next(iter(tensors), None)
-    return leaf is not None and leaf.device == device
+    """Return whether a batch lies on a device, as the first tensor of a TensorDict tells."""
+    for value in batch.values() if is_tensordict(batch) else ():
+        if isinstance(value, torch.Tensor):
+            return value.device == device
+    return False
 
 
 def reopen_epoch(trainer: Trainer) -> None:

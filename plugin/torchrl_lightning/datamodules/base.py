@@ -483,12 +483,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         yield self.evaluate(self._module().policy)
 
     def _module(self) -> Any:
+        """Return the module that is fitted, or that is evaluated."""
         return acting(self.trainer, type(self).__name__)
-
-    def _require_buffer(self) -> Any:
-        if self.buffer is None:
-            raise RuntimeError("the buffer is built in setup('fit'); iterate the loader through Trainer.fit.")
-        return self.buffer
 
     def __str__(self) -> str:
         # Lightning's own version iterates the loaders, which would step the environments.

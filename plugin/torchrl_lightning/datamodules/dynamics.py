@@ -28,7 +28,6 @@ from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.environments.origins import ring_ids
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
-from torchrl_lightning.replay import ExperienceBuffer
 from torchrl_lightning.settings import Count, Positive, derived, setting
 from torchrl_lightning.state import mapping, whole
 from torchrl_lightning.stated import Kept, Nested
@@ -129,7 +128,6 @@ class DynamicsDataModule(ExperienceDataModule):
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self.epochs_of_fit = 0
-        self.buffer: ExperienceBuffer | None = None
         self._targets: DynamicsTargets | None = None
         self._order_seed = 0
         self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
@@ -239,7 +237,7 @@ class DynamicsDataModule(ExperienceDataModule):
             if not self._collect_frames(module.policy):
                 return
             collected = time.perf_counter()
-            self.split.extend(self._require_buffer().writer)
+            self.split.extend(self.buffer.writer)
             self._read(fit=True)
             self._metrics = {
                 "time/collect": collected - began,
@@ -247,8 +245,8 @@ class DynamicsDataModule(ExperienceDataModule):
                 **self._episodes.summary(),
             }
             if isinstance(module, ChecksTransitions):
-                storage = self._require_buffer().storage
-                module.check_transitions(storage.get(self._require_buffer().writer.rings.filled_cells()))
+                storage = self.buffer.storage
+                module.check_transitions(storage.get(self.buffer.writer.rings.filled_cells()))
             if isinstance(module, Fits):
                 module.begin_fit(self.targets)
         self.epochs_of_fit += 1
@@ -270,7 +268,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def _collect_frames(self, policy: Any) -> bool:
         """Collect what the next fit waits for; return False when the collector has ended."""
-        buffer = self._require_buffer()
+        buffer = self.buffer
         due = self.warmup_frames + self.fits * self.frames_per_fit
         due = due if self.total_frames < 0 else min(due, self.total_frames)
         while True:
@@ -287,7 +285,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def _read(self, *, fit: bool = False) -> None:
         """Read both parts of what is stored, standardised; for a new fit, by what its training part says."""
-        buffer, targets = self._require_buffer(), self.targets
+        buffer, targets = self.buffer, self.targets
         cells = buffer.writer.rings.filled_cells()
         training, validation = self.split.parts(cells[targets.usable(buffer.storage.get(cells))])
         if len(training) < self.batch_size:
@@ -377,7 +375,7 @@ class DynamicsDataModule(ExperienceDataModule):
         return {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
 
     def _load_parts(self, own: dict[str, Any]) -> None:
-        self._require_buffer().load_state_dict(own["buffer"])
+        self.buffer.load_state_dict(own["buffer"])
 
     def _loaded(self, own: dict[str, Any]) -> None:
         super()._loaded(own)

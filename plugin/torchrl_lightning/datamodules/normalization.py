@@ -35,6 +35,7 @@ class Normalization:
 
     def __init__(self, observation: bool | Sequence[NestedKey], reward: bool, clip: float) -> None:
         self.observation, self.reward, self.clip = observation, reward, float(clip)
+        self.is_on = bool(observation) or reward
         self._normalizer: ObservationNormalizer | None = None
         self._scale = RewardScale(self.clip)
         self._rows: dict[NestedKey, list[Tensor]] = {}  # observations that were noted
@@ -46,9 +47,6 @@ class Normalization:
         self._last: TensorDictBase | None = None
         self._observed: list[tuple[list[Tensor], Tensor]] = []
         self._ends: list[Tensor] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.observation) or self.reward
 
     # ------------------------------------------------------------------ what the learner sees
 
@@ -76,7 +74,7 @@ class Normalization:
         Its observations are those that the policy acted on, with the statistics before it; the rewards are scaled by
         those with it.
         """
-        if not self:
+        if not self.is_on:
             return rollout
         seen = rollout.copy()
         if self._normalizer is not None:

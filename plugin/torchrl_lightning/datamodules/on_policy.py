@@ -90,7 +90,6 @@ class OnPolicyDataModule(ExperienceDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_mini_batch, self.mini_batch_size = self._mini_batches(self.num_mini_batch, self.mini_batch_size)
-        self.buffer: RolloutBuffer | None = None
         self._place: dict[str, Any] | None = None  # which epoch the rollout is for, and how far its passes have come
         self._resumed: dict[str, Any] | None = None  # the place that a checkpoint was written at
 
@@ -147,7 +146,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         self._resumed = self._place
 
     def _epoch(self) -> Iterator[TensorDictBase]:
-        module, buffer = self._module(), self._require_buffer()
+        module, buffer = self._module(), self.buffer
         trainer: Any = self.trainer
         length, served = self._epoch_length(), self._batches_served()
         learner = (module.policy, getattr(module, "critic", None))
@@ -238,7 +237,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return number, size
 
     def _collector_options(self) -> dict[str, Any]:
-        options, replay = super()._collector_options(), self._require_buffer().replay
+        options, replay = super()._collector_options(), self.buffer.replay
         if replay is not None and not isinstance(self._environments.built(), EnvBase):  # there wrap_env() replays
             options["replay"] = replay
         return options
@@ -256,10 +255,10 @@ class OnPolicyDataModule(ExperienceDataModule):
         return {**options, "replay": replay}
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
-        return self._require_buffer().wrap_env(env)
+        return self.buffer.wrap_env(env)
 
     def _wrap_policy(self, policy: Any) -> Any:
-        return self._require_buffer().wrap_policy(policy)
+        return self.buffer.wrap_policy(policy)
 
     def _checked(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> TensorDictBase:
         """Return the rollout ``[N, T]`` or say what is wrong with it."""
@@ -279,7 +278,7 @@ class OnPolicyDataModule(ExperienceDataModule):
         return rollout
 
     def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
-        buffer = self._require_buffer()
+        buffer = self.buffer
         figures = buffer.metrics(getattr(self.collector, "policy_version", None))
         self._metrics = {"time/collect": collect, "time/estimate": estimate, **figures}
         ids = env_ids(rollout)

@@ -8,8 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -23,8 +22,7 @@ from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, check_dataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import build_buffer, check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
-from torchrl_lightning.datamodules.learner import RewritesStates
-from torchrl_lightning.datamodules.mixed_replay import BatchSource, Prepares
+from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
 from torchrl_lightning.datamodules.update_clock import UpdateClock
@@ -139,17 +137,16 @@ class ReplayDataModule(ExperienceDataModule):
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
         self.frames_per_batch = self.num_envs if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
-        self.buffer: ExperienceBuffer | None = None
         self._updates = UpdateClock(self.frames_per_update)
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
-        self._source: BatchSource | None = None
+        self._source: Any = None  # a BatchSource, from setup on
         self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
         self._lent: LentSteps | None = None  # that were written last
         self._lends_rows = False  # whether the collector delivers its steps in the layout of the rings
         self._is_drawn = False  # whether a batch is on its way to the module
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
-        self._rewrites: RewritesStates | None = None
+        self._rewritten: Callable[[Any], Sequence[NestedKey]] = lambda batch: ()  # keys that the learner rewrites
         self._gamma = 0.99
         self._hooks = ReplayHooks(self)
         self._seconds: dict[str, float] = {}  # of this epoch
@@ -201,11 +198,16 @@ class ReplayDataModule(ExperienceDataModule):
         if self._source is None:
             self._source = self._source_over(buffer, self._learner)
         learner = self._learner
-        self._prepare = self._source.prepare if isinstance(self._source, Prepares) else None
-        self._rewrites = learner if isinstance(learner, RewritesStates) else None
+        self._prepare = getattr(self._source, "prepare", None)
+        self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
         self._gamma = discount_of(learner, buffer)
         if learner is not None:
-            self._check_module(learner)
+            if self.updates_per_step > 1 and learner.automatic_optimization:
+                raise ValueError(
+                    f"updates_per_step={self.updates_per_step} needs a module that makes several updates in a step, "
+                    f"but {type(learner).__name__} has automatic_optimization=True. Optimize manually, once for each "
+                    "batch of updates_of(batch), or take updates_per_step=1."
+                )
             self._hooks.attach(learner.trainer)
         if not len(buffer) and not self.updates:
             buffer.generator.manual_seed(self._spawn_seed("buffer"))
@@ -228,14 +230,6 @@ class ReplayDataModule(ExperienceDataModule):
         if self.dataset is not None:
             check_dataset(self.dataset)
 
-    def _check_module(self, module: Any) -> None:
-        if self.updates_per_step > 1 and module.automatic_optimization:
-            raise ValueError(
-                f"updates_per_step={self.updates_per_step} needs a module that makes several updates in a step, but "
-                f"{type(module).__name__} has automatic_optimization=True. Optimize manually, once for each batch of "
-                "updates_of(batch), or take updates_per_step=1."
-            )
-
     # ------------------------------------------------------------------ the stream
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -245,57 +239,53 @@ class ReplayDataModule(ExperienceDataModule):
         return batch
 
     def _epoch(self) -> Iterator[TensorDictBase | UpdateBatches]:
+        module = self._module()
         self._feed.restore_rng()
         dataset, self._dataset = self._dataset, None
-        if dataset is not None and not len(self._require_buffer()):  # a checkpoint has not brought it
-            dataset.write(self._module().policy, self._note if self._normalization and not self.updates else None)
+        if dataset is not None and not len(self.buffer):  # a checkpoint has not brought it
+            dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
         size = self.updates_per_step
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        update, in_epoch = self._batches_served() * size + self._updates.in_step, self.updates_per_epoch
-        end = min(self._epoch_length() * size, in_epoch)
+        update = self._batches_served() * size + self._updates.in_step
+        end = min(self._epoch_length() * size, self.updates_per_epoch)
         while update < end:
             behind = min(update - update % size + size, end)
-            batches = self._draws(update % size, behind - update, behind == end)
-            first = next(batches, None)
-            if first is None:
-                return
-            yield first if size == 1 else UpdateBatches(chain((first,), batches))
-            update = behind
-
-    def _draws(self, made: int, count: int, ends_epoch: bool) -> Iterator[TensorDictBase]:
-        """Yield the batches of the ``count`` updates left of a step (``made`` are made), each when it begins."""
-        for number in range(count):
-            if number > 0:
-                self.take_back()
-            self._updates.in_step = made + number
-            batch = _outside_autocast(self._draw) if number > 0 else self._draw()
+            batch = self._draw(module, update, end)
             if batch is None:
                 return
-            is_spent = self._is_spent()
-            if is_spent or (ends_epoch and number + 1 == count):
-                self._metrics = {**self._seconds, **self._episodes.summary()}
-            if is_spent and self.trainer is not None:
-                self.trainer.should_stop = True
-            if self.updates_per_step > 1:  # of a single batch, Lightning takes care itself
-                batch = self._transferred(batch)
-            yield batch
-            if is_spent:
-                return
+            if size == 1:
+                yield batch
+            else:
+                yield UpdateBatches(self._of_step(module, self._transferred(batch), range(update + 1, behind), end))
+            update = behind
 
-    def _draw(self) -> TensorDictBase | None:
-        """Collect what the next update waits for, and return its batch; None when the collector has ended."""
-        buffer = self._require_buffer()
+    def _of_step(self, module: Any, first: TensorDictBase, later: range, end: int) -> Iterator[TensorDictBase]:
+        """Yield the batches of a step, each when its update begins."""
+        yield first
+        for update in later:
+            if self._is_spent():
+                return
+            self.take_back()
+            with outside_autocast():
+                batch = self._draw(module, update, end)
+            if batch is None:
+                return
+            yield self._transferred(batch)
+
+    def _draw(self, module: Any, update: int, end: int) -> TensorDictBase | None:
+        """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
+        self._updates.in_step = update % self.updates_per_step
         began = time.perf_counter()
-        while self._waits_for_frames() or not len(buffer):
-            if not self._collect_frames(self._module(), buffer):
+        while self._waits_for_frames() or not len(self.buffer):
+            if not self._collect_frames(module):
                 return None
         drawing = time.perf_counter()
         batch, self._resumed = self._resumed, None
         if batch is None:
             if self._prepare is not None:
-                self._prepare(self._module())
-            batch = self._require_source().draw(self.batch_size)
-            if self._normalization:
+                self._prepare(module)
+            batch = self._source.draw(self.batch_size)
+            if self._normalization.is_on:
                 self._normalization.advance_if_due()
                 self._normalization.normalize_(batch)
         self._snapshot = None
@@ -303,15 +293,19 @@ class ReplayDataModule(ExperienceDataModule):
         self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
+        is_spent = self._is_spent()
+        if is_spent or update + 1 == end:
+            self._metrics = {**self._seconds, **self._episodes.summary()}
+        if is_spent and self.trainer is not None:
+            self.trainer.should_stop = True
         return batch
 
-    def _transferred(self, batch: TensorDictBase) -> TensorDictBase:
+    def _transferred(self, batch: TensorDictBase) -> Any:
         """Do to a batch of several what Lightning does to a batch."""
         batch = self.on_before_batch_transfer(batch, 0)
         if self.trainer is not None:
             batch = self.transfer_batch_to_device(batch, self.trainer.strategy.root_device, 0)
-        moved: TensorDictBase = self.on_after_batch_transfer(batch, 0)
-        return moved
+        return self.on_after_batch_transfer(batch, 0)
 
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than there are."""
@@ -322,14 +316,14 @@ class ReplayDataModule(ExperienceDataModule):
         """Return whether all frames are collected and all updates that they allow are served."""
         return self._clock.is_spent and self._waits_for_frames()
 
-    def _collect_frames(self, module: Any, buffer: ExperienceBuffer) -> bool:
+    def _collect_frames(self, module: Any) -> bool:
         """Step the environments once more; return False when the collector has ended."""
         rollout = self._next_rollout(module.policy)
         if rollout is None:
             return False
         steps: Steps | LentSteps
         if not self._lends_rows:
-            steps = Steps(self._feed.numbered(rollout), self.num_envs, left_out_of(buffer))
+            steps = Steps(self._feed.numbered(rollout), self.num_envs, left_out_of(self.buffer))
         elif self._lent is not None and self._lent.rows is rollout:
             steps = self._lent
         else:
@@ -337,11 +331,11 @@ class ReplayDataModule(ExperienceDataModule):
         self._clock.add(rollout.numel(), self.world_size, steps.ends["replayed"])
         self._snapshot = None
         self._episodes.add(**steps.ends, env_ids=steps.ids, cut=self.reset_at_each_batch)
-        if self._normalization:
+        if self._normalization.is_on:
             self._note(steps.rollout, steps.ids, cut=self.reset_at_each_batch)
         if self.reset_at_each_batch:
             cut_off(steps.rollout)
-        steps.write(buffer)
+        steps.write(self.buffer)
         return True
 
     def _note(self, rollout: TensorDictBase, ids: Tensor | None, *, cut: bool = False) -> None:
@@ -349,9 +343,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _rollouts(self, collector: Any) -> Iterator[TensorDictBase]:
         """Return a stream whose memory, in the layout of the rings, is the same each time, where that is possible."""
-        buffer = self._require_buffer()
-        self._lends_rows = buffer.takes_rows and getattr(collector, "lends_rows", False)
-        return collector.reused_rows(left_out_of(buffer)) if self._lends_rows else super()._rollouts(collector)
+        self._lends_rows = self.buffer.takes_rows and getattr(collector, "lends_rows", False)
+        return collector.reused_rows(left_out_of(self.buffer)) if self._lends_rows else super()._rollouts(collector)
 
     def take_back(self) -> None:
         """Hand priorities and rewritten entries of the batch that was learned from to the buffer.
@@ -363,18 +356,10 @@ class ReplayDataModule(ExperienceDataModule):
         if batch is None:
             return
         self._snapshot = None
-        source = self._require_source()
-        source.update_tensordict_priority(batch)
-        keys = self.write_back
-        if keys is None and self._rewrites is not None:
-            keys = self._rewrites.rewritten_keys(batch)
+        self._source.update_tensordict_priority(batch)
+        keys = self._rewritten(batch) if self.write_back is None else self.write_back
         if keys:
-            source.write_back(batch, keys)
-
-    def _require_source(self) -> BatchSource:
-        if self._source is None:
-            raise RuntimeError("the source is built in setup('fit'); iterate the loader through Trainer.fit.")
-        return self._source
+            self._source.write_back(batch, keys)
 
     def _source_over(self, buffer: ExperienceBuffer, learner: Any) -> BatchSource:
         """Build what batches are drawn from; refuse what cannot be drawn from."""
@@ -383,7 +368,7 @@ class ReplayDataModule(ExperienceDataModule):
         wanted = [name for name in vars(BatchSource) if not name.startswith("_")]
         if lacking := [name for name in wanted if getattr(source, name, None) is None]:
             raise TypeError(f"source= gave a {type(source).__name__}, which has no {', '.join(lacking)}.")
-        if isinstance(source, Prepares) and self.normalize_observation:
+        if self.normalize_observation and getattr(source, "prepare", None) is not None:
             raise ValueError(
                 f"{type(source).__name__} shows the module what is stored, but normalize_observation has it "
                 "learn from other numbers; leave it out."
@@ -412,7 +397,7 @@ class ReplayDataModule(ExperienceDataModule):
     def imagines(self, learner: Any) -> bool:
         """Return whether batches hold what a learner's world model imagines."""
         source = self._source or self._source_over(self._any_buffer(learner), learner)
-        return isinstance(source, Prepares)
+        return getattr(source, "prepare", None) is not None
 
     def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> ExperienceBuffer:
         """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
@@ -423,7 +408,7 @@ class ReplayDataModule(ExperienceDataModule):
     def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._kept == "none":
             return {}
-        state = {} if self.make_source is None else {"source": self._require_source().state_dict()}
+        state = {} if self.make_source is None else {"source": self._source.state_dict()}
         if self._kept == "inside":
             return {**state, "buffer": self.buffer.state_dict()}
         return state if self._snapshot is None else {**state, "snapshot": self._snapshot}
@@ -476,14 +461,12 @@ class ReplayDataModule(ExperienceDataModule):
         return self._snapshots
 
 
-def _outside_autocast(draw: Callable[[], TensorDictBase | None]) -> TensorDictBase | None:
-    """Act with the weights as they are now, where a step with mixed precision goes on around this call."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        return draw()
-    # It keeps copies of the weights, which the update has outdated.
-    torch.clear_autocast_cache()
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Act with the weights as they are now, where a step with mixed precision goes on around this."""
     with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return draw()
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                torch.clear_autocast_cache()  # of copies of the weights, which the update has outdated
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
