@@ -71,15 +71,49 @@ def test_a_checkpoint_of_the_command_is_all_that_is_needed(trained, tmp_path):
     acted = policy(batch.copy())["action"]
     assert torch.equal(acted, best_actions(module, batch))
     assert not any(parameter.requires_grad for parameter in policy.parameters())
-    # In an environment of one's own, without a trainer.
-    env = gymnasium.make("CartPole-v1")
-    first, _ = env.reset(seed=0)
-    action = policy(TensorDict({"observation": torch.as_tensor(first)}, []))["action"]
-    assert env.action_space.contains(action.numpy())
     assert play_episodes("CartPole-v1", policy, 1, seed=0)["episode_length"] > 5
     # One that samples is an option.
     policy = load_policy(path, deterministic=False)
     assert len({str(policy(batch.copy())["action"].tolist()) for _ in range(5)}) > 1
+
+
+def test_it_acts_on_what_an_environment_shows(trained):
+    policy = load_policy(trained[0])
+    env = gymnasium.make("CartPole-v1")
+    first, _ = env.reset(seed=0)
+    action = policy.act(first)
+    assert action.shape == ()
+    assert env.action_space.contains(action)
+    assert action in {0: "left", 1: "right"}
+    batch = observations()
+    assert policy.act(batch["observation"].numpy(), starts=True).tolist() == policy(batch)["action"].tolist()
+    with pytest.raises(ValueError, match=r"has acted in 16 environments and is shown 1; say starts=True"):
+        policy.act(first)
+    with pytest.raises(ValueError, match=r"has shape \[3\], expected \[4\]"):
+        policy.act(first[:3])
+
+
+def test_one_with_a_memory_keeps_its_states_or_is_given_them(tmp_path):
+    def make():
+        return PPOModule(RecurrentNetwork("gru", 4))
+
+    train(tmp_path / "a.ckpt", make())
+    policy, twin = (load_policy(tmp_path / "a.ckpt", make()) for _ in range(2))
+    rows = observations()["observation"].numpy()
+    states = []
+    for row in rows:  # states of episodes of three steps
+        policy.act(row, starts=len(states) % 3 == 0)
+        states.append(policy.state["recurrent_state"])
+    for number, row in enumerate(rows):
+        twin.act(row, starts=number % 3 == 0, state={"recurrent_state": states[number - 1]})
+        assert torch.equal(twin.state["recurrent_state"], states[number])
+    policy.act(rows[1], starts=True)
+    assert not torch.allclose(policy.state["recurrent_state"], states[1])
+    both = load_policy(tmp_path / "a.ckpt", make())
+    both.act(rows[[0, 1]])
+    assert torch.allclose(both.state["recurrent_state"][:1], states[0])
+    both.act(rows[[1, 0]], starts=[False, True])
+    assert torch.allclose(both.state["recurrent_state"], torch.cat([states[1], states[0]]))
 
 
 @pytest.mark.parametrize(

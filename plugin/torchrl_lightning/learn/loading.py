@@ -9,14 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from tensordict import TensorDictBase
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_lightning.environments import EnvironmentRecipe
 from torchrl_lightning.environments.normalization import NormalizedPolicy, ObservationNormalizer
+from torchrl_lightning.environments.observed import observed_entries
+from torchrl_lightning.environments.policies import recurrent_states
 from torchrl_lightning.environments.specs import EnvironmentSpecs, specs_from_state
 from torchrl_lightning.learn.weights import check_finite, check_weights
 from torchrl_lightning.seal import check_seal
@@ -35,6 +41,7 @@ class LoadedPolicy(TensorDictModuleBase):
         specs: The specs of the environment that it was trained in.
         deterministic: Whether it takes the mode of its distribution instead of a sample.
         environment: By what the checkpoint knows that environment: its id, or the settings of its recipe.
+        state: The recurrent states behind the last :meth:`act`, ``[N, *S]`` each; empty before it and without any.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class LoadedPolicy(TensorDictModuleBase):
         super().__init__()
         self.policy, self.specs, self.deterministic, self.environment = policy, specs, deterministic, environment
         self.in_keys, self.out_keys = list(policy.in_keys), list(policy.out_keys)
+        self.state: dict[NestedKey, Tensor] = {}
+        self._acted: int | None = None  # in how many environments
         self.requires_grad_(False)
         self.eval()
 
@@ -52,6 +61,48 @@ class LoadedPolicy(TensorDictModuleBase):
         with torch.no_grad(), set_exploration_type(mode):
             acted: TensorDictBase = self.policy(tensordict)
         return acted
+
+    def act(
+        self, observation: Any, *, starts: Any = False, state: Mapping[NestedKey, Tensor] | None = None
+    ) -> NDArray[Any] | np.generic:
+        """Choose the action for what an environment shows, as arrays and numbers in and out.
+
+        A policy with recurrent states keeps them for the next call.
+
+        Args:
+            observation: One observation, as Gymnasium's ``reset`` and ``step`` return it, or a batch of them,
+                ``[N, *F]`` each, as a vector environment does.
+            starts: Whether an episode begins with it, one bool or ``[N]``: recurrent states begin anew there. In the
+                first call they do so anyway.
+            state: Recurrent states to go on from, as :attr:`state` had them; None goes on from those kept.
+
+        Returns:
+            The action for ``step``; of a batch one for each, ``[N, *A]``.
+
+        Raises:
+            ValueError: The observation is not as the environment of training shows it, or it is of another number of
+                environments than the last one, where no episode begins.
+
+        Example:
+            >>> policy = load_policy("logs/run/checkpoints/best.ckpt")  # doctest: +SKIP
+            >>> env.step(policy.act(observation))  # doctest: +SKIP
+        """
+        entries, count = observed_entries(self.specs.observation, observation)
+        rows = count or 1
+        begins = torch.as_tensor(np.broadcast_to(np.asarray(starts, dtype=bool), rows).copy())[:, None]
+        if self._acted != rows and state is None:
+            if self._acted is not None and not begins.all():
+                raise ValueError(
+                    f"the policy has acted in {self._acted} environments and is shown {rows}; say starts=True where "
+                    "episodes begin, or load another one for these"
+                )
+            begins = torch.ones_like(begins)
+        kept = self.state if state is None else state
+        states = {key: kept.get(key, value) for key, value in recurrent_states(self.policy, rows).items()}
+        step = self(TensorDict({**entries, **states, "is_init": begins}, [rows]))
+        self.state, self._acted = {key: step[unravel_key(("next", key))] for key in states}, rows
+        action: NDArray[Any] = step["action"].numpy()
+        return action[0] if count is None else action
 
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
         """Return how the environment of training was made; called, it makes another one.
