@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
 from kit.golden import assert_near, cases, load
+from kit.rollouts import brute_gae, brute_returns
 from torchrl_lightning import discount_cumsum, discounted_returns, gae, vtrace
 
 Estimates = Callable[..., object]
@@ -57,20 +58,6 @@ def run_returns(stream: Stream, gamma: float = 0.9) -> tuple[Tensor]:
 
 
 ESTIMATORS = pytest.mark.parametrize("estimator", [run_gae, run_vtrace, run_returns])
-
-
-def by_definition(stream: Stream, gamma: float, lmbda: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of one environment by scalar loops."""
-    steps = len(stream["reward"])
-    advantage, returns = torch.zeros(steps), torch.zeros(steps)
-    running, total = 0.0, float(stream["next_value"][-1])
-    for t in reversed(range(steps)):
-        r, v, w = (float(stream[name][t]) for name in ("reward", "value", "next_value"))
-        bootstrap = 0.0 if stream["terminated"][t] else gamma * w
-        running = r + bootstrap - v + (0.0 if stream["done"][t] else gamma * lmbda * running)
-        total = r + (bootstrap if stream["done"][t] else gamma * total)
-        advantage[t], returns[t] = running, total
-    return advantage, returns
 
 
 def test_golden_done_only(dtype: torch.dtype, graph: Callable[[Tensor], Tensor]) -> None:
@@ -126,12 +113,13 @@ def test_vtrace_does_not_bootstrap_across_the_end_of_an_episode(graph: Callable[
 )
 def test_against_scalar_loops(steps: int, gamma: float, lmbda: float, seed: int) -> None:
     stream = rollout(steps, seed=seed)
-    advantage, returns = by_definition(stream, gamma, lmbda)
+    advantage = brute_gae(*arguments(stream, "reward", "value", "next_value"), gamma, lmbda)
+    returns = brute_returns(*arguments(stream, "reward", "next_value"), gamma)
     for tensors in (stream, {**stream, "reward": stream["reward"].clone().requires_grad_()}):
         estimate, target = run_gae(tensors, gamma, lmbda)
-        torch.testing.assert_close(estimate.float(), advantage, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(estimate, advantage, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(target, estimate + stream["value"], rtol=0, atol=1e-12)
-        torch.testing.assert_close(run_returns(tensors, gamma)[0].float(), returns, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run_returns(tensors, gamma)[0], returns, rtol=1e-5, atol=1e-5)
 
 
 @ESTIMATORS

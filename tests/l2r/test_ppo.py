@@ -227,8 +227,3 @@ def test_config_verbs(tmp_path: Path) -> None:
     for name, wrong in {"lam": "high", "gamma": 2}.items():
         with pytest.raises(ValueError, match=name):
             PPOBuffer.instantiate_from_config_dict({**config, name: wrong})
-
-
-def test_factory() -> None:
-    buffer = PPOBuffer.create_factory(6, obs_dim=1, act_dim=1, batch_size=2, lam=0.5)("cpu", None, None, None)
-    assert (type(buffer), buffer.size, buffer.lam) == (PPOBuffer, 6, 0.5)

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from kit.rollouts import estimated, linear_actor, make_critic, make_rollout, transition
-from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
+from torchrl_lightning import (
+    GAE,
+    GAEBuffer,
+    PPOBuffer,
+    PPODBuffer,
+    RolloutBuffer,
+    VanillaOnPolicyBuffer,
+    VTraceBuffer,
+)
 
 ALL = pytest.mark.parametrize("cls", [VanillaOnPolicyBuffer, GAEBuffer, VTraceBuffer])
 FOLLOWING = {key: value for key, value in transition(2).items() if key != "Observation"}
@@ -22,17 +30,28 @@ def stepped(buffer: Any, steps: int) -> Any:
     return buffer
 
 
-@ALL
-def test_create_factory(cls: type[VanillaOnPolicyBuffer]) -> None:
-    make = cls.create_factory(9, standardize_advantages=False)
+FACTORIES = {
+    VanillaOnPolicyBuffer: ((), {}, {}),
+    GAEBuffer: ((0.5,), {}, {"gae_lambda": 0.5}),
+    VTraceBuffer: ((), {"lmbda": 0.5}, {"lmbda": 0.5}),
+    RolloutBuffer: ((), {"estimator": GAE(lmbda=0.5)}, {"estimator": GAE(lmbda=0.5)}),
+    PPODBuffer: ((0.2, 0.4, 0.5), {}, {"rho": 0.2, "phi": 0.4, "gae_lambda": 0.5}),
+    PPOBuffer: ((), {"obs_dim": 1, "act_dim": 1, "batch_size": 2, "lam": 0.5}, {"lam": 0.5}),
+}
+
+
+@pytest.mark.parametrize("cls", FACTORIES)
+def test_a_factory_takes_options_and_then_the_programs_parts(cls: Any) -> None:
+    by_place, options, shown = FACTORIES[cls]
+    make = cls.create_factory(9, *by_place, recompute_values=True, **options)
     buffer = make("cpu", None, SimpleNamespace(gamma=0.5), SimpleNamespace(num_envs=7))
     assert type(buffer) is cls
-    assert (buffer.size, buffer.num_envs, buffer.gamma, buffer.standardize_advantages) == (9, 7, 0.5, False)
+    assert (buffer.size, buffer.num_envs, buffer.gamma, buffer.recompute_values) == (9, 7, 0.5, True)
+    assert {name: getattr(buffer, name) for name in shown} == shown
 
 
 def test_lambda_is_where_it_is_documented() -> None:
     assert GAEBuffer(3, "cpu", None, None, None, 0.5).gae_lambda == 0.5
-    assert GAEBuffer.create_factory(3, 0.5)("cpu", None, None, None).gae_lambda == 0.5
 
 
 def test_transitions_fill_the_rollout_from_the_first_observation_on() -> None:
