@@ -109,18 +109,7 @@ class PPOBuffer(Configurable, VanillaOnPolicyBuffer):
         [1.0, 1.5, 1.75]
     """
 
-    HANDED_OVER: ClassVar[tuple[str, ...]] = (
-        "actor",
-        "algorithm",
-        "critic",
-        "envs",
-        "generator",
-        "intrinsic_critic",
-        "num_envs",
-        "size",
-        "time_dim",
-    )
-
+    HANDED_OVER = tuple({*VanillaOnPolicyBuffer.HANDED_OVER} - {"batch_size"})
     STATE = {**VanillaOnPolicyBuffer.STATE, "paths": Kept("_read_paths", "_paths")}
     schema: ClassVar[type] = PPOBufferSchema
 

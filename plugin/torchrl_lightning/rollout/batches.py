@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -98,30 +98,34 @@ def sequences(
     envs = torch.arange(rollout.shape[1], device=device_in(rollout)) if envs is None else envs
     batch = torch.Size([envs.shape[0], rollout.shape[0]])
 
-    def read(node: TensorDictBase) -> TensorDict:
-        entries: dict[str, Any] = {
-            key: read(value) if isinstance(value, TensorDictBase) else value.transpose(0, 1).index_select(0, envs)
-            for key, value in node.items()
-        }
-        return new_tensordict(entries, batch, NAMES)
+    present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
+    kept = rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout
+    out = viewed(kept, lambda value: value.transpose(0, 1).index_select(0, envs), batch, NAMES)
+    start = out.get("is_init", None)
 
-    def first(value: Tensor, start: Tensor | None) -> Tensor:
+    def first(value: Tensor) -> Tensor:
         state = value[0].index_select(0, envs).unsqueeze(1).expand(batch[0], batch[1], *value.shape[2:])
         if start is None or not bool(start.any()):
             return state
         return state.masked_fill(start.reshape(*batch, *[1] * (value.ndim - 2)), 0)
 
-    present = [key for key in recurrent_keys if key in rollout.keys(include_nested=True)]
-    out = read(rollout.exclude(*present, *(next_key(key) for key in present)) if present else rollout)
-    start = out.get("is_init", None)
     for key in present:
         value = rollout.get(key)
-        if isinstance(value, TensorDictBase):
-            leaves = {name: first(leaf, start) for name, leaf in value.items()}
-            out.set(key, new_tensordict(leaves, batch, NAMES))
-        else:
-            out.set(key, first(value, start))
+        out.set(key, first(value) if isinstance(value, Tensor) else viewed(value, first, batch, NAMES))
     return out
+
+
+def viewed(
+    data: TensorDictBase, view: Callable[[Any], Any], batch: torch.Size, names: Sequence[str | None] | None = None
+) -> TensorDict:
+    """View every leaf otherwise; TensorDict's own ways take four times as long, and each write does so."""
+    entries = {
+        key: viewed(value, view, batch, names)
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value)
+        else view(value)
+        for key, value in data.items()
+    }
+    return new_tensordict(entries, batch, names)
 
 
 def device_in(data: TensorDictBase) -> torch.device | None:
