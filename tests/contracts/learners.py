@@ -1,7 +1,8 @@
-"""Arguments that learners, networks and planners refuse."""
+"""Arguments that learners, networks and planners take and refuse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, Unbounded
 
-from contracts.arguments import Refused, each
+from contracts.arguments import Each, named, refused
 from kit.specs import BOX, DISCRETE, specs_of
 from kit.torchrl_losses import SilentLoss
 from kit.world_models import world_model
@@ -42,7 +43,7 @@ CHOICES, UNBOUNDED = specs_of(MultiCategorical([2, 3])), specs_of(Unbounded(2))
 MODEL = world_model()
 
 
-def built(kind: Any, specs: Any) -> Any:
+def built(kind: Any = DQNModule, specs: Any = BOX) -> Any:
     return kind().build(specs)
 
 
@@ -50,163 +51,69 @@ def encoder(network: Any, spec: Any) -> Any:
     return network.encoder([spec])
 
 
-LEARNERS = (
-    Refused(partial(PPOModule), {}, {"known are constant, linear, cosine": {"schedule": "linaer"}}),
-    Refused(
-        PPOModule,
-        {},
-        {"normalize_advantage must be True or False, got 'yes'": {"normalize_advantage": "yes"}},
-        TypeError,
-    ),
-    Refused(
+member, judged = partial(GaussianEnsemble), partial(WorldModel)
+SOUND: dict[Callable[..., Any], dict[str, Any]] = {
+    LossModuleAgent: {"loss": lambda specs: None},
+    member: {"num_members": 3, "inputs": 5, "outputs": 2, "hidden_sizes": [8]},
+    WorldModelFit: {"num_members": 3, "num_elites": 2},
+    judged: {"ensemble": MODEL.ensemble, "targets": MODEL.targets},
+    OutsideBox: {"low": [0.0, None], "high": [None, 1.0]},
+    CrossEntropyPlanner: {"env": WorldModelEnvironment(MODEL), "candidates": 40},
+    build_actor: {"specs": BOX},
+    build_critic: {"specs": BOX},
+}
+
+VALUES = (
+    *refused(PPOModule, "known are constant, linear, cosine", schedule="linaer"),
+    *refused(DQNModule, "smooth_l1", loss_function="huber"),
+    *refused(DQNModule, "epsilon_start", epsilon_start=2.0),
+    *refused(DQNModule, "frames", epsilon_frames=0),
+    *refused(DQNModule, "target_interval", target_interval=0),
+    *refused(
         DQNModule,
-        {},
-        {
-            "smooth_l1": {"loss_function": "huber"},
-            "epsilon_start": {"epsilon_start": 2.0},
-            "frames": {"epsilon_frames": 0},
-            "target_interval": {"target_interval": 0},
-            "needs a RecurrentNetwork, but the network is a MLPNetwork": {
-                "network": MLPNetwork([8]),
-                "refresh_states": True,
-            },
-        },
+        "needs a RecurrentNetwork, but the network is a MLPNetwork",
+        network=MLPNetwork([8]),
+        refresh_states=True,
     ),
-    Refused(
-        SACModule,
-        {},
-        {"tau": {"tau": 0.0}, "learn_alpha": {"learn_alpha": False, "alpha_optimizer": torch.optim.Adam}},
-    ),
-    Refused(TD3Module, {}, {"target_interval": {"target_interval": 0}}),
-    Refused(
-        partial(built, DQNModule),
-        {"specs": DISCRETE},
-        {"SAC or TD3": {"specs": BOX}, "one choice": {"specs": specs_of(Categorical(3, shape=(2,)))}},
-        TypeError,
-    ),
-    *(
-        Refused(
-            partial(built, kind),
-            {"specs": BOX},
-            {"DQN": {"specs": DISCRETE}, "bounds": {"specs": UNBOUNDED}},
-            TypeError,
-        )
-        for kind in (SACModule, TD3Module)
-    ),
-    Refused(
-        partial(built, MBPOModule),
-        {"specs": BOX},
-        {"within finite bounds .*got Discrete": {"specs": DISCRETE}},
-        TypeError,
-    ),
-    Refused(MBPOModule, {}, {"no recurrent states; take an": {"network": RecurrentNetwork("gru", 8)}}, TypeError),
-    Refused(
-        LossModuleAgent,
-        {"loss": lambda specs: None},
-        {"SilentLoss has none of actor_network": {"loss": SilentLoss()}},
-        TypeError,
-    ),
-    Refused(
-        partial(built, partial(LossModuleAgent, lambda specs: nn.Linear(1, 1))),
-        {},
-        {"gave Linear; expected one of": {"specs": BOX}},
-        TypeError,
-    ),
-    Refused(partial(RandomNetworkDistillation), {}, {"update_fraction": {"update_fraction": 0.0}}),
-    Refused(
-        partial(GaussianEnsemble),
-        {"num_members": 3, "inputs": 5, "outputs": 2, "hidden_sizes": [8]},
-        {
-            "num_members": {"num_members": 0},
-            "hidden_sizes": {"hidden_sizes": [0]},
-            "activation": {"activation": "sine"},
-        },
-    ),
-    Refused(
-        DynamicsEnsemble,
-        {},
-        {
-            "patience": {"patience": 0},
-            "min_improvement": {"min_improvement": -0.1},
-            "weight_decay": {"weight_decay": -1.0},
-            "propagation": {"propagation": "rows"},
-            "num_elites": {"num_elites": 0},
-        },
-    ),
-    Refused(
-        WorldModelFit,
-        {"num_members": 3, "num_elites": 2},
-        {
-            **{name: {name: 0} for name in ("num_members", "patience", "max_epochs", "batch_size", "learning_rate")},
-            "num_elites=4 is more than num_members=3": {"num_elites": 4},
-        },
-    ),
-    Refused(
-        partial(WorldModel),
-        {"ensemble": MODEL.ensemble, "targets": MODEL.targets},
-        {"propagation": {"propagation": "row"}},
-    ),
-    Refused(
-        OutsideBox,
-        {"low": [0.0, None], "high": [None, 1.0]},
-        {"low has 1 numbers and high 2": {"low": [0.0], "high": [1.0, 2.0]}},
-    ),
-    Refused(
-        CrossEntropyPlanner,
-        {"env": WorldModelEnvironment(MODEL), "candidates": 40},
-        {
-            **{name: {name: 0} for name in ("horizon", "candidates", "particles", "iterations", "initial_std")},
-            "elites": each("elites", 41, 1),
-            "noise": {"noise": -1.0},
-        },
-    ),
-    Refused(
-        build_actor,
-        {"specs": BOX},
-        {
-            "continuous": {"specs": DISCRETE, "distribution": "normal"},
-            "tanh_normal": {"distribution": "beta"},
-            "finite bounds": {"specs": UNBOUNDED, "distribution": "tanh_normal"},
-            "tahn": {"network": MLPNetwork(activation="tahn")},
-            "'gru' or 'lstm'": {"network": RecurrentNetwork("rnn")},
-            "MLPNetwork for vectors": {"network": CNNNetwork()},
-        },
-    ),
-    Refused(
-        build_actor,
-        {"specs": BOX},
-        {
-            r"no .* fits Box of shape \(2, 2\).*TransformA": {"specs": SQUARE},
-            r"MultiBinary\(\[2, 3\]\) actions; Discrete, ": {"specs": specs_of(Binary(3, (2, 3)))},
-        },
-        TypeError,
-    ),
-    Refused(
-        build_q_network,
-        {"specs": DISCRETE},
-        {
-            r"got MultiDiscrete\(\[2, 3\]\); use": {"specs": CHOICES},
-            r"got MultiBinary\(3\); use SAC.*DiscretizeAction": {"specs": BITS},
-        },
-        TypeError,
-    ),
-    Refused(
-        build_squashed_actor,
-        {"specs": BOX},
-        {
-            r"got Discrete\(3\); use DQN": {"specs": DISCRETE},
-            r"\(2,\) and dtype float32 without bounds": {"specs": UNBOUNDED},
-        },
-        TypeError,
-    ),
-    Refused(build_critic, {"specs": BOX}, {"give build_critic the actor": {"network": MLPNetwork(shared=True)}}),
-    Refused(
-        encoder,
-        {"network": MLPNetwork(), "spec": Unbounded(3)},
-        {
-            "initialization": {"network": MLPNetwork(initialization="zeros")},
-            r"too small.*kernels=\[2, 2, 2\].*cnn_small": {"network": CNNNetwork(), "spec": Unbounded((1, 10, 10))},
-            "too small.*an MLPNetwork would fit": {"network": CNNNetwork(), "spec": Unbounded((3, 3))},
-        },
-    ),
+    *refused(SACModule, "tau", tau=0.0),
+    *refused(SACModule, "learn_alpha", learn_alpha=False, alpha_optimizer=torch.optim.Adam),
+    *refused(TD3Module, "target_interval", target_interval=0),
+    *refused(RandomNetworkDistillation, "update_fraction", update_fraction=0.0),
+    *named(member, num_members=0, activation="sine"),
+    *refused(member, "hidden_sizes", hidden_sizes=[0]),
+    *named(DynamicsEnsemble, patience=0, min_improvement=-0.1, weight_decay=-1.0, propagation="rows", num_elites=0),
+    *named(WorldModelFit, num_members=0, patience=0, max_epochs=0, batch_size=0, learning_rate=0),
+    *refused(WorldModelFit, "num_elites=4 is more than num_members=3", num_elites=4),
+    *named(judged, propagation="row"),
+    *refused(OutsideBox, "low has 1 numbers and high 2", low=[0.0], high=[1.0, 2.0]),
+    *named(CrossEntropyPlanner, horizon=0, candidates=0, particles=0, iterations=0, initial_std=0, noise=-1.0),
+    *refused(CrossEntropyPlanner, "elites", elites=Each((41, 1))),
+    *refused(build_actor, "continuous", specs=DISCRETE, distribution="normal"),
+    *refused(build_actor, "tanh_normal", distribution="beta"),
+    *refused(build_actor, "finite bounds", specs=UNBOUNDED, distribution="tanh_normal"),
+    *refused(build_actor, "tahn", network=MLPNetwork(activation="tahn")),
+    *refused(build_actor, "'gru' or 'lstm'", network=RecurrentNetwork("rnn")),
+    *refused(build_actor, "MLPNetwork for vectors", network=CNNNetwork()),
+    *refused(build_critic, "give build_critic the actor", network=MLPNetwork(shared=True)),
+    *refused(encoder, "initialization", network=MLPNetwork(initialization="zeros"), spec=Unbounded(3)),
+    *refused(encoder, r"too small.*kernels=\[2, 2, 2\].*cnn_small", network=CNNNetwork(), spec=Unbounded((1, 10, 10))),
+    *refused(encoder, "too small.*an MLPNetwork would fit", network=CNNNetwork(), spec=Unbounded((3, 3))),
+)
+
+TYPES = (
+    *refused(PPOModule, "normalize_advantage must be True or False, got 'yes'", normalize_advantage="yes"),
+    *refused(built, "SAC or TD3"),
+    *refused(built, "one choice", specs=specs_of(Categorical(3, shape=(2,)))),
+    *refused(built, "DQN", kind=Each((SACModule, TD3Module)), specs=DISCRETE),
+    *refused(built, "bounds", kind=Each((SACModule, TD3Module)), specs=UNBOUNDED),
+    *refused(built, "within finite bounds .*got Discrete", kind=MBPOModule, specs=DISCRETE),
+    *refused(MBPOModule, "no recurrent states; take an", network=RecurrentNetwork("gru", 8)),
+    *refused(LossModuleAgent, "SilentLoss has none of actor_network", loss=SilentLoss()),
+    *refused(built, "gave Linear; expected one of", kind=lambda: LossModuleAgent(lambda specs: nn.Linear(1, 1))),
+    *refused(build_actor, r"no .* fits Box of shape \(2, 2\).*TransformA", specs=SQUARE),
+    *refused(build_actor, r"MultiBinary\(\[2, 3\]\) actions; Discrete, ", specs=specs_of(Binary(3, (2, 3)))),
+    *refused(build_q_network, r"got MultiDiscrete\(\[2, 3\]\); use", specs=CHOICES),
+    *refused(build_q_network, r"got MultiBinary\(3\); use SAC.*DiscretizeAction", specs=BITS),
+    *refused(build_squashed_actor, r"got Discrete\(3\); use DQN", specs=DISCRETE),
+    *refused(build_squashed_actor, r"\(2,\) and dtype float32 without bounds", specs=UNBOUNDED),
 )
