@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def check_checkpoint(
     Only a copy of the model is built, without memory. No ``world_size`` accepts any; ``config`` tells which of its
     settings differ.
     """
+    from torchrl_lightning.learn.weights import check_weights
     from torchrl_lightning.ranks import state_of_rank
 
     state = stored.get(type(data).__qualname__)
@@ -37,9 +38,9 @@ def check_checkpoint(
         if world_size is not None and "ranks" in state:
             state_of_rank(state["ranks"], 0, world_size)
         if (make := copies(model, data)) is not None:
-            _check_weights(make, stored, _other_settings(path, stored, config))
+            check_weights(make, stored, own=True)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{path} does not fit this run: {error}{_overrides_of(path, stored)}") from error
+        raise UsageError(f"{path} does not fit this run: {error}{_differences(path, stored, config)}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(f"{path} holds no state of ours: {type(error).__name__}: {error}.") from error
     finally:
@@ -54,29 +55,12 @@ def copies(model: Any, data: Any) -> Callable[[], Any] | None:
     return lambda: copy.deepcopy(model).build(specs, **copy.deepcopy(options))
 
 
-def _check_weights(make: Callable[[], Any], stored: Mapping[str, Any], settings: Sequence[str]) -> None:
-    """Refuse the weights of other networks; name the first that differs and what settings do."""
-    from torchrl_lightning.learn.weights import check_weights
-
-    try:
-        check_weights(make, stored, own=True)
-    except ValueError as error:
-        raise ValueError(" ".join([str(error), *settings])) from error
-
-
-def _other_settings(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> list[str]:
-    """List the fields of the model that had other values in the run that wrote a checkpoint."""
+def _differences(checkpoint: Path, stored: Mapping[str, Any], config: DictConfig | None) -> str:
+    """Say which settings of the model had other values in the run of a checkpoint, and what that run was given."""
     record = record_in(stored, checkpoint)
-    if config is None or record is None:
-        return []
-    model = ({"model": settings.get("model", {})} for settings in (record.config, plain(config)))
-    return [f"{key} was {there} and is {here} now." for key, (there, here) in differences(*model).items()]
-
-
-def _overrides_of(checkpoint: Path, stored: Mapping[str, Any]) -> str:
-    record = record_in(stored, checkpoint)
-    return (
-        ""
-        if record is None
-        else f"\nThe run of that checkpoint was given: {' '.join(record.overrides) or 'no overrides'}"
-    )
+    if record is None:
+        return ""
+    here = record.config if config is None else plain(config)
+    models = ({"model": settings.get("model", {})} for settings in (record.config, here))
+    changed = "".join(f" {key} was {then} and is {now} now." for key, (then, now) in differences(*models).items())
+    return f"{changed}\nThe run of that checkpoint was given: {' '.join(record.overrides) or 'no overrides'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,13 @@ class ResumingLoader(ConfigLoaderImpl):
 
         given, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         paths = [override for override in given if override.key_or_group == "ckpt_path"]
+        path = None
         if paths:
             path = None if paths[-1].is_sweep_override() else paths[-1].value()
         else:
             config = composed(overrides)
-            path = _selected(config, "ckpt_path")
+            with suppress(OmegaConfBaseException):  # told where the run begins
+                path = config.get("ckpt_path")
             if path is None and not is_requeued():
                 return config
         if path == AUTO or (not paths and path is None):
@@ -165,10 +167,3 @@ def _given(found: DictConfig | HydraException) -> DictConfig:
 
 def _lines(overrides: list[Override]) -> list[str]:
     return [str(override.input_line) for override in overrides]
-
-
-def _selected(config: DictConfig, key: str) -> Any:
-    try:
-        return config.get(key)
-    except OmegaConfBaseException:
-        return None  # told where the run begins

@@ -125,7 +125,10 @@ class GivenSettings(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what the optimizers and schedulers were made with; their states are restored after this."""
-        self._groups = [[_without_parameters(group) for group in each.param_groups] for each in trainer.optimizers]
+        self._groups = [
+            [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+            for each in trainer.optimizers
+        ]
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +166,3 @@ class GivenSettings(Callback):
         for config, given in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
             told = {key: value for key, value in given.items() if key not in self._PROGRESS}
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **told})
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

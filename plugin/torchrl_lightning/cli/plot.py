@@ -166,27 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves.add_argument("--smooth", type=int, default=1, metavar="N", help="moving average over N points")
     curves.add_argument("--band", choices=("range", "std", "none"), default="range", help="spread over runs")
     curves.add_argument("--panels", action="store_true", help="a panel of its own for each line")
-    options = parser.parse_args(argv)
+    options = vars(parser.parse_args(argv))
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        if options.table:
+        if given.pop("table"):
             names = {"x": "--x", "labels": "--label", "smooth": "--smooth", "band": "--band", "panels": "--panels"}
-            given = [flag for name, flag in names.items() if getattr(options, name) != parser.get_default(name)]
-            if given:
-                raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(given)}.")
-            _compare(options.sources, options.output or "sweep.png", options.metric or SCORE, options.title)
+            others = [flag for name, flag in names.items() if options[name] != parser.get_default(name)]
+            if others:
+                raise ValueError(f"--table takes --metric, --output and --title, not {', '.join(others)}.")
+            _compare(**{name: value for name, value in given.items() if name not in names})
         else:
-            path = plot_runs(
-                options.sources,
-                options.output or "curve.png",
-                metric=options.metric or "eval/return",
-                x=options.x,
-                labels=options.labels,
-                smooth=options.smooth,
-                band=options.band,
-                panels=options.panels,
-                title=options.title,
-            )
-            print(f"learning curve: {path}")
+            print(f"learning curve: {plot_runs(**{'output': 'curve.png', **given})}")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyError as error:
@@ -194,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _compare(sources: Sequence[str], output: str, metric: str, title: str | None) -> None:
+def _compare(sources: Sequence[str], output: str = "sweep.png", metric: str = SCORE, title: str | None = None) -> None:
     trials = read_trials(sources, metric)
     print(table(trials, metric))
     print(f"best run: {trials[0].best_folder}")

@@ -77,8 +77,8 @@ def record_in(stored: Mapping[str, Any], path: str | Path) -> Record | None:
         and isinstance(command, dict)
         and isinstance(choices := command.get("choices"), dict)
         and isinstance(overrides := command.get("overrides"), list)
-        and all(isinstance(key, str) and (value is None or _is_option(value)) for key, value in choices.items())
-        and all(isinstance(line, str) for line in overrides)
+        and all(isinstance(text, str) for text in (*choices, *overrides))
+        and all(value is None or (isinstance(value, str) and _OPTION.fullmatch(value)) for value in choices.values())
     ):
         raise UsageError(f"{path}: what it says of its run is no plain data.")
     _check(config, path, trusted=True)
@@ -104,7 +104,7 @@ def kept_overrides(record: Record, path: str | Path) -> list[Override]:
         except HydraException:
             continue
         if parsed.is_delete():
-            is_kept = record.choices.get(_key(parsed)) is None and not _holds(record.config, key)
+            is_kept = record.choices.get(_key(parsed)) is None and not _found(record.config, key)
         else:
             value = parsed.value()
             is_plain = parsed.value_type == ValueType.ELEMENT
@@ -279,28 +279,21 @@ def _config_of_folder(record: Record, path: str | Path) -> Any:
         return written
 
 
-def _holds(config: Any, key: str) -> bool:
-    """Return whether a config has a setting of this name."""
+def _found(config: Any, key: str) -> list[Any]:
+    """Return the value that a config has of a setting, alone in a list; an empty one if it has none."""
     for part in key.split("."):
         if not isinstance(config, Mapping) or part not in config:
-            return False
+            return []
         config = config[part]
-    return True
+    return [config]
 
 
 def _agrees(value: Any, config: Any, key: str) -> bool:
     """Return whether a config holds this value of a setting, or below it all that a mapping says."""
-    if not _holds(config, key):
-        return False
-    for part in key.split("."):
-        config = config[part]
-    if isinstance(value, Mapping):
-        return all(_agrees(inside, config, part) for part, inside in value.items())
-    return bool(value == config) or str(value) == str(config)
-
-
-def _is_option(value: Any) -> bool:
-    return isinstance(value, str) and _OPTION.fullmatch(value) is not None
+    found = _found(config, key)
+    if found and isinstance(value, Mapping):
+        return all(_agrees(inside, found[0], part) for part, inside in value.items())
+    return value in found or str(value) in map(str, found)
 
 
 def _key(override: Override) -> str:

@@ -57,9 +57,6 @@ def _requeue() -> None:
     array, task = (os.environ.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     job = f"{array}_{task}" if array and task else str(job_id())
     try:
-        done = subprocess.run(["scontrol", "requeue", job], check=False)
-    except OSError as error:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
         _log.warning("job %s cannot be requeued: %s", job, error)
-        return
-    if done.returncode:
-        _log.warning("job %s cannot be requeued: scontrol ended with status %d", job, done.returncode)
