@@ -265,15 +265,15 @@ def test_parts_that_cannot_be_learned_from_are_refused(settings, message, tmp_pa
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["training", "validation"])
-def test_a_stored_number_that_is_not_finite_names_its_column(side, tmp_path):
-    class Spoils(HoldoutSplit):
-        def parts(self, numbers):
-            found = super().parts(numbers)
-            data.buffer.storage.write_entry("observation", found[side][:1], torch.full((1, 3), torch.nan))
-            return found
+def test_a_stored_number_that_is_not_finite_names_its_column(side, tmp_path, monkeypatch):
+    data, parts = model_data(batch_size=4), HoldoutSplit.parts
 
-    data = model_data(batch_size=4)
-    data.split = Spoils(0.2, 5000)
+    def spoil(split, numbers):
+        found = parts(split, numbers)
+        data.buffer.storage.write_entry("observation", found[side][:1], torch.full((1, 3), torch.nan))
+        return found
+
+    monkeypatch.setattr(HoldoutSplit, "parts", spoil)
     with pytest.raises(ValueError, match=r"Column observation\[0\] holds nan in 1 of \d+ rows"):
         fit(tmp_path, data)
 

@@ -104,4 +104,4 @@ class FitHooks(DataHooks):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop where all frames are collected and learned from."""
         if self.is_of(trainer):
-            self.data.end_if_spent()
+            self.data.stop_if_spent()

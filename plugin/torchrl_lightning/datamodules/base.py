@@ -28,6 +28,7 @@ from torchrl_lightning.datamodules.arguments import (
     environment_fields,
     environment_name,
 )
+from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
 from torchrl_lightning.datamodules.evaluation import first_checked, view_of_collector
@@ -94,6 +95,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     CONFIG_NAME: ClassVar[str | None] = None
 
+    make_buffer: Any  # a setting of each stream
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
     frames_per_batch: Count = 1024
@@ -155,7 +157,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     @frames.setter
     def frames(self, frames: int) -> None:
-        self._clock.frames = frames
+        self._clock = FrameClock(self.total_frames, frames)
 
     @property
     def collector(self) -> Any:
@@ -328,6 +330,17 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             "normalize_clip": float(self.normalize_clip),
         }
 
+    def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> Any:
+        """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
+        if self.buffer is not None:
+            return self.buffer
+        return build_buffer(self.make_buffer, learner or self._learner, trial=trial, **self._buffer_sizes)
+
+    @property
+    def _buffer_sizes(self) -> dict[str, int]:
+        """What a callable that builds the buffer is told."""
+        return {"num_envs": self.num_envs}
+
     def _build_parts(self) -> None:
         """Build the buffer, once, and what else the stream needs."""
 
@@ -454,7 +467,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
                 self.trainer.should_stop = True
         return rollout
 
-    def _stop_if_spent(self) -> bool:
+    def stop_if_spent(self) -> bool:
         """Stop training if all frames are collected; return whether this call stopped it."""
         if self.trainer is None or self.trainer.should_stop or not self._is_spent():
             return False

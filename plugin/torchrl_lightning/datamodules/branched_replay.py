@@ -16,11 +16,24 @@ from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
-from torchrl_lightning.state import check_state, mapping, sequence, whole
+from torchrl_lightning.settings import Count, Settings, setting
+from torchrl_lightning.state import Here, sequence, whole
+from torchrl_lightning.stated import Handed, Kept, Nested, Stated
 from torchrl_lightning.trust import Nameable
 
 
-class BranchedReplay(Nameable):
+def _restored(value: Any, name: str, here: Here) -> MixedReplay:
+    """Take the branches of the length that the state has."""
+    mixed: MixedReplay = here.part.mixture(here.state["length"])
+    mixed.load_state_dict(value)
+    return mixed
+
+
+def _numbers(value: Any, name: str, here: Here) -> list[int]:
+    return [whole()(each, name) for each in sequence(value, name)]
+
+
+class BranchedReplay(Settings, Stated, Nameable):
     r"""Draw batches of real rows and of rows that the learning agent's world model imagines, as in MBPO.
 
     As the ``source=`` of a ``ReplayDataModule``. Before the first batch, and whenever ``frames_per_fit`` more rows have
@@ -56,44 +69,48 @@ class BranchedReplay(Nameable):
 
     HANDED_OVER: ClassVar[tuple[str, ...]] = ("buffer",)
 
-    def __init__(
-        self,
-        buffer: ExperienceBuffer,
-        *,
-        real_ratio: float = 0.05,
-        frames_per_fit: int = 250,
-        branches_per_fit: int = 10_000,
-        fits_kept: int = 4,
-        first_length: int = 1,
-        last_length: int = 1,
-        lengthened_between: Sequence[int] = (0, 0),
-        validation_fraction: float = 0.2,
-        max_validation: int = 5000,
-    ) -> None:
-        if not 0.0 < real_ratio < 1.0:
+    buffer: ExperienceBuffer = setting(kw_only=False)
+    real_ratio: float = 0.05
+    frames_per_fit: Count = 250
+    branches_per_fit: Count = 10_000
+    fits_kept: Count = 4
+    first_length: Count = 1
+    last_length: Count = 1
+    lengthened_between: Sequence[int] = (0, 0)
+    validation_fraction: float = 0.2
+    max_validation: int = 5000
+
+    OWNER = "branched replay"
+    STATE = {
+        "length": Kept(whole(1), "_length"),
+        "mixed": Handed(_restored, "_mixed", lambda mixed: mixed.state_dict(copy=False)),
+        "split": Nested(),
+        "fits": Kept(whole()),
+        "fitted_at": Kept(whole(), "_fitted_at"),
+        "rows": Kept(optional(_numbers), "_rows", missing=None),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.real_ratio < 1.0:
             raise ValueError(
-                f"real_ratio must be above 0 and below 1, got {real_ratio!r}; for real rows alone, take no source."
+                f"real_ratio must be above 0 and below 1, got {self.real_ratio!r}; for real rows alone, take no source."
             )
-        if buffer.n_steps > 1:
+        if self.buffer.n_steps > 1:
             raise ValueError(
-                f"branches are imagined step by step, but the buffer has n_steps={buffer.n_steps}; take 1."
+                f"branches are imagined step by step, but the buffer has n_steps={self.buffer.n_steps}; take 1."
             )
-        self.buffer, self.real_ratio = buffer, real_ratio
-        self.frames_per_fit = integer(frames_per_fit, "frames_per_fit")
-        self.branches_per_fit = integer(branches_per_fit, "branches_per_fit")
-        self.fits_kept = integer(fits_kept, "fits_kept")
-        self.first_length = integer(first_length, "first_length")
-        self.last_length = integer(last_length, "last_length")
-        begin, end = (integer(rows, "lengthened_between", 0) for rows in lengthened_between)
+        begin, end = (integer(rows, "lengthened_between", 0) for rows in self.lengthened_between)
         if begin > end:
-            raise ValueError(f"lengthened_between={list(lengthened_between)} must be two numbers in ascending order.")
-        self.lengthened_between = begin, end
-        self.split = HoldoutSplit(validation_fraction, max_validation)
+            raise ValueError(
+                f"lengthened_between={list(self.lengthened_between)} must be two numbers in ascending order."
+            )
+        self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self._fitted_at = 0  # rows written
         self._length = self.length(0)
-        self._rows: list[int] = []  # that each of the last fits imagined
-        self._mixed = self._mixture(self._imagined(self._length))
+        self._rows: Any = []  # that each of the last fits imagined
+        self._mixed = self.mixture(self._length)
 
     @property
     def imagined(self) -> ExperienceBuffer:
@@ -126,14 +143,15 @@ class BranchedReplay(Nameable):
             made.extend(old.storage.get(writer.cell(torch.zeros_like(ages), ages)))
         return made
 
-    def _mixture(self, imagined: ExperienceBuffer) -> MixedReplay:
-        return MixedReplay(self.buffer, [imagined], [self.real_ratio, 1.0 - self.real_ratio])
+    def mixture(self, length: int) -> MixedReplay:
+        """Return real rows with no branches yet, whose length will be that."""
+        return MixedReplay(self.buffer, [self._imagined(length)], [self.real_ratio, 1.0 - self.real_ratio])
 
     # ------------------------------------------------------------------ fits
 
     def misfit(self, specs: Any, learner: Any) -> str | None:
         """Return why it does not fit a learner; None if it does."""
-        if learner is None or isinstance(learner, Imagines):
+        if learner is None or all(getattr(learner, name, None) is not None for name in ("fit_dynamics", "imagine")):
             return None
         return (
             f"{type(learner).__name__} imagines no branches for {type(self).__name__}; choose a learner that does, "
@@ -148,7 +166,7 @@ class BranchedReplay(Nameable):
             return
         if not self.fits:
             split, branches = torch.randint(2**60, (2,), generator=self.buffer.generator).tolist()
-            self.split.seed = split
+            self.split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=split)
             self.imagined.generator.manual_seed(branches)
         self.split.extend(self.buffer.writer)
         storage, cells = self.buffer.storage, self.buffer.writer.rings.filled_cells()
@@ -190,38 +208,8 @@ class BranchedReplay(Nameable):
         """Write rewritten entries of a batch into the cells that they came from."""
         self._mixed.write_back(batch, keys)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the branches and the split, and how far the fits are."""
-        return {
-            "mixed": self._mixed.state_dict(),
-            "split": self.split.state_dict(),
-            "fits": self.fits,
-            "fitted_at": self._fitted_at,
-            "length": self._length,
-            "rows": list(self._rows),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is not such a state, or that of other arguments.
-        """
-        schema = {"mixed": mapping, "split": mapping, "fits": whole(), "fitted_at": whole(), "length": whole(1)}
-        check_state(state_dict, schema, "branched replay")
-        rows = state_dict.get("rows")
-        check_state({"rows": rows}, {"rows": optional(sequence)}, "branched replay")
-        for number in rows or ():
-            whole()(number, "rows")
-        mixed = self._mixture(self._imagined(state_dict["length"]))
-        mixed.load_state_dict(state_dict["mixed"])
-        self.split.load_state_dict(state_dict["split"])
-        self._mixed, self.fits = mixed, state_dict["fits"]
-        self._fitted_at, self._length = state_dict["fitted_at"], state_dict["length"]
-        self._rows = self._full_fits() if rows is None else list(rows)
-
-    def _full_fits(self) -> list[int]:
-        """Return what each fit imagined if no branch ended early, as earlier states are read."""
-        full = self.branches_per_fit * self._length
-        fits, rest = divmod(len(self.imagined), full)
-        return [*([rest] if rest else []), *[full] * fits]
+    def _loaded(self) -> None:
+        if self._rows is None:  # of an earlier release: as if no branch had ended early
+            fits, rest = divmod(len(self.imagined), self.branches_per_fit * self._length)
+            full = self.branches_per_fit * self._length
+            self._rows = [*([rest] if rest else []), *[full] * fits]

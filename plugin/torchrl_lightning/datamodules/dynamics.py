@@ -6,6 +6,7 @@ __all__ = ["DynamicsDataModule"]
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -18,9 +19,7 @@ from torch import Tensor
 from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.datamodules.adapters import Batches, FitHooks, reopen_epoch
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.learner import ChecksTransitions, Fits
 from torchrl_lightning.datamodules.replay import ReplayBufferFactory
 from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
@@ -107,7 +106,6 @@ class DynamicsDataModule(ExperienceDataModule):
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
         "metrics": Kept(mapping, "_metrics"),
-        "targets": Kept(mapping, "_targets_state"),
         "split": Nested("split"),
         "fits": Kept(whole()),
         "epochs_of_fit": Kept(whole()),
@@ -128,7 +126,6 @@ class DynamicsDataModule(ExperienceDataModule):
         self.split = HoldoutSplit(self.validation_fraction, self.max_validation)
         self.fits = 0
         self.epochs_of_fit = 0
-        self._targets: DynamicsTargets | None = None
         self._order_seed = 0
         self._pass_of: int | None = None  # the epoch of Lightning's that the present pass is for
         self._resumed = False  # whether a checkpoint was restored and no loader asked for since
@@ -140,19 +137,12 @@ class DynamicsDataModule(ExperienceDataModule):
 
     # ------------------------------------------------------------------ what the LightningModule reads
 
-    @property
+    @cached_property
     def targets(self) -> DynamicsTargets:
         """What makes inputs and targets of transitions, with the scalers of the last fit."""
-        if self._targets is None:
-            specs = self.specs
-            self._targets = DynamicsTargets(
-                specs.observation,
-                specs.action,
-                observation_keys=self.observation_keys,
-                reward=self.reward,
-                terminated=self.terminated,
-            )
-        return self._targets
+        specs = self.specs
+        options: dict[str, Any] = {"observation_keys": self.observation_keys, "terminated": self.terminated}
+        return DynamicsTargets(specs.observation, specs.action, reward=self.reward, **options)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -187,11 +177,11 @@ class DynamicsDataModule(ExperienceDataModule):
             self._hooks.attach(trainer)
 
     def _build_parts(self) -> None:
-        if self.buffer is None:
-            self.buffer = build_buffer(self.make_buffer, self._learner, num_envs=self.num_envs)
+        self.buffer = self._any_buffer(trial=False)
         if not self.frames:
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-            self.split.seed, self._order_seed = self._spawn_seed("split"), self._spawn_seed("order")
+            self._order_seed = self._spawn_seed("order")
+            self.split = HoldoutSplit(self.validation_fraction, self.max_validation, seed=self._spawn_seed("split"))
 
     def train_dataloader(self) -> Batches:
         """Return the loader of the present epoch's pass, for which frames are collected where a fit is over."""
@@ -244,27 +234,20 @@ class DynamicsDataModule(ExperienceDataModule):
                 "time/prepare": time.perf_counter() - collected,
                 **self._episodes.summary(),
             }
-            if isinstance(module, ChecksTransitions):
-                storage = self.buffer.storage
-                module.check_transitions(storage.get(self.buffer.writer.rings.filled_cells()))
-            if isinstance(module, Fits):
-                module.begin_fit(self.targets)
+            if check := getattr(module, "check_transitions", None):
+                check(self.buffer.storage.get(self.buffer.writer.rings.filled_cells()))
+            if begin := getattr(module, "begin_fit", None):
+                begin(self.targets)
         self.epochs_of_fit += 1
 
     def _fit_is_over(self) -> bool:
         """Return whether there is no fit to go on with."""
-        if not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit:
-            return True
-        module = self._module()
-        return bool(isinstance(module, Fits) and module.fit_is_over)
+        is_new = not self.fits or self.epochs_of_fit >= self.max_epochs_per_fit
+        return is_new or bool(getattr(self._module(), "fit_is_over", False))
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected, and the fit to them is over."""
         return super()._is_spent() and self._fit_is_over()
-
-    def end_if_spent(self) -> None:
-        """End the run where nothing is left to collect and to learn from."""
-        self._stop_if_spent()
 
     def _collect_frames(self, policy: Any) -> bool:
         """Collect what the next fit waits for; return False when the collector has ended."""
@@ -345,9 +328,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind and capacity of the buffer, the columns, and what the batches of a fit depend on."""
-        buffer = self.buffer
-        if buffer is None:
-            buffer = build_buffer(self.make_buffer, learner or self._learner, trial=True, num_envs=self.num_envs)
+        buffer = self._any_buffer(learner)
         names = ("batch_size", "num_members", "frames_per_fit", "warmup_frames")
         return {
             **super().fingerprint(learner),
@@ -363,16 +344,9 @@ class DynamicsDataModule(ExperienceDataModule):
     def _statistics(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
         return [*super()._statistics(state), (self.targets, state["ranks"][0]["targets"])]
 
-    @property
-    def _targets_state(self) -> dict[str, Any]:
-        return dict(self.targets.state_dict())
-
-    @_targets_state.setter
-    def _targets_state(self, state: dict[str, Any]) -> None:
-        """Leave the scalers to the statistics."""
-
     def _parts_state(self) -> dict[str, Any]:
-        return {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
+        buffer = {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
+        return {**buffer, "targets": dict(self.targets.state_dict())}
 
     def _load_parts(self, own: dict[str, Any]) -> None:
         self.buffer.load_state_dict(own["buffer"])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from gymnasium.vector import VectorEnv
@@ -47,18 +48,15 @@ class RunEnvironments:
         self.eval_env = env if eval_env is None else eval_env
         self._eval_env_given = eval_env is not None
         self._built: VectorEnv | EnvBase | None = None
-        self._specs: EnvironmentSpecs | None = None
         self.goals = EnvironmentGoals(self.eval_env if is_ready(env) else env)
         """What the environment says of goals, by one of its own."""
 
-    @property
+    @cached_property
     def specs(self) -> EnvironmentSpecs:
         """Specs of one environment, and how many there are."""
-        if self._specs is None:
-            with self._shown() as env:
-                stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
-                self._specs = replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
-        return self._specs
+        with self._shown() as env:
+            stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
+            return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
 
     def built(self) -> VectorEnv | EnvBase:
         """Return what collection steps, built once."""

@@ -18,6 +18,7 @@ class FrameClock(Stated):
 
     Args:
         total: Frames after which a run ends, or as many replayed steps without a single frame; -1 for never.
+        frames: Frames that were collected before.
 
     Attributes:
         frames: Frames of the run.
@@ -35,9 +36,9 @@ class FrameClock(Stated):
     OWNER = "replayed steps"
     STATE = {"count": Kept(whole()), "alone": Kept(whole())}
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.frames = self.count = self.alone = 0
+    def __init__(self, total: int, frames: int = 0) -> None:
+        self.total, self.frames = total, frames
+        self.count = self.alone = 0
 
     @property
     def is_spent(self) -> bool:

@@ -6,7 +6,7 @@ __all__ = ["MixedReplay"]
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -16,10 +16,9 @@ from torchrl_lightning._compat import new_tensordict
 from torchrl_lightning.entries import is_tensordict, level_of
 from torchrl_lightning.keys import SOURCE
 from torchrl_lightning.replay import ExperienceBuffer
-from torchrl_lightning.state import LARGEST, check_state, sequence, whole, wrong
+from torchrl_lightning.state import LARGEST, sequence, whole, wrong
+from torchrl_lightning.stated import Handed, Kept, Stated
 from torchrl_lightning.trust import Nameable
-
-# Says which buffer each row came from: 0 is the first one.
 
 
 class BatchSource(Protocol):
@@ -41,15 +40,7 @@ class BatchSource(Protocol):
         """Continue from it."""
 
 
-@runtime_checkable
-class Prepares(Protocol):
-    """A source that does something before each batch, e.g. has the learner imagine experience."""
-
-    def prepare(self, module: Any) -> None:
-        """Do it, with the LightningModule that is being fitted."""
-
-
-class MixedReplay(Nameable):
+class MixedReplay(Stated, Nameable):
     """Draw a share of each batch from each of several buffers.
 
     The shares are exact: each batch holds the whole rows of every ratio, and what is left over is owed to the next
@@ -73,6 +64,12 @@ class MixedReplay(Nameable):
         >>> MixedReplay(own, [demonstrations], [0.75, 0.25]).draw(4)["source"].tolist()
         [0, 0, 0, 1]
     """
+
+    OWNER = "mixed replay"
+    STATE = {
+        "others": Handed("_read_others", "_others"),
+        "owed": Kept("_read_owed", "_owed", lambda owed: [[each.numerator, each.denominator] for each in owed]),
+    }
 
     def __init__(self, buffer: ExperienceBuffer, others: Sequence[ExperienceBuffer], ratios: Sequence[float]) -> None:
         self.buffers = [buffer, *others]
@@ -136,40 +133,33 @@ class MixedReplay(Nameable):
         for buffer, rows in self._parts(batch):
             buffer.write_back(rows, keys)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is owed, and the other buffers; the first one belongs to whoever collects into it."""
-        owed = [[owed.numerator, owed.denominator] for owed in self._owed]
-        return {"owed": owed, "others": [buffer.state_dict() for buffer in self.buffers[1:]]}
+    @property
+    def _others(self) -> list[dict[str, Any]]:
+        """The states of the other buffers; the first one belongs to whoever collects into it."""
+        return [buffer.state_dict(copy=False) for buffer in self.buffers[1:]]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`.
+    @_others.setter
+    def _others(self, states: Sequence[dict[str, Any]]) -> None:
+        for buffer, state in zip(self.buffers[1:], states, strict=True):
+            buffer.load_state_dict(state)
 
-        Raises:
-            ValueError: it is that of another number of buffers, or does not fit them.
-        """
-        check_state(state_dict, {"owed": _fractions, "others": sequence}, "mixed replay")
-        if len(state_dict["owed"]) != len(self.buffers) or len(state_dict["others"]) != len(self.buffers) - 1:
-            raise ValueError(
-                f"the state is that of {len(state_dict['owed'])} mixed buffers, but here are {len(self.buffers)}."
-            )
-        others, taken = self.buffers[1:], [buffer.state_dict() for buffer in self.buffers[1:]]
-        try:
-            for buffer, state in zip(others, state_dict["others"], strict=True):
-                buffer.load_state_dict(state)
-        except ValueError:
-            for buffer, state in zip(others, taken, strict=True):
-                buffer.load_state_dict(state)
-            raise
-        self._owed = [Fraction(*owed) for owed in state_dict["owed"]]
+    def _read_others(self, value: Any, name: str) -> Sequence[dict[str, Any]]:
+        states = sequence(value, name)
+        if len(states) + 1 != len(self.buffers):
+            raise ValueError(f"the state is that of {len(states) + 1} mixed buffers, but here are {len(self.buffers)}.")
+        for buffer, state in zip(self.buffers[1:], states, strict=True):
+            buffer.check_state(state)
+        return states
 
-
-def _fractions(value: Any, name: str) -> None:
-    sequence(value, name)
-    for each in value:
-        if not isinstance(each, list | tuple) or len(each) != 2:
-            raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
-        whole(-LARGEST)(each[0], f"a numerator in {name}")
-        whole(1)(each[1], f"a denominator in {name}")
+    def _read_owed(self, value: Any, name: str) -> list[Fraction]:
+        if len(sequence(value, name)) != len(self.buffers):
+            raise wrong(value, name, f"{len(self.buffers)} fractions")
+        for each in value:
+            if not isinstance(each, list | tuple) or len(each) != 2:
+                raise wrong(each, f"an entry of {name}", "a numerator and a denominator")
+            whole(-LARGEST)(each[0], f"a numerator in {name}")
+            whole(1)(each[1], f"a denominator in {name}")
+        return [Fraction(*each) for each in value]
 
 
 def _joined(parts: Sequence[TensorDictBase], behind: torch.Size) -> TensorDictBase | None:

@@ -14,9 +14,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.discounts import build_buffer, check_discount
+from torchrl_lightning.datamodules.discounts import check_discount
 from torchrl_lightning.datamodules.episodes import ends_of
-from torchrl_lightning.datamodules.learner import Annotates
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
@@ -105,33 +104,31 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _build_parts(self) -> None:
         if self.buffer is None:
-            self.buffer = build_buffer(self.make_buffer, self._learner, size=self.rollout_length)
+            self.buffer = self._any_buffer(trial=False)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
             self.buffer.attach(self.env, self.num_envs)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Ask the buffer, too."""
         yield from super().check_fit(learner)
-        buffer = self._buffer_or_trial(learner)
+        buffer = self._any_buffer(learner, trial=False)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         require_fit(buffer, self.specs, learner)
 
     @property
     def advantages_standardized_by(self) -> str | None:
         """The name of the buffer if it standardises advantages over each rollout, which a learner then need not do."""
-        buffer = self._buffer_or_trial()
+        buffer = self._any_buffer(trial=False)
         return type(buffer).__name__ if buffer.estimator.standardize else None
 
     def fingerprint(self, learner: Any = None) -> dict[str, Any]:
         """Add the kind of buffer and its capacity."""
-        buffer = self._buffer_or_trial(learner)
+        buffer = self._any_buffer(learner, trial=False)
         return {**super().fingerprint(learner), "buffer": type(buffer).__name__, "capacity": self.rollout_length}
 
-    def _buffer_or_trial(self, learner: Any = None) -> RolloutBuffer:
-        """Return the buffer, or one like it as long as there is none."""
-        if self.buffer is not None:
-            return self.buffer
-        return build_buffer(self.make_buffer, learner or self._learner, size=self.rollout_length)
+    @property
+    def _buffer_sizes(self) -> dict[str, int]:
+        return {"size": self.rollout_length}
 
     def _parts_state(self) -> dict[str, Any]:
         return {} if self.buffer is None else {"buffer": self.buffer.state_dict()}
@@ -156,13 +153,13 @@ class OnPolicyDataModule(ExperienceDataModule):
         else:
             resumed = None
             # A run limited by max_steps restarts after its last batch, and a module may end an epoch early.
-            if served >= length or self._stop_if_spent() or not self._fill(module, buffer, *learner):
+            if served >= length or self.stop_if_spent() or not self._fill(module, buffer, *learner):
                 return
         for number, batch in self._passes(buffer, learner, resumed, served):
             if number + 1 == length:
                 # Lightning counts the batches and never asks for one more: nothing runs after the last yield.
                 buffer.after_gradients(None, {})
-                self._stop_if_spent()
+                self.stop_if_spent()
             if served <= number < length:
                 yield batch
 
@@ -178,8 +175,8 @@ class OnPolicyDataModule(ExperienceDataModule):
         seen = self._normalization.rollout(rollout, env_ids(rollout), cut=cut, gamma=buffer.gamma)
         buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
         buffer.note_collected(rollout)
-        if isinstance(module, Annotates):
-            module.annotate(buffer.rollout)
+        if annotate := getattr(module, "annotate", None):
+            annotate(buffer.rollout)
         buffer.before_gradients(actor, critic)
         estimated = time.perf_counter()
         self._measure(rollout, collected - began, estimated - collected)

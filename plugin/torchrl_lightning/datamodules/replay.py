@@ -9,6 +9,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -20,12 +22,11 @@ from torch import Tensor
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
 from torchrl_lightning.datamodules.dataset import BufferedDataset, check_dataset, refuse_collection
-from torchrl_lightning.datamodules.discounts import build_buffer, check_discount, discount_of
+from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
-from torchrl_lightning.datamodules.update_clock import UpdateClock
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
@@ -120,8 +121,8 @@ class ReplayDataModule(ExperienceDataModule):
     RUN_STATE = {
         **ExperienceDataModule.RUN_STATE,
         "updates": Kept(whole(), "_learned"),
-        "in_step": Kept(whole(), "_updates.in_step"),
-        "refilled": Kept(whole(), "_updates.refilled"),
+        "in_step": Kept(whole(), "_in_step"),
+        "refilled": Kept(whole(), "_refilled"),
         "batch": Kept(read_batch, "_pending", plain_batch, missing=None),
     }
 
@@ -137,7 +138,12 @@ class ReplayDataModule(ExperienceDataModule):
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
         self.frames_per_batch = self.num_envs if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
-        self._updates = UpdateClock(self.frames_per_update)
+        # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
+        self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)
+        self.updates = 0
+        """Updates whose batch was drawn."""
+        self._refilled = 0  # frames that are collected anew, because a checkpoint held no buffer
+        self._in_step = 0  # updates that an unfinished step has made
         self._dataset: BufferedDataset | None = None  # until the buffer is filled
         self._source: Any = None  # a BatchSource, from setup on
         self._prepare: Callable[[Any], None] | None = None  # what the source does before each batch
@@ -147,16 +153,10 @@ class ReplayDataModule(ExperienceDataModule):
         self._served: TensorDictBase | None = None  # the batch that is being learned from
         self._resumed: TensorDictBase | None = None  # the one that a resumed run begins with
         self._rewritten: Callable[[Any], Sequence[NestedKey]] = lambda batch: ()  # keys that the learner rewrites
-        self._gamma = 0.99
+        self._gamma, self._ranks = 0.99, 1
         self._hooks = ReplayHooks(self)
         self._seconds: dict[str, float] = {}  # of this epoch
-        self._snapshots: BufferSnapshots | None = None
         self._snapshot: dict[str, Any] | None = None  # the state written last, as long as it is the present one
-
-    @property
-    def updates(self) -> int:
-        """Updates whose batch was drawn."""
-        return self._updates.updates
 
     @property
     def _learned(self) -> int:
@@ -165,7 +165,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     @_learned.setter
     def _learned(self, updates: int) -> None:
-        self._updates.updates = updates
+        self.updates = updates
 
     @property
     def _pending(self) -> TensorDictBase | None:
@@ -200,7 +200,7 @@ class ReplayDataModule(ExperienceDataModule):
         learner = self._learner
         self._prepare = getattr(self._source, "prepare", None)
         self._rewritten = getattr(learner, "rewritten_keys", self._rewritten)
-        self._gamma = discount_of(learner, buffer)
+        self._gamma, self._ranks = discount_of(learner, buffer), self.world_size
         if learner is not None:
             if self.updates_per_step > 1 and learner.automatic_optimization:
                 raise ValueError(
@@ -246,7 +246,7 @@ class ReplayDataModule(ExperienceDataModule):
             dataset.write(module.policy, self._note if self._normalization.is_on and not self.updates else None)
         size = self.updates_per_step
         self._seconds = {"time/collect": 0.0, "time/sample": 0.0}
-        update = self._batches_served() * size + self._updates.in_step
+        update = self._batches_served() * size + self._in_step
         end = min(self._epoch_length() * size, self.updates_per_epoch)
         while update < end:
             behind = min(update - update % size + size, end)
@@ -274,7 +274,7 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _draw(self, module: Any, update: int, end: int) -> TensorDictBase | None:
         """Collect what an update of an epoch of ``end`` waits for, and return its batch; None if collection ended."""
-        self._updates.in_step = update % self.updates_per_step
+        self._in_step = update % self.updates_per_step
         began = time.perf_counter()
         while self._waits_for_frames() or not len(self.buffer):
             if not self._collect_frames(module):
@@ -289,7 +289,7 @@ class ReplayDataModule(ExperienceDataModule):
                 self._normalization.advance_if_due()
                 self._normalization.normalize_(batch)
         self._snapshot = None
-        self._updates.updates += 1
+        self.updates += 1
         self._is_drawn = True
         self._seconds["time/collect"] += drawing - began
         self._seconds["time/sample"] += time.perf_counter() - drawing
@@ -309,8 +309,8 @@ class ReplayDataModule(ExperienceDataModule):
 
     def _waits_for_frames(self) -> bool:
         """Return whether the next update needs more frames than there are."""
-        frames = (self._clock.frames + self._clock.count) // self.world_size
-        return self._updates.waits(frames - self.warmup_frames)
+        frames = (self._clock.frames + self._clock.count) // self._ranks - self.warmup_frames - self._refilled
+        return self.updates * self._ratio.numerator > frames * self._ratio.denominator
 
     def _is_spent(self) -> bool:
         """Return whether all frames are collected and all updates that they allow are served."""
@@ -352,7 +352,7 @@ class ReplayDataModule(ExperienceDataModule):
         Lightning's trainer does so at the end of each step; without a batch it does nothing.
         """
         batch, self._served = self._served, None
-        self._updates.in_step = 0
+        self._in_step = 0
         if batch is None:
             return
         self._snapshot = None
@@ -390,7 +390,7 @@ class ReplayDataModule(ExperienceDataModule):
             "capacity": int(buffer.storage.max_size),
             "n_steps": buffer.n_steps,
             "gamma": buffer.gamma if buffer.n_steps > 1 else 0.99,  # nothing that is read depends on it
-            "frames_per_update": str(self._updates.ratio),
+            "frames_per_update": str(self._ratio),
             "warmup_frames": self.warmup_frames,
         }
 
@@ -398,12 +398,6 @@ class ReplayDataModule(ExperienceDataModule):
         """Return whether batches hold what a learner's world model imagines."""
         source = self._source or self._source_over(self._any_buffer(learner), learner)
         return getattr(source, "prepare", None) is not None
-
-    def _any_buffer(self, learner: Any = None, *, trial: bool = True) -> ExperienceBuffer:
-        """Return the buffer; build it where there is none, for a trial to look at: ranks may be forked later."""
-        if self.buffer is not None:
-            return self.buffer
-        return build_buffer(self.make_buffer, learner or self._learner, trial=trial, num_envs=self.num_envs)
 
     def _parts_state(self) -> dict[str, Any]:
         if self.buffer is None or self._kept == "none":
@@ -422,7 +416,7 @@ class ReplayDataModule(ExperienceDataModule):
         if self.buffer is None or self._kept != "beside":
             return False
         if self._snapshot is None:
-            self._snapshot = self._snapshots_here().save(self.buffer, self.updates)
+            self._snapshot = self._snapshots.save(self.buffer, self.updates)
         return True
 
     def _load_parts(self, own: dict[str, Any]) -> None:
@@ -430,7 +424,7 @@ class ReplayDataModule(ExperienceDataModule):
         if "buffer" in own:
             buffer.load_state_dict(own["buffer"])
         elif "snapshot" in own:
-            self._snapshots_here().load(buffer, own["snapshot"])
+            self._snapshots.load(buffer, own["snapshot"])
         self.buffer = buffer
         if "source" in own:
             self._source = self._source or self._source_over(buffer, self._learner)
@@ -440,7 +434,7 @@ class ReplayDataModule(ExperienceDataModule):
         super()._loaded(own)
         self._served = self._snapshot = None
         if "buffer" not in own and "snapshot" not in own:
-            self._updates.refilled += self.warmup_frames
+            self._refilled += self.warmup_frames
             logger.warning(
                 "the checkpoint holds no replay buffer (checkpoint_buffer='none'): %s%d frames are collected anew "
                 "before the next update. Resume with checkpoint_buffer='inside' or 'beside' to keep it.",
@@ -453,12 +447,10 @@ class ReplayDataModule(ExperienceDataModule):
         """Where the buffer is kept."""
         return "beside" if self.checkpoint_buffer == "inside" and self.world_size > 1 else self.checkpoint_buffer
 
-    def _snapshots_here(self) -> BufferSnapshots:
-        if self._snapshots is None:
-            trainer = self.trainer
-            root = self.buffer_dir or Path(trainer.default_root_dir if trainer is not None else ".") / "buffer"
-            self._snapshots = BufferSnapshots(Path(root), self._rank, of_first_rank(secrets.token_hex(4)))
-        return self._snapshots
+    @cached_property
+    def _snapshots(self) -> BufferSnapshots:
+        root = Path("." if self.trainer is None else self.trainer.default_root_dir) / "buffer"
+        return BufferSnapshots(Path(self.buffer_dir or root), self._rank, of_first_rank(secrets.token_hex(4)))
 
 
 @contextmanager
