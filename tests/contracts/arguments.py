@@ -179,7 +179,7 @@ VALUES = (
     *named(GeneralizedAdvantages, gamma=1.5),
     *named(HoldoutSplit, validation_fraction=Each((0.0, 1.0, -0.1, 2.0))),
     *named(IntrinsicRewardNormalizer, gamma=2.0),
-    *refused(IntrinsicRewardNormalizer, "'forward' or 'backward', got 'sideways'", direction="sideways"),
+    *refused(IntrinsicRewardNormalizer, "'forward', 'backward', got 'sideways'", direction="sideways"),
     *refused(SumSegmentTree, "at least 1, got 0", capacity=0),
     *refused(SumSegmentTree, "backend", backend="cuda"),
     *refused(

@@ -55,17 +55,6 @@ def _check_inputs(caller: str, floats: dict[str, Tensor], flags: dict[str, Tenso
             )
 
 
-def check_fraction(caller: str, name: str, value: float | Tensor) -> float:
-    """Return a discount or a mixing factor as a number between 0 and 1."""
-    if type(value) is not float:
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{caller}: {name} must be one number, got a tensor of shape {tuple(value.shape)}")
-        value = float(value)
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{caller}: {name} must be between 0 and 1, got {value}")
-    return value
-
-
 def explain_not_finite(caller: str, **tensors: Tensor) -> None:
     """Raise for the first input that holds NaN or infinity and name the place; return if all inputs are finite.
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
+from torchrl_lightning.ranges import fraction
 
 
 def gae(
@@ -53,8 +54,8 @@ def gae(
     """
     names = ("reward", "value", "next_value")
     rows = rows_of("gae", names, (reward, value, next_value), (terminated, done))
-    gamma = check_fraction("gae", "gamma", gamma)
-    decay = gamma * check_fraction("gae", "lmbda", lmbda)
+    gamma = fraction(gamma, "gae: gamma")
+    decay = gamma * fraction(lmbda, "gae: lmbda")
     if rows is not None:
         advantage, target = torch.empty_like(rows[0]), torch.empty_like(rows[0])
         finite = run_rows(_gae_rows, (*rows, advantage, target), gamma, decay)

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction
 from torchrl_lightning.kernels.scan import discounted_scan
+from torchrl_lightning.ranges import fraction, one_of
 from torchrl_lightning.state import Here, number, tensor
 from torchrl_lightning.stated import Fixed, Kept, Stated
 
@@ -62,10 +62,8 @@ class IntrinsicRewardNormalizer(Stated):
     }
 
     def __init__(self, gamma: float = 0.99, direction: Literal["forward", "backward"] = "forward") -> None:
-        if direction not in ("forward", "backward"):
-            raise ValueError(f"IntrinsicRewardNormalizer: direction must be 'forward' or 'backward', got {direction!r}")
-        self.gamma = check_fraction("IntrinsicRewardNormalizer", "gamma", gamma)
-        self.direction = direction
+        self.direction = one_of(direction, "IntrinsicRewardNormalizer: direction", ("forward", "backward"))
+        self.gamma = fraction(gamma, "IntrinsicRewardNormalizer: gamma")
         self._filter: Tensor | None = None  # the sum after the last step, one entry for each environment
         self._mean, self._variance, self._count = 0.0, 1.0, 1e-4
 

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
+from torchrl_lightning.ranges import fraction
 
 
 def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, gamma: float) -> Tensor:
@@ -47,7 +48,7 @@ def discounted_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, d
     """
     names = ("reward", "next_value")
     rows = rows_of("discounted_returns", names, (reward, next_value), (terminated, done))
-    gamma = check_fraction("discounted_returns", "gamma", gamma)
+    gamma = fraction(gamma, "discounted_returns: gamma")
     if rows is not None:
         target = torch.empty_like(rows[0])
         finite = run_rows(_return_rows, (*rows, target), gamma)

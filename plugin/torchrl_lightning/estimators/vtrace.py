@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_lightning.estimators._checks import check_fraction, explain_not_finite, rows_of
+from torchrl_lightning.estimators._checks import explain_not_finite, rows_of
 from torchrl_lightning.kernels.scan import discounted_scan, run_rows
 from torchrl_lightning.kernels.scan_rows import block_of, bools_at, floats_at, row_is_finite, scan_rows
-from torchrl_lightning.ranges import positive
+from torchrl_lightning.ranges import fraction, positive
 
 _HINT = "float('inf') clips nothing"
 
@@ -77,8 +77,8 @@ def vtrace(
     """
     names = ("reward", "value", "next_value", "log_pi", "log_mu")
     rows = rows_of("vtrace", names, (reward, value, next_value, log_pi, log_mu), (terminated, done))
-    gamma = check_fraction("vtrace", "gamma", gamma)
-    lmbda = check_fraction("vtrace", "lmbda", lmbda)
+    gamma = fraction(gamma, "vtrace: gamma")
+    lmbda = fraction(lmbda, "vtrace: lmbda")
     rho_clip, c_clip = positive(rho_clip, "vtrace: rho_clip", _HINT), positive(c_clip, "vtrace: c_clip", _HINT)
     pg_rho_clip = rho_clip if pg_rho_clip is None else positive(pg_rho_clip, "vtrace: pg_rho_clip", _HINT)
     if rows is not None:

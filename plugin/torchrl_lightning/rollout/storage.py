@@ -171,14 +171,7 @@ class RolloutStorage(Stated, StorageBase):
         assert self.data is not None
         for key, value in keyed_leaves(data):
             self.data.get(key)[cursor].copy_(value)
-        self.finish_write(cursor + 1 if isinstance(cursor, int) else cursor.stop)
-
-    def overwrite(self, row: int, data: TensorDictBase) -> None:
-        """Replace a stored row by ``[N]``; drop entries that were added."""
-        assert self.data is not None
-        for key, value in keyed_leaves(data):
-            self.data.get(key)[row] = value
-        self.finish_write(self.num_steps)
+        self.finish_write(max(self.num_steps, cursor + 1 if isinstance(cursor, int) else cursor.stop))
 
     def keep_tail(self, data: TensorDictBase, row: Any, recurrent_keys: Collection[NestedKey]) -> None:
         """Keep what the step after a row begins with; a recurrent state of an episode that ended there begins at 0."""
@@ -283,12 +276,11 @@ class RolloutStorage(Stated, StorageBase):
         if data is not None and self.data is None:
             row = map_leaves(lambda value: value.new_empty((envs, *value.shape[2:])), data)
             self.allocate(to_tensordict(row, torch.Size([envs])))
+        self.clear()
         if steps:
             self.set(slice(0, steps), to_tensordict(data, torch.Size([steps, envs])))
             for key, value in keyed_leaves(values["added"]):
                 self.rollout.set(key, value.to(self.device, copy=True))
-        else:
-            self.clear()
         self.tail = None if tail is None else to_tensordict(tail, torch.Size([envs])).to(self.device).clone()
 
 

@@ -214,7 +214,8 @@ def current_log_prob(
     recurrent_keys: Collection[NestedKey] = RECURRENT_KEYS,
 ) -> Tensor:
     """Return ``log π(a|s)`` of the stored actions under the current actor, which has ``get_dist``, ``[T, N]``."""
-    if not hasattr(actor, "get_dist"):
+    get_dist = getattr(actor, "get_dist", None)
+    if get_dist is None:
         raise TypeError(
             f"The actor must offer get_dist(td) as TorchRL's ProbabilisticActor does, got {type(actor).__name__}."
         )
@@ -224,7 +225,7 @@ def current_log_prob(
         source = sequences(rollout.select(*keys, "is_init", strict=False), recurrent_keys=recurrent_keys)
     else:
         source = flat_entries(rollout, keys)
-    log_prob: Tensor = run(actor, source, recurrent, lambda data: actor.get_dist(data).log_prob(data.get(action_key)))
+    log_prob: Tensor = run(actor, source, recurrent, lambda data: get_dist(data).log_prob(data.get(action_key)))
     return log_prob.transpose(0, 1) if recurrent else log_prob.unflatten(0, rollout.batch_size)
 
 

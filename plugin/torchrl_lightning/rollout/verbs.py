@@ -180,8 +180,7 @@ class DocumentedVerbs:
         Raises:
             ValueError: observations are a dict, have no channels, or these are no multiple of the frame stack.
         """
-        name = "Observation" if sample.get("Observation", None) is not None else "observation"
-        obs = sample.get(name, None)
+        obs = sample.get("Observation", sample.get("observation", None))
         if not isinstance(obs, Tensor):
             raise ValueError(
                 f"Channels need one tensor observation [N, C, ...], got {sorted(map(str, sample.keys()))}; "

@@ -161,7 +161,7 @@ class RolloutWriter(Stated, WriterBase):
     def overwrite(self, row: int, data: TensorDictBase) -> None:
         """Replace a stored row by a step of all environments, ``[N]``."""
         self.prepare(data.unsqueeze(0), 0, 0)
-        self._target.overwrite(row, data)
+        self._target.set(row, data)
         self.write_count += 1
 
     def complete(self, step: TensorDictBase) -> TensorDictBase:
