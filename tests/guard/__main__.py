@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -26,24 +27,36 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.guard.marks import mark
-from tests.guard.sites import PACKAGE, Site, draw
+from tests.guard.sites import PACKAGE, Site, draw, marked
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutants.csv")
 SEED, COUNT = 0, 150
+DRAWN = ("file", "line", "kind", "before", "after")
 TESTS, USUAL_SECONDS, SECONDS = 100, 60.0, 120.0
 IMPORTED = ("gymnasium", "hydra", "hypothesis", "lightning", "matplotlib.pyplot", "numba", "pytest", "scipy.stats")
 IMPORTED += ("torchrl.collectors", "torchrl.data", "torchrl.envs", "torchrl.objectives")
+OPTIONS = ["-q", "-p", "tests.guard.plugin"]
 COPIED = ("plugin", "conf", "tests", "examples", "pyproject.toml", "README.md", "LICENSE", ".gitignore", ".ci")
+NOTES = '''"""Write which test has come to a mark, once for each process and test."""
+import os
+_seen = set()
+
+
+def note(mark):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0]
+    if test and (mark, test) not in _seen:
+        _seen.add((mark, test))
+        file = os.open(os.environ["GUARD_WORK"] + "/hits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, f"{mark}\\t{test}\\n".encode())
+        os.close(file)
+'''
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("command", choices=("draw", "cover", "run"))
-    arguments.add_argument(
-        "work", nargs="?", type=Path, help="a folder for a copy of the repository and for what is measured"
-    )
+    arguments.add_argument("work", nargs="?", type=Path, help="a folder for copies and for what is measured")
     arguments.add_argument("--only", type=int, nargs="*", help="run these mutants, by their number, alone")
     given = arguments.parse_args()
     if given.command == "draw":
@@ -59,9 +72,9 @@ def main() -> None:
 def write(mutants: list[tuple[Site, str]]) -> None:
     with LIST.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(["number", "file", "line", "kind", "before", "after", "killed by"])
+        lines.writerow(["number", *DRAWN, "killed by"])
         for number, (site, killer) in enumerate(mutants):
-            lines.writerow([number, site.file, site.line, site.kind, site.before, site.after, killer])
+            lines.writerow([number, *(getattr(site, name) for name in DRAWN), killer])
 
 
 def read() -> list[tuple[Site, str]]:
@@ -69,12 +82,8 @@ def read() -> list[tuple[Site, str]]:
     with LIST.open(newline="") as file:
         rows = list(csv.DictReader(file))
     sites = draw(ROOT / PACKAGE, SEED, COUNT)
-    drawn = [(site.file, str(site.line), site.kind, site.before, site.after) for site in sites]
-    listed = [(row["file"], row["line"], row["kind"], row["before"], row["after"]) for row in rows]
-    if drawn != listed:
-        sys.exit(
-            "the package has changed since its mutants were drawn: draw again, and run the old suite beside the new one"
-        )
+    if any(str(getattr(site, name)) != row[name] for site, row in zip(sites, rows, strict=True) for name in DRAWN):
+        sys.exit("the package has changed since its mutants were drawn: draw again, and run the old suite, too")
     return [(site, row["killed by"]) for site, row in zip(sites, rows, strict=True)]
 
 
@@ -94,22 +103,15 @@ def copy_of_repository(folder: Path) -> Path:
 def cover(work: Path) -> None:
     """Run the whole suite over marked sources: each mark notes the test that passes it, in whichever process."""
     copy = copy_of_repository(work / "marked")
-    mark([site for site, _ in read()], copy)
+    (copy / "plugin" / "guard_notes.py").write_text(NOTES)
+    numbered: dict[str, dict[int, Site]] = defaultdict(dict)
+    for number, (site, _) in enumerate(read()):
+        numbered[site.file][number] = site
+    for file, sites in numbered.items():
+        (copy / file).write_text(marked((copy / file).read_text(), sites))
     for name in ("hits", "seconds"):
         (work / name).unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-p",
-        "tests.guard.seconds",
-        "--no-header",
-    ]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", "2", "--dist", "loadfile", "--no-header"]
     with (work / "cover.log").open("w") as log:
         subprocess.run(command, cwd=copy, env=environment(copy, work), stdout=log, stderr=log, check=False)
     print((work / "cover.log").read_text().splitlines()[-1])
@@ -124,7 +126,7 @@ def run(work: Path, only: list[int] | None) -> None:
     mutants, tests = read(), tests_of_marks(work)
     copy = copy_of_repository(work / "mutated")
     os.environ.update(environment(copy, work))
-    sys.path[:0] = [str(copy / "plugin"), str(copy)]
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
     warm_up()
     for number, (site, _) in enumerate(mutants):
         if only and number not in only:
@@ -141,10 +143,8 @@ def run(work: Path, only: list[int] | None) -> None:
             os.utime(source, (times.st_atime, times.st_mtime))
         mutants[number] = (site, killer)
         write(mutants)
-        print(
-            f"{number:4d} {len(tests[number]):4d} tests {time.monotonic() - began:6.1f} s  {killer or 'SURVIVES'}",
-            flush=True,
-        )
+        took = time.monotonic() - began
+        print(f"{number:4d} {len(tests[number]):4d} tests {took:6.1f} s  {killer or 'SURVIVES'}", flush=True)
     killers = sorted({killer for _, killer in mutants if "::" in killer})
     if innocent := first_failure(copy, killers, work, seconds=3600):
         sys.exit(f"{innocent} fails without a mutant, too")
@@ -189,45 +189,29 @@ def first_failure(copy: Path, tests: list[str], work: Path, seconds: float = SEC
         return ""
     failed = work / "failed"
     failed.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.chdir(copy)
-        log = os.open(work / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ["GUARD_TESTS"] = str(work / "tests")
-        (work / "tests").write_text("\n".join(tests))
-        import pytest
+    (work / "tests").write_text("\n".join(tests))
+    child = multiprocessing.get_context("fork").Process(target=run_until_one_fails, args=(copy, tests, work))
+    child.start()
+    child.join(seconds)
+    if child.exitcode is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        return "hang"
+    if child.exitcode == 0:
+        return ""
+    return failed.read_text() if failed.exists() else f"exit status {child.exitcode}"
 
-        files = dict.fromkeys(test.split("::")[0] for test in tests)
-        os._exit(
-            pytest.main(
-                [
-                    "-x",
-                    "-q",
-                    "-W",
-                    "ignore::pytest.PytestAssertRewriteWarning",
-                    "-p",
-                    "no:cacheprovider",
-                    "-p",
-                    "tests.guard.chosen",
-                    *files,
-                ]
-            )
-        )
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            if code == 0:
-                return ""
-            return failed.read_text() if failed.exists() else f"exit status {code}"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "hang"
+
+def run_until_one_fails(copy: Path, tests: list[str], work: Path) -> None:
+    os.setsid()
+    os.chdir(copy)
+    log = os.open(work / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["GUARD_TESTS"] = str(work / "tests")
+    ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
+    files = dict.fromkeys(test.split("::")[0] for test in tests)
+    os._exit(sys.modules["pytest"].main(["-x", *OPTIONS, *ignored, *files]))
 
 
 if __name__ == "__main__":

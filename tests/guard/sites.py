@@ -1,74 +1,131 @@
-"""Where the package can be mutated, and how."""
+"""Where the package can be mutated, and how: in the bodies of functions that numba does not compile."""
 
 from __future__ import annotations
 
 import ast
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path("plugin/torchrl_lightning")
 
-FLIPPED = {
-    "==": "!=",
-    "!=": "==",
-    "<": ">=",
-    ">=": "<",
-    ">": "<=",
-    "<=": ">",
-    "is": "is not",
-    "is not": "is",
-    "in": "not in",
-    "not in": "in",
+COMPARISONS: dict[type[ast.cmpop], tuple[str, type[ast.cmpop]]] = {
+    ast.Eq: ("==", ast.NotEq),
+    ast.NotEq: ("!=", ast.Eq),
+    ast.Lt: ("<", ast.GtE),
+    ast.GtE: (">=", ast.Lt),
+    ast.Gt: (">", ast.LtE),
+    ast.LtE: ("<=", ast.Gt),
+    ast.Is: ("is", ast.IsNot),
+    ast.IsNot: ("is not", ast.Is),
+    ast.In: ("in", ast.NotIn),
+    ast.NotIn: ("not in", ast.In),
 }
+"""The sign of each, and what it is flipped to."""
 DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Raise)
 COMPILED = re.compile(r"\b(?:jitted|compiled|row_kernel|run_rows)\((?:\w+\.)?(\w+)[,)]")
 
 
 @dataclass(frozen=True)
 class Site:
-    """One change: the text from ``start`` to ``end`` (offsets in the file) becomes ``after``."""
+    """One change: the node of a file that :func:`ast.walk` comes to as the ``place``-th becomes another."""
 
     file: str
     line: int
     kind: str
     before: str
     after: str
-    start: int
-    end: int
+    place: int
+    statement: int
 
     def applied_to(self, source: str) -> str:
-        assert source[self.start : self.end] == self.before
-        return source[: self.start] + self.after + source[self.end :]
+        """Change a file's source."""
+        tree = ast.parse(source)
+        node = list(ast.walk(tree))[self.place]
+        return ast.unparse(_Replaced({node: [changed(node)]}).visit(tree))
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts other nodes, which may hold the first one, in the places of some."""
+
+    def __init__(self, others: dict[ast.AST, list[ast.AST]]) -> None:
+        self.others = others
+
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.AST]:
+        self.generic_visit(node)
+        others = self.others.get(node, [node])
+        return others if len(others) > 1 else others[0]
+
+
+def marked(source: str, numbered: dict[int, Site]) -> str:
+    """Note before the statement of each site which test has come to it."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    notes: dict[ast.AST, list[ast.AST]] = defaultdict(list)
+    for number, site in numbered.items():
+        notes[nodes[site.statement]] += ast.parse(f"__import__('guard_notes').note({number})").body
+    return ast.unparse(_Replaced({statement: [*found, statement] for statement, found in notes.items()}).visit(tree))
 
 
 def draw(package: Path, seed: int, count: int) -> list[Site]:
     """A third of each kind, spread evenly over all places of that kind."""
-    files = sorted(package.rglob("*.py"))
-    trees = {path: ast.parse(path.read_text()) for path in files}
-    kernels = compiled_functions({path: (path.read_text(), tree) for path, tree in trees.items()})
-    places: dict[str, list[Site]] = {"comparison": [], "constant": [], "statement": []}
+    sources = {path: path.read_text() for path in sorted(package.rglob("*.py"))}
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    kernels = compiled_functions(sources, trees)
+    places: dict[str, list[tuple[Path, ast.AST, ast.stmt]]] = {"comparison": [], "constant": [], "statement": []}
     for path, tree in trees.items():
-        for site in sites(path, str(PACKAGE / path.relative_to(package)), tree, kernels):
-            places[site.kind].append(site)
-    generator = random.Random(seed)
-    drawn = [site for kind in places.values() for site in generator.sample(kind, count // len(places))]
-    return sorted(drawn, key=lambda site: (site.file, site.start))
+        for node, statement in mutable(tree, kernels):
+            if kind := kind_of(node):
+                places[kind].append((path, node, statement))
+    generator, drawn = random.Random(seed), []
+    for kind, found in places.items():
+        for path, node, statement in generator.sample(found, count // len(places)):
+            numbers = {each: number for number, each in enumerate(ast.walk(trees[path]))}
+            # A comparison lies where its sign does.
+            begin, end = (node.left, node.comparators[0]) if isinstance(node, ast.Compare) else (node, node)
+            file = str(PACKAGE / path.relative_to(package))
+            before, after = text(node, sources[path]), text(changed(node))
+            site = Site(file, end.lineno, kind, before, after, numbers[node], numbers[statement])
+            drawn.append(((file, begin.lineno, begin.col_offset), site))
+    return [site for _, site in sorted(drawn, key=lambda pair: pair[0])]
 
 
-def compiled_functions(sources: dict[Path, tuple[str, ast.Module]]) -> set[str]:
+def kind_of(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return "comparison"
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+        return "constant"
+    return "statement" if isinstance(node, DROPPED) else None
+
+
+def text(node: ast.AST, source: str = "") -> str:
+    """The sign of a comparison; anything else as its source has it, if there is one."""
+    if isinstance(node, ast.Compare):
+        return COMPARISONS[type(node.ops[0])][0]
+    return ast.get_source_segment(source, node) or ast.unparse(node)
+
+
+def changed(node: ast.AST) -> ast.AST:
+    """What a node becomes."""
+    if isinstance(node, ast.Compare):
+        return ast.Compare(node.left, [COMPARISONS[type(node.ops[0])][1]()], node.comparators)
+    if isinstance(node, ast.Constant):
+        return ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+    return ast.Pass()
+
+
+def compiled_functions(sources: dict[Path, str], trees: dict[Path, ast.Module]) -> set[str]:
     """Names of functions that numba compiles: those handed to the compiler, and those that these call."""
-    functions = {
-        node.name: node for _, tree in sources.values() for node in tree.body if isinstance(node, ast.FunctionDef)
-    }
-    named = {name for text, _ in sources.values() for name in COMPILED.findall(text)}
-    for _, tree in sources.values():
-        for node in tree.body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            if isinstance(target, ast.Name) and target.id == "_CALLEES":
-                named |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    top = [node for tree in trees.values() for node in tree.body]
+    functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
+    named = {name for source in sources.values() for name in COMPILED.findall(source)}
+    for node in top:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "_CALLEES":
+            named |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
     found: set[str] = set()
     while todo := {name for name in named - found if name in functions}:
         found |= todo
@@ -78,53 +135,22 @@ def compiled_functions(sources: dict[Path, tuple[str, ast.Module]]) -> set[str]:
     return found
 
 
-def sites(path: Path, name: str, tree: ast.Module, kernels: set[str]) -> Iterator[Site]:
-    source = path.read_text()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
-    data = source.encode()
-
-    def offset(line: int, column: int) -> int:
-        return len(data[: starts[line - 1] + column].decode())
-
-    def site(
-        node: ast.expr | ast.stmt, kind: str, after: str, start: int | None = None, end: int | None = None
-    ) -> Site:
-        start = offset(node.lineno, node.col_offset) if start is None else start
-        end = offset(node.end_lineno or 0, node.end_col_offset or 0) if end is None else end
-        return Site(name, source.count("\n", 0, start) + 1, kind, source[start:end], after, start, end)
-
-    for node in mutable(tree, kernels):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = node.left, node.comparators[0]
-            between = offset(left.end_lineno or 0, left.end_col_offset or 0), offset(right.lineno, right.col_offset)
-            sign = re.search(r"[=!<>]=|[<>]|is\s+not|not\s+in|is|in", source[slice(*between)])
-            assert sign is not None
-            begin = between[0] + sign.start()
-            yield site(node, "comparison", FLIPPED[" ".join(sign[0].split())], begin, begin + len(sign[0]))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-            moved = not node.value if isinstance(node.value, bool) else node.value + 1
-            yield site(node, "constant", repr(moved))
-        elif isinstance(node, DROPPED):
-            yield site(node, "statement", "pass")
+def overloads(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("overload" in ast.unparse(mark) for mark in function.decorator_list)
 
 
-def mutable(tree: ast.Module, kernels: set[str]) -> Iterator[ast.AST]:
-    """The nodes in bodies of functions: no messages, annotations, defaults, docstrings and kernels."""
+def mutable(tree: ast.Module, kernels: set[str]) -> Iterator[tuple[ast.AST, ast.stmt]]:
+    """The nodes in bodies of functions, each with its statement: no messages, annotations, docstrings and kernels."""
 
-    def within(node: ast.AST) -> Iterator[ast.AST]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if not (node in tree.body and node.name in kernels) and not any(
-                "overload" in ast.unparse(mark) for mark in node.decorator_list
-            ):
-                for statement in node.body:
-                    yield from inside(statement)
-            return
-        for child in ast.iter_child_nodes(node):
-            yield from within(child)
+    def within(node: ast.AST) -> Iterator[tuple[ast.AST, ast.stmt]]:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for child in ast.iter_child_nodes(node):
+                yield from within(child)
+        elif not (node in tree.body and node.name in kernels) and not overloads(node):
+            for statement in node.body:
+                yield from inside(statement, statement)
 
-    def inside(node: ast.AST) -> Iterator[ast.AST]:
+    def inside(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.AST, ast.stmt]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from within(node)
             return
@@ -133,13 +159,14 @@ def mutable(tree: ast.Module, kernels: set[str]) -> Iterator[ast.AST]:
         )
         if words or isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom):
             return
-        yield node
+        statement = node if isinstance(node, ast.stmt) else statement
+        yield node, statement
         if isinstance(node, ast.Raise):
             return
         for field, value in ast.iter_fields(node):
             if field not in ("annotation", "returns", "type_comment"):
                 for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST):
-                        yield from inside(child)
+                        yield from inside(child, statement)
 
     yield from within(tree)
