@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, Sequence, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RandomSampler, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler as TorchRLPrioritizedSampler
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
@@ -53,22 +53,6 @@ def test_entries_are_those_of_the_tensordict() -> None:
     assert entries_of(data)["a"] is data["a"]
     assert entries_of(data)["next"] is data["next"]
     assert set(entries_of(torch.stack([data, data.clone()]))) == {"a", "next"}
-
-
-def test_storage_private_attributes() -> None:
-    storage = LazyTensorStorage(6)
-    storage.set(range(3), TensorDict({"a": torch.zeros(3)}, [3]))
-    assert storage._len == len(storage) == 3
-    assert storage._storage.shape == (6,)
-    assert storage.initialized
-    revision = storage._mutation_revision
-    storage._bump_mutation_revision()
-    assert storage._mutation_revision == revision + 1
-    storage._set_last_cursor(2)
-    assert storage._last_cursor_index == 2
-    storage._len = 1
-    assert len(storage) == 1
-    assert storage._attached_entities == list(storage._attached_entities_iter()) == []
 
 
 def test_touching_moves_the_revision() -> None:
@@ -120,17 +104,6 @@ def test_invert_runs_the_call_hook_of_a_transform() -> None:
     ours.append_transform(DiscountedReturns(bootstrap=False, time_dim=0), invert=True)
     ours.extend(rows())
     assert ours[:]["value_target"].shape == (2, 3, 1)
-
-
-def test_sampler_private_attributes() -> None:
-    theirs = ReplayBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=2)
-    theirs.extend(torch.arange(4))
-    theirs.sample()
-    assert theirs.sampler._sample_list.shape == (2,)
-    assert theirs.sampler._remaining_batches == 1
-    assert theirs.sampler.len_storage == 4
-    theirs.empty()
-    assert theirs.sampler._sample_list is None
 
 
 @pytest.mark.parametrize(

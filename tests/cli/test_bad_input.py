@@ -14,8 +14,6 @@ from torchrl_lightning.cli.train import train
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data.batchsize=3"], "Key 'batchsize' not in 'OnPolicyDataSchema'"),
-        (["experiment=nope"], "Could not find 'experiment/nope'"),
         (["+data=gae"], "error: +data=gae would add to what is there; select a group as data=gae."),
         (["data.total_frames=-1"], "error: nothing would end this run; give data.total_frames=N"),
         (["data.env=nowhere:Nope-v0"], "of 'nowhere:Nope-v0' cannot be imported: No module named 'nowhere'. Install"),

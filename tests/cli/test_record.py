@@ -111,9 +111,3 @@ def test_a_person_is_recorded(ends, tmp_path):
         assert record(cfg) == 1.0  # earned by its last step
     play.assert_called_once_with("CartPole-v1", 1, keys={"a": 0, "d": 1}, noop=0, seed=1000)
     assert [read_demonstration(path).is_human for path in tmp_path.iterdir()] == ([True] if ends else [])
-
-
-def test_a_mistake_is_one_line_without_a_traceback(run):
-    done = run("record", "table=nowhere", "hydra.run.dir=run", expect=1)
-    assert done.stderr.startswith("error: table=nowhere")
-    assert "Traceback" not in done.stderr

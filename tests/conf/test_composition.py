@@ -194,12 +194,17 @@ def test_an_experiment_that_needs_an_extra_learns(compose_train, experiment, env
     assert all(value.isfinite() for value in trainer.callback_metrics.values())
 
 
-@pytest.mark.parametrize("option", [option for option in options("model") if option != "default"])  # names no class
-def test_a_model_is_built(compose_option, option):
-    cfg = compose_option("model", option).model
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [each for each in OPTIONS if each[0] in ("model", "model/network") and each != ("model", "default")],  # of no class
+)
+def test_a_model_is_built_with_its_network(compose_option, group, option):
+    cfg = compose_option(group, option).model
     if option == "loss_module":  # which loss of TorchRL's is trained, nobody can know before
         cfg.loss = {"_target_": "torchrl.objectives.DQNLoss", "_partial_": True}
     assert isinstance(instantiate(cfg), L.LightningModule)
+    if group == "model/network":
+        assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
 
 
 # What models are built of.
@@ -225,13 +230,6 @@ def listed(value: object) -> object:
     if isinstance(value, dict):
         return {name: listed(each) for name, each in value.items()}
     return list(value) if isinstance(value, tuple) else value
-
-
-@pytest.mark.parametrize("option", options("model/network"))
-def test_a_network_is_built(compose_option, option):
-    cfg = compose_option("model/network", option).model
-    assert type(instantiate(cfg.network)).__name__ == cfg.network._target_.split(".")[-1]
-    assert isinstance(instantiate(cfg), L.LightningModule)
 
 
 KINDS = {"callbacks": Callback, "logger": Logger}

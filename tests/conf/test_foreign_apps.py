@@ -55,8 +55,7 @@ def test_an_app_sees_nothing_of_ours_but_data():
 @pytest.mark.parametrize(
     ("option", "override", "key", "schema"),
     [
-        ("gae", "data.buffer.gae_lamda=0.9", "gae_lamda", "GAEBufferSchema"),
-        ("uniform", "data.batchsize=3", "batchsize", "ReplayDataSchema"),
+        ("gae", "data.batchsize=3", "batchsize", "OnPolicyDataSchema"),
         ("uniform", "data.buffer.storage.size=3", "size", "RingStorageSchema"),
         ("prioritized", "data.buffer.sampler.alfa=1", "alfa", "PrioritizedSamplerSchema"),
         ("recurrent", "data.buffer.size=3", "size", "RecurrentReplayBufferSchema"),

@@ -46,12 +46,8 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("replay_buffer", "vanilla"): ("size=3", "gamma=0.5"),
     ("replay_buffer", "vtrace"): ("size=3", "gamma=0.5"),
 }
-_TORCHRLS = {"buffer": ("replay_buffer",), "value": ("transform", "value")}
 NAMES = [
-    (group, part["name"])
-    for part in wiring()["parts"].values()
-    for group in _TORCHRLS.get(part["group"], (part["group"],))
-    if group in {group for group, _ in SETTINGS}
+    (group, part["name"]) for part in wiring()["parts"].values() for group in wiring()["torchrl"].get(part["group"], ())
 ]
 GROUPS = {group: {name for each, name in NAMES if each == group} for group, _ in NAMES}
 
