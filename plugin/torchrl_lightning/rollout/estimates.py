@@ -31,6 +31,7 @@ from torchrl_lightning.keys import (
     VALUE,
 )
 from torchrl_lightning.rollout.values import boundaries, current_log_prob, require
+from torchrl_lightning.trust import Nameable
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ INTRINSIC = Stream(NORMALIZED_REWARD, INTRINSIC_VALUE, INTRINSIC_ADVANTAGE, INTR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimator:
+class Estimator(Nameable):
     """Base of the ways to estimate advantages, each with its own settings.
 
     Args:
