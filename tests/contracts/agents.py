@@ -137,6 +137,7 @@ AMID_ROLLOUTS = (
     *FIRST_TWO,
 )
 AMID_PASSES = (Stop(IN_UPDATE, 7), Stop(IN_UPDATE, 8), *FIRST_TWO)
+AMID_UPDATES = tuple(Stop(hook, count) for hook in (IN_UPDATE, BEHIND_UPDATE) for count in (1, 3, 4, 13))
 AMID_EPOCH = (Stop(BEHIND_UPDATE, 15),)  # of ten updates
 AMID_STEPS = (Stop(BEHIND_UPDATE, 3),)  # of five updates each
 
@@ -186,7 +187,7 @@ RUNS: dict[str, Run] = {
         }.items()
     },
     "ReplayDataModule, five updates a step": Run(partial(replayed, updates_per_step=5), AMID_STEPS),
-    "ReplayDataModule, normalised": Run(partial(replayed, **NORMALISED)),
+    "ReplayDataModule, normalised": Run(partial(replayed, **NORMALISED), (*AMID_UPDATES, *FIRST_TWO)),
     "MBPOModule over BranchedReplay": Run(imagining, AMID_EPOCH),
     "MBPOModule over BranchedReplay, five updates a step": Run(
         partial(imagining, updates_per_step=5, checkpoint_buffer="beside"), AMID_STEPS

@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
+from kit.replay import dqn, replay_data
 from kit.replay import fit as fit_replay
-from kit.replay import replay_data
 
 
 class Limit(L.Callback):
@@ -54,20 +54,16 @@ def test_total_frames_end_replay_training_of_shortened_epochs(shortened, tmp_pat
     assert (data.frames, data.updates) == (50, 11)
 
 
-def test_a_second_fit_with_the_budget_spent_collects_nothing(tmp_path, caplog):
-    data = rollouts(total_frames=64)
-    module, _ = fit(tmp_path, data, **ENDLESS)
+@pytest.mark.parametrize(("make", "module", "frames"), [(rollouts, None, 64), (replay_data, dqn(), 50)])
+def test_a_second_fit_with_the_budget_spent_collects_nothing(make, module, frames, tmp_path, caplog):
+    data = make(total_frames=frames)
+    module, _ = fit(tmp_path, data, module, **ENDLESS)
+    learned = data.metrics().get("updates")
     _, run = fit(tmp_path, data, module, **ENDLESS)
-    assert (data.frames, run.global_step, run.current_epoch) == (64, 0, 0)
+    assert (data.frames, run.global_step, run.current_epoch) == (frames, 0, 0)
+    assert data.metrics().get("updates") == learned
     assert data.collector is None
-    assert "all 64 frames are collected; raise total_frames=64 to go on" in caplog.text
-
-
-def test_a_second_fit_with_the_budget_of_replay_spent_collects_nothing(tmp_path):
-    data = replay_data(total_frames=50)
-    module, _ = fit_replay(tmp_path, data, **ENDLESS)
-    _, run = fit_replay(tmp_path, data, module, **ENDLESS)
-    assert (data.frames, data.updates, run.global_step) == (50, 11, 0)
+    assert f"all {frames} frames are collected; raise total_frames={frames} to go on" in caplog.text
 
 
 def test_a_minimum_of_epochs_outweighs_the_budget(tmp_path):

@@ -64,16 +64,6 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_d
     assert data.clock == (frames, "frames")
 
 
-def test_a_resumed_run_goes_on_counting(human, tmp_path, make_data, make_trainer):
-    first, data = (make_data(buffer=demonstrated(human), total_frames=frames) for frames in (200, 400))
-    run = make_trainer(max_epochs=-1)
-    run.fit(ppo(), datamodule=first)
-    run.save_checkpoint(tmp_path / "at.ckpt")
-    make_trainer(max_epochs=-1).fit(ppo(), datamodule=data, ckpt_path=tmp_path / "at.ckpt")
-    assert data.frames >= 400
-    assert data.metrics()["frames/replayed"] > first.metrics()["frames/replayed"]
-
-
 def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):
     message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
     message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."

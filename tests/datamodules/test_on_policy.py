@@ -9,6 +9,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import InitTracker, SerialEnv, TransformedEnv
 
 from kit.actor_critic import TinyActorCritic, fit, rollouts
+from kit.replay import dqn, replay_data
 from kit.runs import parameters
 from kit.torchrl_envs import cart_pole
 from torchrl_lightning import GAEBuffer, VanillaOnPolicyBuffer, VTraceBuffer
@@ -83,9 +84,10 @@ def test_a_second_fit_goes_on_with_the_same_buffer_and_count(tmp_path):
     assert data.frames == 2 * 64
 
 
-def test_evaluation_changes_nothing_in_training(tmp_path):
-    modules = [fit(tmp_path, limit_val_batches=batches)[0] for batches in (0, 1)]
-    assert torch.equal(*map(parameters, modules))
+@pytest.mark.parametrize("make", [lambda: (None, None), lambda: (replay_data("prioritized"), dqn())])
+def test_evaluation_changes_nothing_in_training(make, tmp_path):
+    weights = [parameters(fit(tmp_path, *make(), limit_val_batches=batches)[0]) for batches in (0, 1)]
+    assert torch.equal(*weights)
 
 
 def test_a_buffer_has_its_say_on_environment_and_policy(tmp_path):

@@ -34,9 +34,9 @@ def windows(n_steps=1, **kwargs):
     return experience(sampler, n_steps=n_steps)
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_states_that_count_replace_what_is_stored(cell, tmp_path):
-    data, module = replay_data(windows(), **STILL), recurrent(cell=cell)
+@pytest.mark.parametrize(("cell", "keys"), [("gru", None), ("lstm", None), ("gru", STATES)])
+def test_states_that_count_replace_what_is_stored(cell, keys, tmp_path):
+    data, module = replay_data(windows(), write_back=keys, **STILL), recurrent(cell=cell)
     fit(tmp_path, data, module)
     expected, found = module.before, cells(data)
     written = set()

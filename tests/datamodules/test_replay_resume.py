@@ -156,16 +156,3 @@ def test_evaluating_a_checkpoint_needs_no_buffer(tmp_path):
     (scores,) = judge.validate(dqn(), data, ckpt_path=tmp_path / "old.ckpt")
     assert scores["eval/length"] > 5
     assert data.frames == 60
-
-
-def test_several_ranks_keep_their_buffers_apart(tmp_path, monkeypatch):
-    """What is inside the checkpoint of one process is beside it under several."""
-    data = ready(tmp_path, checkpoint_buffer="inside")
-    data.buffer.extend(steps())
-    assert not data.save_buffer()
-    assert "buffer" in data.state_dict()["ranks"][0]
-    monkeypatch.setattr(type(data), "world_size", 2)
-    assert data.save_buffer()
-    state = data.state_dict()["ranks"][0]
-    assert "buffer" not in state
-    assert state["snapshot"]["folder"].endswith("rank_0")

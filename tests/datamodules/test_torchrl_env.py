@@ -35,18 +35,26 @@ def fit(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("env", [Walk, partial(Walk, [2]), cart_pole, one_hot, limited])
-def test_ppo_trains_and_evaluates(env, fit) -> None:
-    _, data, _ = fit(env, epochs=2, limit_val_batches=1)
+READY = {"ready, serial": (partial(SerialEnv, 2, Walk), 2), "ready, batch": (partial(Walk, [2]), 2), "ready": (Walk, 1)}
+MADE = {"Walk": Walk, "Walk, batch": partial(Walk, [2]), "CartPole": cart_pole, "one-hot": one_hot, "limited": limited}
+TRAINED = {
+    **{name: {"env": make} for name, make in MADE.items()},
+    **{name: {"env": make, "num_envs": number, "eval_env": Walk} for name, (make, number) in READY.items()},
+    "memory": {"env": Walk, "network": RecurrentNetwork(hidden_size=8), "mini_batch_size": None, "num_mini_batch": 2},
+    "normalised observations": {"env": Walk, "normalize_observation": True},
+    "normalised rewards": {"env": Walk, "normalize_reward": True},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_ppo_trains_and_evaluates(name, fit) -> None:
+    settings = {"num_envs": 2, **TRAINED[name]}
+    env = settings.pop("env")
+    module, data, _ = fit(env() if name in READY else env, epochs=2, limit_val_batches=1, **settings)
     assert data.frames == 64
-    assert data.specs.num_envs == 2
+    assert data.specs.num_envs == settings["num_envs"]
     assert data.metrics()["train/episodes"] > 0
-
-
-def test_a_policy_with_memory_trains(fit) -> None:
-    memory = RecurrentNetwork(hidden_size=8)
-    _, data, _ = fit(Walk, network=memory, mini_batch_size=None, num_mini_batch=2)
-    assert data.frames == 32
+    assert data.evaluate(module.policy, 1)["episode_length"] > 0
 
 
 @pytest.mark.parametrize("env", [cart_pole, one_hot, limited])
@@ -79,12 +87,6 @@ def test_a_checkpoint_of_another_environment_is_refused(fit, tmp_path) -> None:
     fit(Walk)[2].save_checkpoint(tmp_path / "walk.ckpt")
     with pytest.raises(ValueError, match="environment differs: id: Walk in the checkpoint, SerialEnv here"):
         fit(SerialEnv(2, Walk), eval_env=Walk, resume=tmp_path / "walk.ckpt")
-
-
-@pytest.mark.parametrize(("make", "num_envs"), [(partial(SerialEnv, 2, Walk), 2), (partial(Walk, [2]), 2), (Walk, 1)])
-def test_ready_environments(make, num_envs, fit) -> None:
-    _, data, _ = fit(make(), num_envs=num_envs, eval_env=Walk)
-    assert data.frames == 32
 
 
 def test_what_evaluation_plays_is_compared(fit, caplog) -> None:
@@ -133,10 +135,3 @@ def test_numbers_that_are_not_finite_are_refused(entry, length, fit, monkeypatch
     monkeypatch.setattr(Broken, "entry", entry, raising=False)
     with pytest.raises(ValueError, match=rf"The environment returned {entry}.* with nan, expected finite numbers"):
         fit(Broken, epochs=5, frames_per_batch=2 * length, mini_batch_size=2 * length)
-
-
-@pytest.mark.parametrize("settings", [{"normalize_observation": True}, {"normalize_reward": True}])
-def test_normalisation(settings, fit) -> None:
-    module, data, _ = fit(Walk, epochs=2, limit_val_batches=1, **settings)
-    assert data.frames == 64
-    assert data.evaluate(module.policy, 1)["episode_length"] <= 7

@@ -105,14 +105,6 @@ def test_a_run_that_ended_inside_a_step_goes_on_with_the_update_that_failed(fail
     assert (resumed.updates, resumed.frames, len(stored(resumed))) == (whole.updates, whole.frames, len(stored(whole)))
 
 
-def test_a_spent_budget_ends_a_step_early(tmp_path):
-    data, module = replay_data(total_frames=70, frames_per_update=0.5, updates_per_step=4), dqn()
-    _, run = fit(tmp_path, data, module, max_epochs=-1)
-    # As with one update a step: 70 frames serve updates 0 to 60.
-    assert (data.frames, data.updates, module.updates) == (70, 61, 61)
-    assert run.current_epoch == 7
-
-
 def test_each_batch_passes_the_hooks(tmp_path):
     passed = []
 
