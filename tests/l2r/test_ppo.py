@@ -173,24 +173,19 @@ def test_misuse_is_told() -> None:
         buffer.sample_batch()
 
 
-def test_stored_paths_come_out_as_mini_batches_too() -> None:
+def test_stored_paths_are_standardised_by_the_first_read_and_come_out_as_mini_batches_too() -> None:
     buffer = build(6)
     for t in range(8):
         buffer.store(path_step(t, float(t), done=t % 2 == 1))
         if t % 2:
             buffer.finish_path()
-    buffer.before_gradients()
-    batch = torch.cat([*buffer.generate_batches(2, shuffle=False)])
-    assert sorted(batch["observation"].flatten().int().tolist()) == [2, 3, 4, 5, 6, 7]
-    assert is_standardised(batch["advantage"])
-
-
-def test_stored_paths_are_standardised_by_the_first_read() -> None:
-    buffer = walked(build(6), 0.0, 1.0, 2.0, 3.0)
     read = buffer[:]["advantage"]
     buffer.before_gradients()
     assert torch.equal(read, buffer.rollout["advantage"])
     assert is_standardised(read)
+    batch = torch.cat([*buffer.generate_batches(2, shuffle=False)])
+    assert sorted(batch["observation"].flatten().int().tolist()) == [2, 3, 4, 5, 6, 7]
+    assert torch.equal(batch["advantage"], read.flatten(0, 1))
 
 
 def test_a_whole_rollout_gets_rewards_to_go_and_documented_batches() -> None:

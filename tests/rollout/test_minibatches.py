@@ -88,12 +88,8 @@ def test_whole_environments() -> None:
 
 
 def test_batch_keys_restrict_what_is_gathered() -> None:
-    buffer = filled(batch_keys=["observation", ("next", "reward")])
-    batch = next(buffer.generate_batches(1))
-    assert set(batch.keys(True, True)) == {"observation", ("next", "reward")}
-    buffer.batch_keys = ["absent"]
     with pytest.raises(KeyError, match="absent"):
-        buffer.generate_batches(1)
+        filled(batch_keys=["absent"]).generate_batches(1)
     assert ("collector", "traj_ids") not in next(filled().generate_batches(1)).keys(True)
 
 

@@ -49,21 +49,6 @@ def test_every_read_finds_what_before_gradients_writes(make: Any, read: str) -> 
         torch.testing.assert_close(batch[key].flatten(), expected[key].flatten()[step])
 
 
-@pytest.mark.parametrize("make", [VanillaOnPolicyBuffer, GAEBuffer])
-def test_targets_are_those_of_the_documented_verb(make: Any) -> None:
-    data = make_rollout(STEPS, ENVS)
-    data["next", "done"] = data["next", "terminated"].clone()
-    data["next", "truncated"] = torch.zeros_like(data["next", "done"])
-    data["is_init"] = torch.zeros_like(data["is_init"])
-    buffer = extended(make, make_critic(), data)
-    rows = data.transpose(0, 1)
-    values = torch.cat((0.1 * rows["observation"], 0.1 * rows["next", "observation"][-1:]))
-    flags = rows["next", "terminated"]
-    returns = buffer.compute_returns(rows["next", "reward"], None, values, flags, 0.99)
-    torch.testing.assert_close(buffer[:]["value_target"], returns, rtol=1e-4, atol=1e-4)
-    assert buffer["value_target"].shape == (STEPS, ENVS, 1)
-
-
 @pytest.mark.parametrize("make", BUFFERS)
 def test_estimates_are_computed_once_for_each_write(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     critic = make_critic()
