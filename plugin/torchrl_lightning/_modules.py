@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,11 +11,8 @@ from torch import nn
 
 def device_of(module: Any) -> torch.device | None:
     """Return the device of a module's first parameter or buffer; ``None`` where it has neither."""
-    if isinstance(module, nn.Module):
-        for tensors in (module.parameters(), module.buffers()):
-            for tensor in tensors:
-                return tensor.device
-    return None
+    tensors = chain(module.parameters(), module.buffers()) if isinstance(module, nn.Module) else ()
+    return next((tensor.device for tensor in tensors), None)
 
 
 class EvaluationMode:

@@ -62,19 +62,14 @@ def check_observed(names: Iterable[str]) -> None:
     Example:
         >>> check_observed(["observation", "gamma"])
         Traceback (most recent call last):
-        ValueError: the environment observes 'gamma', but a run keeps an entry of its own under this name, which would \
-overwrite it. Give it another name by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \
-data.env.rename=...), or leave it out by its drop=.
+        ValueError: the environment observes 'gamma', but a run keeps entries of its own under such names, which would \
+overwrite those. Rename them by rename={gamma: last_gamma} of an EnvironmentRecipe (in a command, env=recipe \
+data.env.rename=...), or leave them out by its drop=.
     """
     if taken := sorted(RESERVED.intersection(names)):
         mend = ", ".join(f"{name}: last_{name.removeprefix('_')}" for name in taken)
-        own, one = (
-            ("entries of its own under these names", "them")
-            if taken[1:]
-            else ("an entry of its own under this name", "it")
-        )
         raise ValueError(
-            f"the environment observes {', '.join(map(repr, taken))}, but a run keeps {own}, which would overwrite "
-            f"{one}. Give {one} another name by rename={{{mend}}} of an EnvironmentRecipe (in a command, env=recipe "
-            f"data.env.rename=...), or leave {one} out by its drop=."
+            f"the environment observes {', '.join(map(repr, taken))}, but a run keeps entries of its own under such "
+            f"names, which would overwrite those. Rename them by rename={{{mend}}} of an EnvironmentRecipe (in a "
+            "command, env=recipe data.env.rename=...), or leave them out by its drop=."
         )

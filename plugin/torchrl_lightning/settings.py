@@ -32,7 +32,6 @@ Count = Annotated[int, integer]
 Switch = Annotated[bool, boolean]
 
 _NOTHING: Any = inspect.Parameter.empty
-_MADE = "_made_of_settings"  # marks our constructors
 
 
 def among(*options: Any) -> Check:
@@ -144,7 +143,7 @@ class Settings:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
-        if issubclass(owner, Settings) and not hasattr(owner.__init__, _MADE):
+        if issubclass(owner, Settings) and "settings_of_class" not in vars(owner):
             return  # a constructor of the subclass's own
         own, made = _own_settings(cls)
         inherited: dict[str, Setting] = {}
@@ -208,7 +207,7 @@ def _constructor(cls: type) -> Callable[..., None]:
     __init__.__doc__ = "Take the settings."
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     __init__.__annotations__ = {name: _taken(each) for name, each in settings.items()} | {"return": None}
-    vars(__init__).update(__signature__=signature, **{_MADE: True})
+    vars(__init__)["__signature__"] = signature
     return __init__
 
 

@@ -115,12 +115,12 @@ def rebuilt(checkpoint: Path, run: Any, key: str, **arguments: Any) -> Any:
 
 def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     """Draw a histogram of the returns, with their mean."""
-    from matplotlib.figure import Figure  # without pyplot: no display is looked for
     from matplotlib.ticker import MaxNLocator
 
+    from torchrl_lightning.cli.panels import panel_grid, save_figure
+
     mean, std = float(returns.mean()), float(returns.std(correction=0))
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panel_grid(1, (6, 4))
     # Equal returns would otherwise stand on an axis of hundredths.
     low, high = float(returns.min()), float(returns.max())
     margin = max(0.0, 0.01 * max(abs(low), abs(high), 1.0) - (high - low)) / 2
@@ -128,10 +128,9 @@ def draw_histogram(returns: Tensor, path: Path, checkpoint: Path) -> None:
     axes.hist(returns.numpy(), bins=bins, range=(low - margin, high + margin), color="tab:blue", alpha=0.8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axvline(mean, color="tab:orange", label=f"mean {mean:.1f} +- {std:.1f}")
-    axes.set(xlabel="return of an episode", ylabel="episodes", title=f"{len(returns)} episodes of {checkpoint.name}")
+    axes.set(xlabel="return of an episode", ylabel="episodes")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, f"{len(returns)} episodes of {checkpoint.name}")
 
 
 def check_films(env: Any) -> None:

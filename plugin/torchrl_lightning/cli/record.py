@@ -27,6 +27,7 @@ def main() -> None:
 def record(cfg: DictConfig) -> float:
     """Record episodes into a directory, or show the table of one."""
     from torchrl_lightning.cli.checks import UsageError
+    from torchrl_lightning.demonstrations import record_demonstrations
 
     given = [name for name in ("ckpt_path", "policy", "keyboard", "table") if cfg[name]]
     if len(given) != 1:
@@ -45,17 +46,16 @@ def record(cfg: DictConfig) -> float:
     if cfg.ckpt_path:
         if "data" in cfg:
             raise UsageError("ckpt_path= plays in the environment of its run; leave env= out.")
-        return _save(cfg, _recorded(cfg, *_of_checkpoint(cfg)))
-    env = _environment(cfg)
-    if env is None:
-        raise UsageError(f"{given[0]}={cfg[given[0]]} needs an environment; choose one as env=NAME, --help lists them.")
-    return _save(cfg, _played(cfg, env) if cfg.keyboard else _recorded(cfg, env, scripted_policy(cfg.policy, env)))
-
-
-def _recorded(cfg: DictConfig, env: Any, policy: Policy) -> Iterable[Demonstration]:
-    from torchrl_lightning.demonstrations import record_demonstrations
-
-    return record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed)
+        env, policy = _of_checkpoint(cfg)
+    else:
+        env = _environment(cfg)
+        if env is None:
+            way = f"{given[0]}={cfg[given[0]]}"
+            raise UsageError(f"{way} needs an environment; choose one as env=NAME, --help lists them.")
+        if cfg.keyboard:
+            return _save(cfg, _played(cfg, env))
+        policy = scripted_policy(cfg.policy, env)
+    return _save(cfg, record_demonstrations(env, policy, cfg.episodes, seed=cfg.seed))
 
 
 def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
