@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
+import lightning as L
 import pytest
 import torch
+from torchrl.envs import GymEnv
+from torchrl.modules import MLP, QValueActor
+from torchrl.objectives import DQNLoss
 
 from kit.normalized import recording
 from kit.replay import BUFFERS, SIZE, cells, dqn, experience, fit, prioritized, recurrent, replay_data
@@ -51,6 +56,32 @@ def test_warm_up_acts_at_random_and_then_the_policy(tmp_path):
     agrees = actions == steps["action"].reshape(len(steps), -1)[:, 0]
     assert agrees[200:].all()
     assert 0.3 < agrees[:200].float().mean() < 0.7
+
+
+class QValues(L.LightningModule):
+    """Learns by a policy of TorchRL's, which writes values beside the action."""
+
+    def configure_model(self):
+        spec = self.trainer.datamodule.specs.action
+        self.policy = QValueActor(MLP(4, 2, num_cells=[8]), spec=spec, in_keys=["observation"])
+        self.loss = DQNLoss(self.policy, action_space="categorical", delay_value=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)["loss"]
+
+    def validation_step(self, batch, batch_idx): ...
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.loss.parameters())
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)])
+def test_what_a_policy_writes_beside_the_action_is_zero_in_the_warm_up(env, tmp_path):
+    data = replay_data(env=env, warmup_frames=200)
+    fit(tmp_path, data, QValues())
+    values = cells(data)["action_value"]
+    assert not values[:200].any()
+    assert values[200:].all()
 
 
 @pytest.mark.parametrize("name", [*BUFFERS, "recurrent"])

@@ -17,7 +17,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
-from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, unsaid
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import FLAGS, LOG_PROB
 
@@ -62,6 +62,7 @@ class RolloutLoop:
         # What a policy prepares once for the step's tensors, which stay where they are.
         self._prepare: Callable[..., Callable[[], Outputs]] | None = getattr(type(policy), "standing", None)
         self._standing: Callable[[], Outputs] | None = None
+        self._unsaid: dict[NestedKey, Tensor] | None = None
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
@@ -103,7 +104,7 @@ class RolloutLoop:
         memory.check()
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
-        act = self._draw if random or self.policy is None else self._actor(device)
+        act = self._drawer(device) if random or self.policy is None else self._actor(device)
         if self._playing is not None:
             memory.clear_marks()
         for t in range(memory.steps):
@@ -157,9 +158,13 @@ class RolloutLoop:
 
         return dispatched
 
-    def _draw(self) -> Outputs:
+    def _drawer(self, device: torch.device) -> Callable[[], Outputs]:
         # The recurrent states keep their initial values, so that the batch has its usual keys.
-        return {"action": self._action_spec.rand(), **{self._next_states[key]: self.states[key] for key in self.states}}
+        kept = {self._next_states[key]: state for key, state in self.states.items()}
+        if self._unsaid is None:
+            self._unsaid = {} if self.policy is None else unsaid(self.policy, self._step, device, kept)
+        others = {**self._unsaid, **kept}
+        return lambda: {**others, "action": self._action_spec.rand()}
 
     def _check_outputs(self, outputs: Outputs) -> None:
         missing = [key for key in ("action", *self._next_states.values()) if key not in outputs]

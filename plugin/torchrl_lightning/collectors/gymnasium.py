@@ -54,7 +54,8 @@ class GymnasiumCollector(CollectorBase):
         seed: Seeds of environments and policy are spawned from it (:func:`~torchrl_lightning.collectors.spawn_seed`);
             ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with seeded resets.
-        init_random_frames: Draw random actions until this many frames are collected (in whole batches).
+        init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
+            the policy writes is zero there.
         exploration_type: How the policy acts.
         device: Device of the policy's inputs and of the batches; with ``None``, inputs follow the policy's parameters
             and batches stay on the CPU.

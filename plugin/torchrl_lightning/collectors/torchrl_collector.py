@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
@@ -23,6 +24,7 @@ from torchrl_lightning.environments.policies import (
     policy_device,
     recurrent_states,
     rows_as,
+    unsaid,
 )
 from torchrl_lightning.environments.seeds import IsolatedRng, check_seed, numbered_seed, spawn_seed
 from torchrl_lightning.environments.specs import environment_specs
@@ -54,7 +56,8 @@ class TorchRLCollector(CollectorBase):
         total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.
         seed: Seeds of environment and policy are spawned from it; ``None`` draws it from torch's global generator.
         reset_at_each_batch: Begin every batch with a seeded reset.
-        init_random_frames: Draw random actions until this many frames are collected (in whole batches).
+        init_random_frames: Draw random actions until this many frames are collected (in whole batches); whatever else
+            the policy writes is zero there.
 
     Batches lie where the environment's tensors do.
 
@@ -101,6 +104,7 @@ class TorchRLCollector(CollectorBase):
         self._resumed = False
         self._collector: Collector | None = None
         self._acts_randomly = False
+        self._unsaid: dict[NestedKey, Tensor] | None = None
         self._trajectories = self._shift = 0
         self._initial = recurrent_states(policy, self.num_envs)
         self._next_states = {join((), next_key(key)): state for key, state in self._initial.items()}
@@ -184,9 +188,13 @@ class TorchRLCollector(CollectorBase):
         if not self._acts_randomly:
             assert self.policy is not None
             return acted(self.policy, step, policy_device(self.policy))
+        if self._unsaid is None:
+            self._unsaid = {}
+            if self.policy is not None:
+                self._unsaid = unsaid(self.policy, step, policy_device(self.policy), self._next_states)
         self.env.rand_action(step)
         # The recurrent states keep their initial values, so that the batch has its usual keys.
-        for key, state in self._next_states.items():
+        for key, state in {**self._unsaid, **self._next_states}.items():
             step.set(key, state.reshape(*step.shape, *state.shape[1:]).clone())
         return step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -169,6 +169,21 @@ def policy_outputs(policy: Policy, given: TensorDictBase) -> dict[NestedKey, Ten
             raise TypeError(f"The policy wrote {key!r} as {type(value).__name__}; only tensors can be stored.")
         outputs[key] = value
     return outputs
+
+
+def unsaid(
+    policy: Policy, step: TensorDictBase, device: torch.device, states: Collection[NestedKey]
+) -> dict[NestedKey, Tensor]:
+    """Return zeros for what a policy would write beside the action, and its next states, where actions are drawn.
+
+    So what is stored has the same entries when the policy acts, as with TorchRL's collectors.
+    """
+    named: Collection[NestedKey] | None = getattr(policy, "out_keys", None)
+    apart = {"action", *states}
+    if named is not None and {unravel_key(key) for key in named} <= apart:
+        return {}
+    said = policy_outputs(policy, step.to(device) if step.device != device else step.copy())
+    return {key: torch.zeros_like(value, device="cpu") for key, value in said.items() if key not in apart}
 
 
 def _leaves(data: TensorDictBase, above: Path = ()) -> Iterator[tuple[Path, Any]]:

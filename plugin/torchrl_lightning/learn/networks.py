@@ -236,11 +236,11 @@ class MLPNetwork(Network, Nameable):
     head_sizes: Sequence[int] = ()
     initialization: str = "orthogonal"
 
-    def encoder(self, specs: Sequence[Any]) -> MLPEncoder:
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
         return MLPEncoder(specs, list(self.hidden_sizes), self.activation, self.initialization)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> Trunk:
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""
         return Trunk(self.encoder(specs), keys)
 
@@ -272,11 +272,11 @@ class CNNNetwork(Network, Nameable):
     shared: bool = True
     head_sizes: Sequence[int] = ()
 
-    def encoder(self, specs: Sequence[Any]) -> CNNEncoder:
+    def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
         return CNNEncoder(specs, self)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> Trunk:
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""
         return Trunk(self.encoder(specs), keys)
 
@@ -315,6 +315,6 @@ class RecurrentNetwork(Network, Nameable):
         """Build the encoder that comes before the recurrent layers."""
         return (self.encoder_network or MLPNetwork([self.hidden_size])).encoder(specs)
 
-    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> RecurrentTrunk:
+    def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys and recurrent state to features."""
         return RecurrentTrunk(self.encoder(specs), keys, self.cell, self.hidden_size, self.num_layers)
