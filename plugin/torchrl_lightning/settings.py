@@ -58,6 +58,7 @@ class Setting:
         attribute: What keeps it.
         annotation: Its type, as it is written.
         kind: Its type, as it is meant; ``Any`` where its names are known to type checkers alone.
+        check: What refuses a value, by the name of the setting.
     """
 
     default: Any = _NOTHING
@@ -69,6 +70,7 @@ class Setting:
     attribute: str = ""
     annotation: Any = None
     kind: Any = Any
+    check: Check | None = None
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -80,11 +82,6 @@ class Setting:
     def usual(self) -> Any:
         """What it is unless it is given."""
         return self.default if self.make is None else self.make()
-
-    @functools.cached_property
-    def check(self) -> Check | None:
-        """What refuses a value, by the name of the setting."""
-        return _check_of(self.kind)
 
 
 def setting(
@@ -174,7 +171,8 @@ def _own_settings(cls: type) -> tuple[dict[str, Setting], set[str]]:
         delattr(cls, name)
         if written.init:
             called, kind = written.name or name, _meant(annotation, cls)
-            found[called] = replace(written, name=called, attribute=name, annotation=annotation, kind=kind)
+            own = {"name": called, "attribute": name, "annotation": annotation, "kind": kind}
+            found[called] = replace(written, **own, check=_check_of(kind))
         else:
             made.add(name)
     return found, made
@@ -185,15 +183,16 @@ def _constructor(cls: type) -> Callable[..., None]:
     ordered = sorted(settings.values(), key=lambda each: each.kw_only)
     myself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([myself, *(each.parameter for each in ordered)])
+    usual = {name: each.default for name, each in settings.items() if each.make is None}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            given = signature.bind(self, *args, **kwargs).arguments
+            given = usual | signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
         values, handed_on = {}, {}
         for name, each in settings.items():
-            value = given.get(name, each.usual)
+            value = given[name] if name in given else each.usual  # noqa: SIM401  # it may have to be made
             value = value if each.check is None else each.check(value, name)
             if each.kept:
                 values[each.attribute] = value

@@ -108,7 +108,7 @@ def test_loggers_count_updates(cartpole, tmp_path):
 def test_data_that_do_not_fit_are_refused_before_training(cartpole, rows, tmp_path):
     steps = sum(map(len, rows))
     for data, message in [
-        (offline(tmp_path / "nowhere"), "nowhere is no directory"),
+        (offline(tmp_path / "nowhere"), "nowhere does not exist; name a directory that holds demonstrations"),
         (offline(cartpole, env="MountainCar-v0"), "holds no demonstration that can be used"),
         (
             offline(cartpole, lambda num_envs: ExperienceBuffer(storage=RingStorage(8), num_envs=num_envs)),

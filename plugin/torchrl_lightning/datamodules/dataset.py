@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.demonstrations import Demonstration
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
-from torchrl_lightning.demonstrations.dataset import MINARI, read_dataset, transitions
+from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.demonstrations.recording import demonstration_specs
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
@@ -68,12 +67,6 @@ class BufferedDataset:
             self._buffer.extend(rows, env_ids=ids)
             if note is not None:
                 note(rows.unsqueeze(0), torch.tensor([ring]))
-
-
-def check_dataset(dataset: Any) -> None:
-    """Refuse a data set that is not there, before it is read, by a DemonstrationFault."""
-    if isinstance(dataset, str | Path) and not str(dataset).startswith(MINARI) and not Path(dataset).exists():
-        raise DemonstrationFault(f"dataset={dataset}: {dataset} is no directory; name one that holds demonstrations.")
 
 
 def refuse_collection(collector: Any, warmup_frames: float, total_frames: int) -> None:

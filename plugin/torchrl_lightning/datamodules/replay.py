@@ -21,12 +21,13 @@ from torch import Tensor
 
 from torchrl_lightning.datamodules.adapters import ReplayHooks
 from torchrl_lightning.datamodules.base import ExperienceDataModule
-from torchrl_lightning.datamodules.dataset import BufferedDataset, check_dataset, refuse_collection
+from torchrl_lightning.datamodules.dataset import BufferedDataset, refuse_collection
 from torchrl_lightning.datamodules.discounts import check_discount, discount_of
 from torchrl_lightning.datamodules.environments import is_ready
 from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
+from torchrl_lightning.demonstrations.dataset import dataset_path
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
@@ -228,7 +229,7 @@ class ReplayDataModule(ExperienceDataModule):
         require_fit(source, self.specs, learner)
         yield "dataset"
         if self.dataset is not None:
-            check_dataset(self.dataset)
+            dataset_path(self.dataset)  # refuses one that is not there
 
     # ------------------------------------------------------------------ the stream
 

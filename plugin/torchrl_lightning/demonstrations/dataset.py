@@ -38,12 +38,12 @@ def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> 
         >>> read_dataset("nowhere", environment_specs(make_vector_env("CartPole-v1", 1)))
         Traceback (most recent call last):
             ...
-        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere is no directory; name \
-one that holds demonstrations.
+        torchrl_lightning.demonstrations._faults.DemonstrationFault: dataset=nowhere: nowhere does not exist; \
+name a directory that holds demonstrations, or a .npz or .safetensors file.
     """
+    path = dataset_path(dataset)
     try:
-        if isinstance(dataset, str | Path) and not str(dataset).startswith(MINARI):
-            path = Path(dataset)
+        if path is not None:
             if path.is_dir() or path.suffix not in SUFFIXES:
                 return list(DemonstrationDirectory(path, specs, frame_skip).initial)
             found = [read_demonstration(path, specs)]
@@ -58,6 +58,23 @@ one that holds demonstrations.
     if not found:
         raise DemonstrationFault(f"dataset={dataset} holds no episodes.")
     return found
+
+
+def dataset_path(dataset: Any) -> Path | None:
+    """Return the path that a data set is, of a directory or of a file; None where it is one of Minari's.
+
+    Raises:
+        DemonstrationFault: Nothing is there.
+    """
+    if not isinstance(dataset, str | Path) or str(dataset).startswith(MINARI):
+        return None
+    path = Path(dataset)
+    if not path.exists():
+        raise DemonstrationFault(
+            f"dataset={dataset}: {path} does not exist; name a directory that holds demonstrations, or a "
+            f"{' or '.join(SUFFIXES)} file."
+        )
+    return path
 
 
 def transitions(demonstration: Demonstration, specs: EnvironmentSpecs) -> TensorDict:

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -81,7 +83,7 @@ def read_demonstration(path: str | Path, specs: EnvironmentSpecs | None = None, 
     ) as error:  # a damaged or hostile file makes the readers of zip, numpy and safetensors raise anything
         kind = "" if isinstance(error, ValueError) else f"it is no whole {path.suffix} file: {type(error).__name__}: "
         raise ValueError(f"{path} was refused: {kind}{str(error).rstrip('.')}.") from error
-    return as_environment(fields, specs, str(path))
+    return as_environment({**fields, "name": str(path)}, specs)
 
 
 def write_demonstration(path: str | Path, demonstration: Demonstration) -> None:
@@ -197,13 +199,26 @@ def _unescaped(part: str) -> str:
 
 
 # -- as the environment has it -----------------------------------------------------------------------------------------
-def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None, name: str) -> Demonstration:
+def of_episode(
+    specs: EnvironmentSpecs | None, seen: Mapping[NestedKey, NDArray[Any]], actions: Any, rewards: Any, **known: Any
+) -> Demonstration:
+    """Build a demonstration as :func:`as_environment` does, of what an episode showed, ``[T + 1, ...]``, and did."""
+    steps, last = TensorDict({}, []), TensorDict({}, [])
+    for key, shown in seen.items():
+        leaf = torch.from_numpy(shown)
+        steps[key], last[key] = leaf[:-1], leaf[-1]
+    steps[ACTION] = torch.from_numpy(np.array(actions))
+    steps[REWARD] = torch.from_numpy(np.array(rewards))[:, None]
+    return as_environment({"steps": steps, "last_observation": last, **known}, specs)
+
+
+def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None) -> Demonstration:
     """Build a demonstration from its fields, with rewards of float32 and the dtypes of an environment.
 
     Raises:
         ValueError: A value cannot be kept, or there is no episode in it; the message names the demonstration.
     """
-    steps, last = fields["steps"], fields.get("last_observation")
+    name, steps, last = fields["name"], fields["steps"], fields.get("last_observation")
     _convert(steps, REWARD, torch.float32, name, rounded=True)  # as collectors give them
     if specs is not None:
         for key in specs.keys:
@@ -214,7 +229,7 @@ def as_environment(fields: dict[str, Any], specs: EnvironmentSpecs | None, name:
         action = steps.get(ACTION, None)
         if not specs.action.shape and isinstance(action, Tensor) and action.ndim == 2 and action.shape[1] == 1:
             steps[ACTION] = action.squeeze(1)
-    return Demonstration(**fields, name=name)
+    return Demonstration(**fields)
 
 
 def _convert(part: TensorDict, key: NestedKey, dtype: torch.dtype, name: str, rounded: bool = False) -> None:

@@ -176,11 +176,10 @@ class DemonstrationHooks(Stated, RolloutHooks):
         miner, successes = self._miners[first], self.storage.successes
         finished = miner.finished(rows)
         if self.settings.shared_demos:
-            copied = [each.copied() if isinstance(each, Demonstration) else each for each in finished]
-            finished = [each for rank in gathered(copied) for each in rank]
+            finished = [each for rank in gathered([each.copied() for each in finished]) for each in rank]
         for each in finished:
             miner.offer(each)
-        own = sum(isinstance(each, Demonstration) for each in finished)
+        own = sum(each.mined is not None for each in finished)
         self._success = (self.storage.successes - successes) / own if own else None
 
     def _miner(self, num_envs: int) -> DemonstrationMiner:

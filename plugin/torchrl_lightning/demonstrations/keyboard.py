@@ -6,19 +6,18 @@ __all__ = ["play_demonstrations"]
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
-from tensordict import TensorDict
 
-from torchrl_lightning.demonstrations.files import as_environment
+from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.recipe import plain, recipe_of
 from torchrl_lightning.environments.specs import observation_leaves
-from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 
 
@@ -69,24 +68,13 @@ def play_demonstrations(
     finally:
         made.close()
     for number, (observations, actions, rewards, terminated, truncated) in enumerate(recorder.episodes):
-        name = str(plain(recipe.id))
-        steps, last = TensorDict({}, []), TensorDict({}, [])
+        name, seen = str(plain(recipe.id)), {}
         for path, key, _ in observation_leaves(made.observation_space):
-            leaf = torch.from_numpy(np.stack([_entry(each, path) for each in observations]))
-            leaf = leaf.reshape(-1, *specs.observation[key].shape)
-            steps[key], last[key] = leaf[:-1], leaf[-1]
-        steps[ACTION] = torch.from_numpy(np.stack([np.asarray(action) for action in actions]))
-        steps[REWARD] = torch.tensor(rewards)[:, None]
-        fields = {
-            "steps": steps,
-            "last_observation": last,
-            "is_human": True,
-            "frame_skip": frame_skip,
-            "metadata": {"environment": name},
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        yield as_environment(fields, specs, f"{name}, episode {number}")
+            leaf = np.array([reduce(getitem, path, each) for each in observations])
+            seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
+        ended = {"terminated": terminated, "truncated": truncated}
+        known = {"is_human": True, "frame_skip": frame_skip, "metadata": {"environment": name}, **ended}
+        yield of_episode(specs, seen, actions, rewards, name=f"{name}, episode {number}", **known)
 
 
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
@@ -127,9 +115,3 @@ def _action(env: gym.Env[Any, Any], value: Any) -> Any:
         return int(value)
     space: Any = env.action_space
     return np.broadcast_to(np.asarray(value, space.dtype), space.shape).copy()
-
-
-def _entry(observation: Any, path: tuple[str, ...]) -> Any:
-    for part in path:
-        observation = observation[part]
-    return np.asarray(observation)

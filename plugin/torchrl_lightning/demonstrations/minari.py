@@ -5,17 +5,16 @@ from __future__ import annotations
 __all__ = ["minari_demonstrations"]
 
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tensordict import TensorDict
 
-from torchrl_lightning.demonstrations.files import as_environment
+from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments.specs import EnvironmentSpecs, observation_leaves, space_to_spec
-from torchrl_lightning.keys import ACTION, REWARD
 
 
 def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
@@ -83,16 +82,10 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
         if shown is None or key in shown
     ]
     for episode in dataset.iterate_episodes():
-        length = len(episode.rewards)
-        steps, last = TensorDict({}, []), TensorDict({}, [])
-        for path, key, shape in leaves:
-            values = episode.observations
-            for part in path:
-                values = values[part]
-            leaf = torch.from_numpy(np.array(values)).reshape(-1, *shape)
-            steps[key], last[key] = leaf[:length], leaf[length]
-        steps[ACTION] = torch.from_numpy(np.array(episode.actions))
-        steps[REWARD] = torch.from_numpy(np.array(episode.rewards))[:, None]
+        seen = {
+            key: np.array(reduce(getitem, path, episode.observations)).reshape(-1, *shape)
+            for path, key, shape in leaves
+        }
         ended = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
-        fields = {"steps": steps, "last_observation": last, "metadata": environment, **ended}
-        yield as_environment(fields, specs, f"{spec.dataset_id}, episode {episode.id}")
+        fields = {"name": f"{spec.dataset_id}, episode {episode.id}", "metadata": environment, **ended}
+        yield of_episode(specs, seen, episode.actions, episode.rewards, **fields)

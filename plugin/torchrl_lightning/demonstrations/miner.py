@@ -30,11 +30,22 @@ OWN = -1  # in the place of a serial number, where the environment plays
 
 
 @dataclass(frozen=True)
-class Played:
-    """A demonstration that was replayed to its end: its serial number, and the largest value of its states now."""
+class Finished:
+    """An episode that ended: one of the agent's, or a replay of a demonstration, with the largest value of its states.
+
+    Attributes:
+        serial: The number of the demonstration that was replayed.
+        value: The largest value of its states now.
+        mined: What the agent did.
+    """
 
     serial: int
     value: float
+    mined: Demonstration | None = None
+
+    def copied(self) -> Finished:
+        """Copy what lies over the rollout's memory."""
+        return replace(self, mined=self.mined and self.mined.copied())
 
 
 @dataclass(frozen=True)
@@ -132,14 +143,14 @@ class DemonstrationMiner(Stated):
         for finished in self.finished(rollout):
             self.offer(finished)
 
-    def offer(self, finished: Demonstration | Played) -> None:
+    def offer(self, finished: Finished) -> None:
         """Give a finished episode to the writer: one of the agent's as a candidate, a replayed one for its value."""
-        if isinstance(finished, Demonstration):
-            self.writer.add(finished)
+        if finished.mined is not None:
+            self.writer.add(finished.mined)
         elif (demonstration := self.writer.storage.find(finished.serial)) is not None:
             self.writer.refresh(demonstration, finished.value)
 
-    def finished(self, rollout: TensorDictBase) -> list[Demonstration | Played]:
+    def finished(self, rollout: TensorDictBase) -> list[Finished]:
         """Read a rollout like :meth:`mine`, and return the episodes that end in it instead of offering them.
 
         They come in the order in which they end, over the rollout's memory. Replayed ones whose values are unknown are
@@ -172,19 +183,22 @@ class DemonstrationMiner(Stated):
                     ended.append((end, env, episode))
         # No two end at the same step of the same environment.
         ended.sort(key=lambda each: each[:2])
-        after = rows.get("next")
-        own = [
-            None if each.is_played else self._mined(each, following[end - 1, env], ends_at(after, end - 1, env))
-            for end, env, each in ended
-        ]
-        self._running = [episode and episode.kept() for episode in running]
-        finished: list[Demonstration | Played] = []
-        for (*_, episode), mined in zip(ended, own, strict=True):
-            if mined is not None:
-                self._count += 1
-                finished.append(replace(mined, name=f"episode {self._count}"))
-            elif episode.value > -math.inf:
-                finished.append(Played(episode.serial, episode.value))
+        count, after, finished = self._count, rows.get("next"), []
+        for end, env, episode in ended:
+            mined = None
+            if not episode.is_played:
+                count += 1
+                mined = Demonstration(
+                    episode.steps,
+                    following[end - 1, env],
+                    value=episode.value,
+                    frame_skip=self.frame_skip,
+                    name=f"episode {count}",
+                    **ends_at(after, end - 1, env),
+                )
+            if mined is not None or episode.value > -math.inf:
+                finished.append(Finished(episode.serial, episode.value, mined))
+        self._running, self._count = [episode and episode.kept() for episode in running], count
         return finished
 
     def _observed(self, rows: TensorDictBase) -> TensorDictBase:
@@ -198,9 +212,6 @@ class DemonstrationMiner(Stated):
         if not highest.isfinite().all():
             raise ValueError(f"The rollout has a {self.value_key!r} that is not finite; look at the critic.")
         return highest
-
-    def _mined(self, episode: _Episode, last: TensorDictBase, ends: dict[str, Any]) -> Demonstration:
-        return Demonstration(episode.steps, last, value=episode.value, frame_skip=self.frame_skip, **ends)
 
     def _read_running(self, value: Any, name: str) -> list[_Episode | None]:
         if len(sequence(value, name)) != self.num_envs:

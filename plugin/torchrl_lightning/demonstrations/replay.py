@@ -176,7 +176,7 @@ class DemonstrationReplay(Stated):
         kept = {each.serial: each for each in (*self.storage.reward_demonstrations, *self.storage.value_demonstrations)}
 
         def found(each: Any) -> Demonstration:
-            if isinstance(each, Demonstration):
+            if not isinstance(each, tuple):
                 return each
             serial, value = each
             return kept[serial].labelled(value=value, serial=serial)

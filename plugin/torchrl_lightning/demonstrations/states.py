@@ -22,18 +22,8 @@ _OWNER = "demonstration"
 def state_of(demonstration: Demonstration) -> dict[str, Any]:
     """Return what a demonstration holds: tensors, which are not copied, and scalars."""
     last = demonstration.last_observation
-    return {
-        "steps": demonstration.steps.to_dict(),
-        "last_observation": None if last is None else last.to_dict(),
-        "is_human": demonstration.is_human,
-        "value": demonstration.value,
-        "frame_skip": demonstration.frame_skip,
-        "terminated": demonstration.terminated,
-        "truncated": demonstration.truncated,
-        "name": demonstration.name,
-        "metadata": dict(demonstration.metadata),
-        "serial": demonstration.serial,
-    }
+    trees = {"steps": demonstration.steps.to_dict(), "last_observation": None if last is None else last.to_dict()}
+    return {**vars(demonstration), **trees, "metadata": dict(demonstration.metadata)}
 
 
 def states_of(demonstrations: Iterable[Demonstration]) -> list[dict[str, Any]]:
