@@ -64,7 +64,7 @@ class QValues(L.LightningModule):
     def configure_model(self):
         spec = self.trainer.datamodule.specs.action
         self.policy = QValueActor(MLP(4, 2, num_cells=[8]), spec=spec, in_keys=["observation"])
-        self.loss = DQNLoss(self.policy, action_space="categorical", delay_value=True)
+        self.loss = DQNLoss(self.policy, action_space="categorical", delay_value=False)
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)["loss"]
