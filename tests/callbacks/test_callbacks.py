@@ -49,7 +49,10 @@ def test_rows_are_logged_over_frames(tmp_path):
 
 def test_frames_per_second_of_a_resumed_run_leave_out_what_came_before(tmp_path):
     data, rows = rollouts(), Rows()
-    data.frames = 10**12
+    data.setup("fit")
+    state = data.state_dict()
+    state["ranks"][0]["frames"] = 10**12
+    data.load_state_dict(state)
     fit(tmp_path, data, max_epochs=1, callbacks=[ExperienceLog()], logger=rows)
     assert rows.rows[0][1]["frames_per_second"] < 10**7
 

@@ -37,6 +37,8 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
+from kit import actor_critic
+from kit.actor_critic import TinyActorCritic, rollouts
 from kit.counting import CountingEnv
 from kit.images import CountedImages
 from kit.replay import replay_data
@@ -84,11 +86,11 @@ def ready(*wrappers):
 
 
 @pytest.fixture
-def fit(make_data, make_trainer, make_module):
+def fit(tmp_path):
     def run(env="CartPole-v1", **settings):
-        module = make_module()
+        module = TinyActorCritic()
         try:
-            make_trainer(max_epochs=1).fit(module, datamodule=make_data(env=env, **{**SIZES, **settings}))
+            actor_critic.fit(tmp_path, rollouts(env=env, **{**SIZES, **settings}), module, max_epochs=1)
         finally:
             run.updates = module.updates
         return module
@@ -135,9 +137,9 @@ def test_environments_in_other_processes_show_their_specs(fit) -> None:
         fit(collector=collector)
 
 
-def test_a_validation_alone_compares_nothing(make_data, make_trainer, make_module) -> None:
-    data = make_data(collector=ours, **SIZES)
-    make_trainer(limit_val_batches=1).validate(make_module(), datamodule=data, verbose=False)
+def test_a_validation_alone_compares_nothing() -> None:
+    data = rollouts(collector=ours, **SIZES)
+    trainer(limit_val_batches=1).validate(TinyActorCritic(), datamodule=data, verbose=False)
 
 
 def difference(stepped, played, given=True):

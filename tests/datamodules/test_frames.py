@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.actor_critic import rollouts
 from kit.demonstrated_runs import CART_POLES, demonstrated, ppo, shown
 from kit.ranks import Report, fit_ranks, reports, run_ranks
 from kit.replay import cells, dqn, fit, replay_data
@@ -19,7 +20,6 @@ from torchrl_lightning import (
     DemonstrationStorage,
     ExperienceLog,
     GymnasiumCollector,
-    OnPolicyDataModule,
     PPODBuffer,
     PPOModule,
     write_demonstration,
@@ -50,9 +50,9 @@ class Counting(ExperienceLog):
     ],
     ids=["gymnasium", "torchrl", "processes"],
 )
-def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_data, make_trainer):
-    data, counting = make_data(buffer=demonstrated(human), total_frames=300, **settings), Counting()
-    make_trainer(max_epochs=-1, limit_val_batches=0, callbacks=[counting]).fit(ppo(), datamodule=data)
+def test_replayed_steps_are_no_frames_of_the_environment(settings, human, tmp_path):
+    data, counting = rollouts(buffer=demonstrated(human), total_frames=300, **settings), Counting()
+    fit(tmp_path, data, ppo(), max_epochs=-1, callbacks=[counting])
     frames = replayed = 0
     for own, other, metrics, progress in counting.rows:
         assert frames < 300
@@ -64,14 +64,13 @@ def test_replayed_steps_are_no_frames_of_the_environment(settings, human, make_d
     assert data.clock == (frames, "frames")
 
 
-def test_a_run_that_only_replays_ends(human, tmp_path, make_data, make_trainer, caplog):
+def test_a_run_that_only_replays_ends(human, tmp_path, caplog):
     message = "the last 256 steps were all replayed, none came from the environment: training stops after 0 of "
     message += "total_frames=200; lower the probability of a replay (rho + phi of PPODBuffer)."
     for resume in (None, tmp_path / "at.ckpt"):
-        data = make_data(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
-        run = make_trainer(max_epochs=-1)
+        data = rollouts(buffer=demonstrated(human, rho=1.0, phi=0.0), total_frames=200)
         with caplog.at_level(logging.WARNING):
-            run.fit(ppo(), datamodule=data, ckpt_path=resume)
+            _, run = fit(tmp_path, data, ppo(), resume, max_epochs=-1)
         assert message in caplog.text
         assert (data.frames, data.metrics()["frames/replayed"], run.current_epoch) == (0, 256.0, 4)
         run.save_checkpoint(tmp_path / "at.ckpt")
@@ -120,16 +119,9 @@ def learn(folder):
     (folder / "human").mkdir()
     write_demonstration(folder / "human" / "shown.safetensors", shown(7))
     torch.manual_seed(0)
-    data = OnPolicyDataModule(
-        "CartPole-v1",
-        buffer=partial(PPODBuffer, rho=0.6, phi=0.0, initial_human_demos_dir=str(folder / "human")),
-        num_envs=2,
-        frames_per_batch=128,
-        mini_batch_size=64,
-        num_epochs=1,
-        total_frames=600,
-        seed=0,
-    )
+    buffer = partial(PPODBuffer, rho=0.6, phi=0.0, initial_human_demos_dir=str(folder / "human"))
+    sizes = {"num_envs": 2, "frames_per_batch": 128, "mini_batch_size": 64, "num_epochs": 1, "total_frames": 600}
+    data = rollouts(buffer=buffer, **sizes)
     fit_ranks(Sharing(MLPNetwork([8])), data, Report(folder, "frames", tell), max_epochs=-1)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kit.actor_critic import rollouts
 from kit.normalized import Checking, all_of, recording, statistics_of
 from kit.replay import cells, dqn, fit, replay_data
+from kit.runs import trainer
 from torchrl_lightning import PPOModule, load_policy, play_episodes
 from torchrl_lightning.environments import environment_specs, make_vector_env, spawn_seed
 from torchrl_lightning.learn import DQNModule, MLPNetwork
@@ -28,10 +30,10 @@ class FirstUpdates(PPOModule):
         super().minimise(terms, **kwargs)
 
 
-def test_on_policy_statistics_are_float64_moments_of_all_steps(make_data, make_trainer):
+def test_on_policy_statistics_are_float64_moments_of_all_steps(tmp_path):
     module, checking = FirstUpdates(MLPNetwork([8]), target_kl=1.0, clip_value=0.2), Checking()
-    data = make_data(**NORMALISED, collector=recording(4, 64), eval_episodes=3)
-    make_trainer(max_epochs=3, limit_val_batches=1, callbacks=[checking]).fit(module, datamodule=data)
+    data = rollouts(**NORMALISED, collector=recording(4, 64), eval_episodes=3)
+    fit(tmp_path, data, module, max_epochs=3, limit_val_batches=1, callbacks=[checking])
     assert checking.checks == 3
     # The first update of a rollout sees exactly what acted.
     assert module.first_kl == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
@@ -72,27 +74,26 @@ def test_the_fast_path_of_replay_notes_the_same(tmp_path, cut, frames):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_the_whole_returns_are_reported_raw(env, make_data, make_trainer):
-    data = make_data(env=env, **NORMALISED, frames_per_batch=4 * 210, mini_batch_size=420)
-    make_trainer(max_epochs=1).fit(ppo(), datamodule=data)
+def test_the_whole_returns_are_reported_raw(env, tmp_path):
+    data = rollouts(env=env, **NORMALISED, frames_per_batch=4 * 210, mini_batch_size=420)
+    fit(tmp_path, data, ppo(), max_epochs=1)
     metrics = data.metrics()
     steps = metrics["train/length"]
     assert metrics["train/return"] == steps if env == "CartPole-v1" else metrics["train/return"] < -500
 
 
 @pytest.fixture
-def trained(tmp_path, make_data, make_trainer):
+def trained(tmp_path):
     """A module and its data behind two rollouts, and their checkpoint."""
-    module, data, path = ppo(), make_data(**NORMALISED), tmp_path / "at.ckpt"
-    run = make_trainer(max_epochs=2)
-    run.fit(module, datamodule=data)
-    run.save_checkpoint(path)
-    return module, data, path
+    data = rollouts(**NORMALISED)
+    module, run = fit(tmp_path, data, ppo())
+    run.save_checkpoint(tmp_path / "at.ckpt")
+    return module, data, tmp_path / "at.ckpt"
 
 
-def test_a_loaded_policy_acts_as_in_evaluation(trained, make_data):
+def test_a_loaded_policy_acts_as_in_evaluation(trained):
     module, data, path = trained
-    other = make_data(**NORMALISED)
+    other = rollouts(**NORMALISED)
     other.load_state_dict(data.state_dict())
     evaluated = data.evaluate(module.policy, 4)
     loaded = load_policy(path, ppo(seed=5))
@@ -103,13 +104,13 @@ def test_a_loaded_policy_acts_as_in_evaluation(trained, make_data):
     assert (other.evaluate(loaded, 4) == evaluated).all()
 
 
-def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(trained, make_data, make_trainer):
+def test_a_validation_alone_takes_the_statistics_of_its_checkpoint(trained):
     _, data, path = trained
-    other = make_data(**NORMALISED)
-    make_trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
+    other = rollouts(**NORMALISED)
+    trainer(limit_val_batches=1).validate(ppo(), datamodule=other, ckpt_path=path, verbose=False)
     assert str(statistics_of(other)) == str(statistics_of(data))
 
 
-def test_a_discrete_observation_is_refused_before_anything_is_trained(make_data, make_trainer):
+def test_a_discrete_observation_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(ValueError, match="cannot normalise 'observation', whose values are choices"):
-        make_trainer().fit(ppo(), datamodule=make_data(env="Taxi-v4", **NORMALISED))
+        fit(tmp_path, rollouts(env="Taxi-v4", **NORMALISED), ppo())

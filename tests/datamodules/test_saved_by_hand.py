@@ -1,18 +1,23 @@
-"""Checkpoints that a user writes: behind a fit, and amid an epoch before an update; and states that are refused."""
+"""Checkpoints that a user writes behind a fit or by steps; and states that are refused."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gymnasium.wrappers import ClipReward
 
 from contracts.streams import on_policy
+from kit.actor_critic import fit, rollouts
+from kit.files import through_file
 from kit.replay import dqn, replay_data
-from kit.runs import parameters, trainer
+from kit.runs import SaveAt, parameters, trainer
 from kit.states import differences
+from torchrl_lightning import EnvironmentRecipe
 
 
 def replayed(**settings: Any) -> Any:
@@ -61,3 +66,43 @@ def test_a_state_of_other_ranks_is_refused_before_anything_changes(kind: str) ->
             other.load_state_dict(wrong)
         assert not differences(other.state_dict(), before)
     other.close()
+
+
+def test_what_is_left_of_the_last_rollout_is_learned_though_all_frames_are_collected(tmp_path: Path) -> None:
+    failing, data = SaveAt(tmp_path / "at.ckpt", "on_train_batch_start", 6, then="fail"), rollouts(total_frames=128)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(tmp_path, rollouts(total_frames=128), max_epochs=-1, callbacks=[failing])
+    _, run = fit(tmp_path, data, None, failing.path, max_epochs=-1)
+    assert (data.frames, run.global_step) == (128, 8)
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_run_by_steps_goes_on_without_a_rollout_too_many(steps: int, tmp_path: Path) -> None:
+    _, first = fit(tmp_path, max_epochs=-1, max_steps=steps)
+    first.save_checkpoint(tmp_path / "at.ckpt")
+    data = rollouts()
+    _, run = fit(tmp_path, data, None, tmp_path / "at.ckpt", max_epochs=-1, max_steps=12)
+    assert (data.frames, run.global_step) == (3 * 64, 12)
+
+
+def test_another_recipe_is_refused_field_by_field() -> None:
+    wide, shifted = ("gymnasium.wrappers.ClipReward", {"min_reward": -1, "max_reward": 2}), lambda env: env
+    written = rollouts(
+        env=EnvironmentRecipe("CartPole-v1", wrappers=[{"_target_": wide[0], **wide[1]}, shifted], time_limit=9)
+    )
+    state = through_file(written.state_dict())
+    same = partial(ClipReward, **wide[1])  # as a partial; and stepping is not part of an environment
+    recipe = EnvironmentRecipe("CartPole-v1", wrappers=[same, shifted], time_limit=9, vectorization="async")
+    rollouts(env=recipe).check_state(state)
+    other = partial(ClipReward, **{**wide[1], "max_reward": 3})
+    with pytest.raises(ValueError, match="environment differs") as error:
+        rollouts(env=EnvironmentRecipe("Acrobot-v1", wrappers=[other], action_repeat=2)).check_state(state)
+    name = f"{__name__}.{shifted.__qualname__}"
+    assert str(error.value) == (
+        "environment differs: id: CartPole-v1 in the checkpoint, Acrobot-v1 here; "
+        "time_limit: 9 in the checkpoint, not set here; wrappers[0].max_reward: 2 in the checkpoint, 3 here; "
+        f"wrappers[1]: {{'_target_': '{name}'}} in the checkpoint, not set here; "
+        "action_repeat: not set in the checkpoint, 2 here. Resume with the environment that the checkpoint was "
+        "written with."
+    )
+    rollouts(env=EnvironmentRecipe("CartPole-v1")).check_state(rollouts().state_dict())

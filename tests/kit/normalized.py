@@ -39,10 +39,10 @@ def statistics_of(data: Any, observation: bool = True) -> dict[str, Moments]:
     state = data.state_dict()
     kept = Normalization(observation, True, 10.0)
     kept.specs(environment_specs(make_vector_env("CartPole-v1", 1)))
-    kept.load_state_dict(state["normalization"])
-    kept.noted = kept.read_noted(state["ranks"][0]["normalization"])
+    kept.load_statistics(state["normalization"])
+    kept.load_state_dict(state["ranks"][0]["normalization"])
     kept.advance()
-    found = kept.state_dict()
+    found = kept.statistics()
     moments = {"reward": Moments(**found["reward"])}
     if observation:
         (entry,) = found["observation"]["entries"]

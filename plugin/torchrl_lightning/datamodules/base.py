@@ -36,7 +36,7 @@ from torchrl_lightning.datamodules.feed import Feed
 from torchrl_lightning.datamodules.frames import FrameClock
 from torchrl_lightning.datamodules.learner import acting
 from torchrl_lightning.datamodules.normalization import Normalization
-from torchrl_lightning.datamodules.run_state import RunState, noted
+from torchrl_lightning.datamodules.run_state import RunState
 from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
@@ -114,12 +114,12 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     """What a learner names in ``learns_from``."""
     learner_for_it: ClassVar[str] = ""
     RUN_STATE: ClassVar[Mapping[str, Entry]] = {
-        "frames": Kept(whole(), "frames"),
+        "frames": Kept(whole(), "_clock.frames"),
         "replayed": Nested("_clock", missing={"count": 0, "alone": 0}),
         "num_evaluations": Kept(whole(), "_num_evaluations"),
         "rng": Kept(generator("cpu"), "_feed.rng"),
         "episodes": Nested("_episodes"),
-        "normalization": Kept(noted, "_normalization.noted"),
+        "normalization": Nested("_normalization"),
         "collector": Kept(optional(mapping), "_feed.kept", missing=None),
     }
     """What a rank of a run needs to go on, and which attribute holds it."""
@@ -154,10 +154,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def frames(self) -> int:
         """Frames of the environment that all ranks have collected."""
         return self._clock.frames
-
-    @frames.setter
-    def frames(self, frames: int) -> None:
-        self._clock = FrameClock(self.total_frames, frames)
 
     @property
     def collector(self) -> Any:
@@ -227,9 +223,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """
         if self.trainer is not None:
             reopen_epoch(self.trainer)
-        if self.trainer is not None and self._is_spent():
-            logger.warning(self._clock.reason)
-            self.trainer.should_stop = True
+            if self.stop_if_spent():
+                logger.warning(self._clock.reason)
         return Batches(self.batches_per_epoch, self._epoch)
 
     def val_dataloader(self) -> Batches:
@@ -269,7 +264,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             "schema_version": STATE_VERSION,
             "fingerprint": self.fingerprint(),
             "specs": specs_state(self._environments.specs),
-            "normalization": self._normalization.state_dict(),
+            "normalization": self._normalization.statistics(),
             "ranks": gathered({**self._run.state_dict(), **self._parts_state()}),
         }
 
@@ -283,10 +278,10 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             FileNotFoundError: A buffer that was kept beside the checkpoint is gone.
         """
         self.check_state(state)
-        for part, its_state in self._statistics(state):
-            copy.deepcopy(part).load_state_dict(its_state)  # refuses it before anything changes
-        if self._only_evaluates:
-            self.frames = self.state_frames(state)
+        for load, statistics in self._statistics(state):
+            copy.deepcopy(load)(statistics)  # of a copy, which refuses them before anything changes
+        if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):  # it evaluates
+            self._clock = FrameClock(self.total_frames, self.state_frames(state))
         else:
             own = state_of_rank(state["ranks"], self._rank, self.world_size)
             values = self._run.read_state(own)
@@ -297,12 +292,12 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def load_statistics(self, state: dict[str, Any]) -> None:
         """Restore of a state what its policy's observations, and rewards, are normalised by, and nothing else."""
-        for part, its_state in self._statistics(state):
-            part.load_state_dict(its_state)
+        for load, statistics in self._statistics(state):
+            load(statistics)
 
-    def _statistics(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
-        """Return the parts that hold what is normalised by, the same on all ranks, and their states."""
-        return [(self._normalization, state["normalization"])]
+    def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return what loads what is normalised by, the same on all ranks, each with its state."""
+        return [(self._normalization.load_statistics, state["normalization"])]
 
     def check_state(self, state: dict[str, Any], learner: Any = None) -> None:
         """Refuse a state that was written with other settings, by a ValueError that names the first difference."""
@@ -389,10 +384,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     @property
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer is not None else 0
-
-    @property
-    def _only_evaluates(self) -> bool:
-        return self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING)
 
     def _spawn_seed(self, purpose: str, *numbers: int) -> int:
         """Derive the seed of one part of this rank's run."""
@@ -496,7 +487,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         yield self.evaluate(self._module().policy)
 
     def _module(self) -> Any:
-        """Return the module that is fitted, or that is evaluated."""
         return acting(self.trainer, type(self).__name__)
 
     def __str__(self) -> str:

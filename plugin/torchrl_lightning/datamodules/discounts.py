@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -77,14 +77,12 @@ def discount_of(learner: Any, buffer: Any) -> float:
     return discount
 
 
-def _applied(buffer: Any) -> Iterator[float]:
-    """Yield the discounts that make a difference to what is read: that of single steps makes none."""
-    if getattr(buffer, "n_steps", 2) > 1 and hasattr(buffer, "gamma"):
-        yield buffer.gamma
+def _applied(buffer: Any) -> list[float]:
+    """Return the discounts that make a difference to what is read: that of single steps makes none."""
     storage = getattr(buffer, "storage", None)
-    for returns in () if storage is None else attached(storage):
-        if returns is not buffer and hasattr(returns, "gamma"):
-            yield returns.gamma
+    parts = [buffer] if getattr(buffer, "n_steps", 2) > 1 else []
+    parts += [part for part in (attached(storage) if storage is not None else ()) if part is not buffer]
+    return [part.gamma for part in parts if getattr(part, "gamma", None) is not None]
 
 
 def _check(name: str, own: float, discount: float | None, learner: Any) -> None:

@@ -341,8 +341,8 @@ class DynamicsDataModule(ExperienceDataModule):
             "max_validation": self.split.max_validation,
         }
 
-    def _statistics(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
-        return [*super()._statistics(state), (self.targets, state["ranks"][0]["targets"])]
+    def _statistics(self, state: dict[str, Any]) -> list[tuple[Callable[[Any], Any], Any]]:
+        return [*super()._statistics(state), (self.targets.load_state_dict, state["ranks"][0]["targets"])]
 
     def _parts_state(self) -> dict[str, Any]:
         buffer = {} if self.buffer is None else {"buffer": self.buffer.state_dict()}

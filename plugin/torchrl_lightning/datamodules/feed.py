@@ -30,10 +30,9 @@ class Feed:
         self._origins, self._acting = RowOrigins(None), EvaluationMode()
         self._take_weights: Callable[[], Any] | None = None
         self._until_closed = ExitStack()
-        self._is_resumed = False
+        self._is_resumed = False  # whether the next collector takes what is kept
         self._rng: Tensor | None = None  # of a checkpoint, until the run goes on
         self._kept: Mapping[str, Any] | None = None  # the collector's state, while there is no collector
-        self._restores = False  # whether the next collector takes it
 
     def open(
         self,
@@ -58,9 +57,9 @@ class Feed:
         self._acting = EvaluationMode(policy)
         self._take_weights = None if policy is None else getattr(self.collector, "update_policy_weights_", None)
         restore = getattr(self.collector, "load_state_dict", None)
-        if self._restores and self._kept is not None and restore is not None:
+        if self._is_resumed and self._kept is not None and restore is not None:
             restore(self._kept)
-        self._kept, self._restores, self._is_resumed, self._rng = None, False, False, None
+        self._kept, self._is_resumed, self._rng = None, False, None
         if rng is not None:
             torch.set_rng_state(rng)
 
@@ -102,7 +101,7 @@ class Feed:
 
     @kept.setter
     def kept(self, state: Mapping[str, Any] | None) -> None:
-        self._kept, self._restores, self._is_resumed = state, True, True
+        self._kept, self._is_resumed = state, True
 
     @property
     def rng(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -25,7 +25,6 @@ class Learner(Protocol):
         """Learn from a batch."""
 
 
-@runtime_checkable
 class Annotates(Protocol):
     """A learner that completes rollouts before their advantages are estimated, e.g. by intrinsic rewards."""
 
@@ -33,7 +32,6 @@ class Annotates(Protocol):
         """Add entries to a time-major rollout ``[T, N]``."""
 
 
-@runtime_checkable
 class RewritesStates(Protocol):
     """A learner that rewrites entries of replayed batches, e.g. recurrent states, which are then stored."""
 
@@ -41,7 +39,6 @@ class RewritesStates(Protocol):
         """Return the entries of a batch that it has rewritten."""
 
 
-@runtime_checkable
 class Imagines(Protocol):
     """A learner with a world model, for :class:`~torchrl_lightning.BranchedReplay`."""
 
@@ -52,7 +49,6 @@ class Imagines(Protocol):
         """Return the transitions ``[N]`` of branches that begin at the observations of ``start`` ``[R]``."""
 
 
-@runtime_checkable
 class Fits(Protocol):
     """A learner that is told when a fit of its model begins, and says when it is over."""
 
@@ -63,7 +59,6 @@ class Fits(Protocol):
         """Take note that a fit begins: frames were collected, the scalers of ``targets`` fitted, the split extended."""
 
 
-@runtime_checkable
 class ChecksTransitions(Protocol):
     """A learner that looks at what is stored when a fit begins."""
 

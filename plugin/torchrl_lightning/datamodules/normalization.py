@@ -16,12 +16,20 @@ from torchrl_lightning.environments.normalization import NormalizedPolicy, Obser
 from torchrl_lightning.keys import REWARD
 from torchrl_lightning.moments import Moments
 from torchrl_lightning.ranks import gathered
-from torchrl_lightning.state import check_state, mapping, sequence, whole, wrong
+from torchrl_lightning.state import Here, check_state, mapping, sequence, whole, wrong
+from torchrl_lightning.stated import Handed, Kept, Nested, Stated
 
 _CHUNK = 256  # rows that are reduced to moments at a time, where they come one by one
 
 
-class Normalization:
+def _tensors(value: Any, name: str, here: Here) -> Sequence[Tensor]:
+    if not all(isinstance(each, Tensor) for each in sequence(value, name)):
+        raise wrong(value, name, "tensors")
+    rows: Sequence[Tensor] = value
+    return rows
+
+
+class Normalization(Stated):
     """Running moments of observations and of discounted sums of rewards, over all environments and ranks.
 
     What is collected is noted, and enters the statistics when they advance, on all ranks at once; evaluation notes
@@ -32,6 +40,16 @@ class Normalization:
         reward: whether rewards are scaled.
         clip: largest absolute value of what comes out.
     """
+
+    OWNER = "normalization"
+    STATE = {
+        "count": Kept(whole(), "_count"),
+        "total": Kept(whole(), "_total"),
+        "rows": Handed(_tensors, "_kept_rows"),
+        "noted": Handed("_read_moments", "_kept_moments"),
+        "scale": Nested("_scale"),
+    }
+    """What this rank has noted and not yet taken into the statistics."""
 
     def __init__(self, observation: bool | Sequence[NestedKey], reward: bool, clip: float) -> None:
         self.observation, self.reward, self.clip = observation, reward, float(clip)
@@ -141,7 +159,7 @@ class Normalization:
             for key, moments in rank.items():
                 merged[key] = merged[key].merged(moments) if key in merged else moments
         if REWARD in merged:
-            self._scale.advance(merged.pop(REWARD))
+            self._scale.load_moments(self._scale.moments.merged(merged.pop(REWARD)))
         if self._normalizer is not None:
             self._normalizer.advance(merged)
 
@@ -166,13 +184,13 @@ class Normalization:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return the statistics, which are the same on all ranks: all that acting and learning need."""
         observation = {} if self._normalizer is None else self._normalizer.moments_state()
         return {"observation": observation, "reward": self._scale.moments.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+    def load_statistics(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`statistics` returned.
 
         Raises:
             ValueError: it does not fit what this run normalises; nothing is changed then.
@@ -184,36 +202,32 @@ class Normalization:
         self._scale.load_moments(scale)
 
     @property
-    def noted(self) -> dict[str, Any]:
-        """What this rank has noted and not yet taken into the statistics."""
-        noted = [self._noted[key].state_dict() if key in self._noted else None for key in self._shapes()]
-        rows = [_flat(parts) for parts in self._rows.values() if parts]
-        scale = self._scale.state_dict()
-        return {"count": self._count, "total": self._total, "rows": rows, "noted": noted, "scale": scale}
+    def _kept_rows(self) -> list[Tensor]:
+        return [_flat(parts) for parts in self._rows.values() if parts]
 
-    @noted.setter
-    def noted(self, values: Mapping[str, Any]) -> None:
-        self._noted, rows = dict(values["noted"]), values["rows"]
-        self._scale.put_state(values["scale"])
-        self._count, self._total = values["count"], values["total"]
+    @_kept_rows.setter
+    def _kept_rows(self, rows: Sequence[Tensor]) -> None:
         self._rows = {key: [each.unsqueeze(0)] for key, each in zip(self._shapes(), rows, strict=False)}
         self._waiting = len(rows[0]) if rows else 0
         self._last = None
 
-    def read_noted(self, state: Any) -> dict[str, Any]:
-        """Check what :attr:`noted` was, and return what it takes; a ValueError if it does not fit."""
-        schema = {"count": whole(), "total": whole(), "rows": sequence, "noted": sequence, "scale": mapping}
-        values, shapes = check_state(state, schema, "normalization"), self._shapes()
-        if len(values["noted"]) != len(shapes):
-            raise wrong(values["noted"], "'noted'", f"the moments of {len(shapes)} entries")
-        if not all(isinstance(rows, Tensor) for rows in values["rows"]):
-            raise wrong(values["rows"], "'rows'", "tensors")
-        moments = {
+    @property
+    def _kept_moments(self) -> list[dict[str, Any] | None]:
+        return [self._noted[key].state_dict() if key in self._noted else None for key in self._shapes()]
+
+    @_kept_moments.setter
+    def _kept_moments(self, moments: dict[NestedKey, Moments]) -> None:
+        self._noted = moments
+
+    def _read_moments(self, value: Any, name: str) -> dict[NestedKey, Moments]:
+        shapes = self._shapes()
+        if len(sequence(value, name)) != len(shapes):
+            raise wrong(value, name, f"the moments of {len(shapes)} entries")
+        return {
             key: Moments.none(*shape).restored(its, f"moments of {key!r}")
-            for (key, shape), its in zip(shapes.items(), values["noted"], strict=True)
+            for (key, shape), its in zip(shapes.items(), value, strict=True)
             if its is not None
         }
-        return {**values, "noted": moments, "scale": self._scale.read_state(values["scale"])}
 
     def _shapes(self) -> dict[NestedKey, tuple[int, ...]]:
         """Return the shape of each entry's moments, the reward's last."""

@@ -169,17 +169,20 @@ class OnPolicyDataModule(ExperienceDataModule):
         rollout = self._collect(actor)
         if rollout is None:
             return False
-        rollout = self._checked(rollout, buffer)
+        self._check(rollout, buffer)
         collected = time.perf_counter()
-        cut = self.reset_at_each_batch
-        seen = self._normalization.rollout(rollout, env_ids(rollout), cut=cut, gamma=buffer.gamma)
+        cut, ids = self.reset_at_each_batch, env_ids(rollout)
+        seen = self._normalization.rollout(rollout, ids, cut=cut, gamma=buffer.gamma)
         buffer.insert_data_slice(seen, copy=not getattr(self.collector, "gives_rollouts_away", False))
         buffer.note_collected(rollout)
         if annotate := getattr(module, "annotate", None):
             annotate(buffer.rollout)
         buffer.before_gradients(actor, critic)
-        estimated = time.perf_counter()
-        self._measure(rollout, collected - began, estimated - collected)
+        seconds = {"time/collect": collected - began, "time/estimate": time.perf_counter() - collected}
+        self._metrics = {**seconds, **buffer.metrics(getattr(self.collector, "policy_version", None))}
+        if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
+            self._episodes.add(**ends_of(rollout), env_ids=ids, cut=cut)
+            self._metrics |= self._episodes.summary()
         # After all that may be interrupted: a resumed run has either this rollout or another one in its place.
         self._clock.add(rollout.numel(), self.world_size, rollout.get(REPLAYED, None))
         self._note_pass(buffer, -1)
@@ -257,8 +260,8 @@ class OnPolicyDataModule(ExperienceDataModule):
     def _wrap_policy(self, policy: Any) -> Any:
         return self.buffer.wrap_policy(policy)
 
-    def _checked(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> TensorDictBase:
-        """Return the rollout ``[N, T]`` or say what is wrong with it."""
+    def _check(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> None:
+        """Say what is wrong with a rollout ``[N, T]``."""
         expected = (self.num_envs, self.rollout_length)
         if tuple(rollout.batch_size) != expected:
             raise ValueError(
@@ -272,13 +275,3 @@ class OnPolicyDataModule(ExperienceDataModule):
                 f"{type(buffer).__name__} needs {missing}, which the policy did not write; the rollout has "
                 f"{sorted(map(str, rollout.keys()))}. Let the policy write them, or rename the buffer's keys."
             )
-        return rollout
-
-    def _measure(self, rollout: TensorDictBase, collect: float, estimate: float) -> None:
-        buffer = self.buffer
-        figures = buffer.metrics(getattr(self.collector, "policy_version", None))
-        self._metrics = {"time/collect": collect, "time/estimate": estimate, **figures}
-        ids = env_ids(rollout)
-        if ids is None or int(ids.min()) >= 0:  # else, whose episodes these are is unknown
-            self._episodes.add(**ends_of(rollout), env_ids=ids, cut=self.reset_at_each_batch)
-            self._metrics |= self._episodes.summary()

@@ -43,7 +43,7 @@ def _envs_of(scale: Any, state: Mapping[str, Any]) -> int | None:
 class RewardScale(Stated):
     r"""Divide rewards by the standard deviation of \(y_t = \gamma y_{t-1} + r_t\), and clip them.
 
-    The sum starts anew with each episode. What is noted enters the deviation by :meth:`advance` alone.
+    The sum starts anew with each episode. What is noted enters the deviation by :meth:`load_moments` alone.
 
     Args:
         clip: largest absolute value of what comes out.
@@ -60,17 +60,13 @@ class RewardScale(Stated):
     def __init__(self, clip: float) -> None:
         self.clip = clip
         self._gamma = 0.99  # until the first rewards bring another
-        self._moments = Moments.none()  # of the sums
+        self.moments = Moments.none()
+        """The moments of the sums."""
         self._constants = torch.zeros(1), torch.ones(1)  # nothing is subtracted; one over the deviation
         self._sums = torch.zeros(0, dtype=torch.float64)  # the last one of each environment
         self._noted: list[tuple[Tensor, Tensor]] = []  # rewards and ends, all of the same environments
         self._env_ids: Tensor | None = None  # which ones
         self._steps = 0  # how many were noted
-
-    @property
-    def moments(self) -> Moments:
-        """The moments of the sums."""
-        return self._moments
 
     def scale_(self, data: TensorDictBase) -> None:
         """Put scaled rewards in the place of ``("next", "reward")``."""
@@ -131,13 +127,9 @@ class RewardScale(Stated):
         """Let the next rewards be the first of their episodes; what was noted must have been reduced."""
         self._sums.zero_()
 
-    def advance(self, moments: Moments) -> None:
-        """Take further sums into the deviation."""
-        self.load_moments(self._moments.merged(moments))
-
     def load_moments(self, moments: Moments) -> None:
         """Replace the moments of the sums."""
-        self._moments = moments
+        self.moments = moments
         if moments.count:
             self._constants = torch.zeros(1), (moments.variance + EPSILON).rsqrt().float().reshape(1)
 

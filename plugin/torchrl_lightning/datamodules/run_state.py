@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_lightning.state import Here
 from torchrl_lightning.stated import Entry, Stated
 
 
@@ -18,9 +17,3 @@ class RunState(Stated):
 
     def _entries(self) -> list[tuple[str, Entry, str]]:
         return [(name, entry, f"data.{entry.attribute or name}") for name, entry in self.data.RUN_STATE.items()]
-
-
-def noted(value: Any, name: str, here: Here) -> dict[str, Any]:
-    """Take what a rank has noted and not yet taken into the statistics."""
-    values: dict[str, Any] = here.part.data._normalization.read_noted(value)
-    return values
