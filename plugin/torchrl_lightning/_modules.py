@@ -15,6 +15,11 @@ def device_of(module: Any) -> torch.device | None:
     return next((tensor.device for tensor in tensors), None)
 
 
+def hold(module: nn.Module, **parts: Any) -> None:
+    """Set attributes of a module without registering what is one itself: another owns its weights and its mode."""
+    vars(module).update(parts)
+
+
 class EvaluationMode:
     """Put modules into evaluation mode for a block, and each submodule back into its own mode afterwards.
 

@@ -43,3 +43,12 @@ def require_stream(learner: Any, data: Any) -> None:
         f"{type(learner).__name__} does not learn from the {type(data).__name__}; choose a stream for it, such as "
         f"{learner.stream_for_it}, or a learner for this stream, such as {data.learner_for_it}."
     )
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse a precision of Lightning's that does not go with TensorDicts."""
+    if str(precision).endswith("-true") and str(precision) != "32-true":
+        raise ValueError(
+            f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
+            "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
+        )

@@ -137,12 +137,3 @@ def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool
             f"reset_at_each_batch=True with frames_per_batch={frames_per_batch} and num_envs={num_envs} would end each "
             f"episode after its first step. Collect several steps at a time, e.g. frames_per_batch={16 * num_envs}."
         )
-
-
-def check_precision(precision: Any) -> None:
-    """Refuse a precision of Lightning's that does not go with TensorDicts."""
-    if str(precision).endswith("-true") and str(precision) != "32-true":
-        raise ValueError(
-            f"precision={precision!r} makes Lightning rebuild each TensorDict without its batch size and "
-            "feeds float32 observations to a policy of another type. Use '32-true', '16-mixed' or 'bf16-mixed'."
-        )

@@ -23,7 +23,6 @@ from torchrl_lightning.datamodules.arguments import (
     call_with_policy,
     check_fingerprint,
     check_frames,
-    check_precision,
     collector_options,
     environment_fields,
     environment_name,
@@ -41,7 +40,7 @@ from torchrl_lightning.environments import EnvironmentSpecs, spawn_seed
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
-from torchrl_lightning.fitting import require_stream
+from torchrl_lightning.fitting import check_precision, require_stream
 from torchrl_lightning.ranges import optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, setting

@@ -17,6 +17,7 @@ from torch import distributions as D
 from torchrl.data import Composite, TensorSpec
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, build_head
@@ -51,7 +52,7 @@ class Actor(ProbabilisticActor):
             default_interaction_type=InteractionType.RANDOM,
         )
         # Plain attributes for speed; the modules are registered once, above.
-        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+        hold(self, trunk=trunk, head=head)
         self.out_keys = ["action", "action_log_prob", *(key for key in trunk.out_keys if key != FEATURES)]
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:
@@ -158,8 +159,8 @@ class Critic(ValueOperator):
         if not shared:
             self.owned_trunks = nn.ModuleList(trunks)
         # Put into evaluation mode together with the critic, without being registered here.
-        self.__dict__["borrowed"] = list(trunks) if shared else []
-        self.__dict__["trunks"] = list(trunks)
+        self.trunks = list(trunks)
+        self.borrowed = self.trunks if shared else []
 
     def values_of(self, features: Tensor) -> list[Tensor]:
         """Return each head's values ``[*B, 1]`` for features of a single trunk."""

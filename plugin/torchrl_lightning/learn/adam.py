@@ -28,8 +28,13 @@ class LeanAdam(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
         groups = [self._moving(group) for group in self.param_groups]
-        if self._has_hooks() or hasattr(self, "found_inf") or None in groups:
+        if (
+            any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+            or hasattr(self, "found_inf")
+            or None in groups
+        ):
             ordinary = Adam.step
             if not getattr(ordinary, "hooked", False):
                 ordinary = Optimizer.profile_hook_step(ordinary)
@@ -37,43 +42,43 @@ class LeanAdam(Adam):
             return loss
         with torch.no_grad():
             for group, moving in zip(self.param_groups, groups, strict=True):
-                if moving:
-                    _step(group, moving)
+                if moving is None or not moving[0]:
+                    continue
+                parameters, gradients, averages, squares, steps = moving
+                torch._foreach_add_(steps, 1)
+                torch._fused_adam_(
+                    parameters,
+                    gradients,
+                    averages,
+                    squares,
+                    [],
+                    steps,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=group["maximize"],
+                    grad_scale=None,
+                    found_inf=None,
+                )
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark, by label and hooks
 
-    def _has_hooks(self) -> bool:
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-    def _moving(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None:
-        """Return parameters, gradients and states of a group; None if torch has more to do."""
-        moving = [(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
-        unusual = group["amsgrad"] or group["decoupled_weight_decay"] or not group["fused"]
-        if unusual or not all(state for _, _, state in moving) or len({p.device for p, _, _ in moving}) > 1:
+    def _moving(self, group: dict[str, Any]) -> tuple[list[Tensor], ...] | None:
+        """Return parameters, gradients, both averages and steps of a group; None if torch has more to do."""
+        if group["amsgrad"] or group["decoupled_weight_decay"] or not group["fused"]:
             return None
+        moving: tuple[list[Tensor], ...] = [], [], [], [], []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state or (moving[0] and parameter.device != moving[0][0].device):
+                return None
+            row = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
+            for column, tensor in zip(moving, row, strict=True):
+                column.append(tensor)
         return moving
-
-
-def _step(group: dict[str, Any], moving: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> None:
-    parameters, gradients, states = zip(*moving, strict=True)
-    steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1)
-    torch._fused_adam_(
-        parameters,
-        gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        steps,
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=group["maximize"],
-        grad_scale=None,
-        found_inf=None,
-    )

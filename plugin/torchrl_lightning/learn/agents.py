@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from torchrl_lightning.fitting import require_fit
+from torchrl_lightning.fitting import check_precision, require_fit
 from torchrl_lightning.learn.adam import LeanAdam
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters, settled_parameters
 from torchrl_lightning.learn.reports import ReportingModule
@@ -78,7 +78,7 @@ class AgentModule(Settings, ReportingModule):
         """Refuse a DataModule that does not fit, and a schedule over a run whose end is unknown, by a ValueError."""
         if stage == "fit":
             require_fit(self, self._data)
-        moving = any(not isinstance(schedule, ConstantSchedule) for schedule in self.schedules)
+        moving = any(schedule != ConstantSchedule() for schedule in self.schedules)
         if stage == "fit" and moving and progress_of(self.trainer) is None:
             raise ValueError(
                 "a schedule needs the end of the run, but nothing says how long it is: give the DataModule "
@@ -96,12 +96,7 @@ class AgentModule(Settings, ReportingModule):
             ValueError: The trainer's precision is ``64-true``, ``bf16-true`` or the like.
             RuntimeError: The DataModule has no specs.
         """
-        precision = str(self.trainer.precision)
-        if precision.endswith("-true") and precision != "32-true":
-            raise ValueError(
-                f"precision {precision!r} makes Lightning drop a TensorDict's batch size and feeds float32 "
-                "observations to other networks; use '32-true', 'bf16-mixed' or '16-mixed'"
-            )
+        check_precision(self.trainer.precision)
         if not self.is_built:
             specs = getattr(self._data, "specs", None)
             if specs is None:

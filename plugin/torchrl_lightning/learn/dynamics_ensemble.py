@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_lightning._modules import clock_of
+from torchrl_lightning._modules import clock_of, hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import spawn_seed
@@ -79,6 +79,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         # Of the fit that goes on: each member's smallest error [M], and epochs since one has fallen.
         self.register_buffer("best_errors", torch.empty(0))
         self.epochs_waited = 0
+        self._policy_device: torch.device | None = None
         self._sums: Tensor | None = None
         self._rows = 0
         self._check_terminations = TerminationCheck()
@@ -131,13 +132,14 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         """The planner over what is kept of the ensemble."""
         model = self.require_built(self.world_model)
         planner = self.__dict__.get("_policy")
-        if planner is None or self.__dict__["_policy_device"] != model.elites.device:
+        if planner is None or self._policy_device != model.elites.device:
             # Not registered: a state dict holds the networks once.
             built = self.planner(WorldModelEnvironment(model, model.elites.device))
             if isinstance(built, ShootingPlanner):
                 self._seed_planner(built, planner)
             planner = built
-            self.__dict__["_policy"], self.__dict__["_policy_device"] = planner, model.elites.device
+            hold(self, _policy=planner)
+            self._policy_device = model.elites.device
         return planner
 
     def _seed_planner(self, planner: ShootingPlanner, before: Any) -> None:

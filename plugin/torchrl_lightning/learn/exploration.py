@@ -60,8 +60,7 @@ class ExploringPolicy(TensorDictModuleBase):
         self.in_keys = list(network.in_keys if memory is None else memory.in_keys)
         states = [] if memory is None else [key for key in memory.out_keys if key != FEATURES]
         self.out_keys = ["action", *states]
-        self.__dict__["next_state_keys"] = states
-        self.__dict__["keys"] = list(network.trunk.in_keys)
+        self.next_state_keys, self.keys = states, list(network.trunk.in_keys)
         self.register_buffer("amount", torch.zeros(()))
 
     def act_on(self, step: TensorDictBase) -> dict[NestedKey, Tensor]:

@@ -16,7 +16,7 @@ _ELEMENTWISE = (LeanAdam, o.Adam, o.AdamW, o.SGD, o.RMSprop, o.Adamax, o.NAdam, 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Return where tensors lie; they move with their module, and when a state dict is assigned."""
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 @torch.no_grad()
@@ -96,15 +96,16 @@ class _Segment:
         """Copy the parameters' gradients into the flat one, and follow parameters that have been moved."""
         if addresses(self.parameters) != self._lie:
             self._lay()
-        gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
+        views, present = [], []
+        for view, parameter in zip(self._gradients, self.parameters, strict=True):
+            if parameter.grad is not None:
+                views.append(view)
+                present.append(parameter.grad)
         if not present:
             self.flat.grad = None
             return
-        views = self._gradients
-        if len(present) < len(gradients):
+        if len(present) < len(self.parameters):
             self._gradient.zero_()
-            views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         torch._foreach_copy_(views, present)
         self.flat.grad = self._gradient
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 from torchrl.objectives.utils import TargetNetUpdater
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.settings import setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
@@ -90,8 +91,7 @@ class LossModuleAgent(AgentModule):
         if self.acting is not None and not isinstance(self.acting, nn.Module):
             self.acting = self.acting(network)
         # Not registered: a state dict holds the networks once, in the loss. `acting` has what a policy adds to them.
-        self.__dict__["_policy"] = network if self.acting is None else self.acting
-        self.__dict__["_critic"] = _network(loss, "critic_network")
+        hold(self, _policy=network if self.acting is None else self.acting, _critic=_network(loss, "critic_network"))
         self.updater = None if self.target_updater is None else self.target_updater(loss)
         self.loss = loss
 
@@ -108,7 +108,7 @@ class LossModuleAgent(AgentModule):
     def critic(self) -> Any:
         """The loss's ``critic_network``, for a buffer that estimates values; None where it has none."""
         self.require_built(self.__dict__.get("_policy"))
-        return self.__dict__["_critic"]
+        return self._critic
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return one optimizer over the parameters of the loss."""

@@ -15,6 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import REMEMBERED
 from torchrl_lightning.learn.actors import observation_entries
@@ -126,7 +127,7 @@ class OffPolicyModule(TermsModule):
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
             # Not registered: a state dict holds the networks once, here.
-            self.__dict__["_policy"] = policy
+            hold(self, _policy=policy)
             names = [*self.followed, *(["memory"] if self.memory is not None else [])]
             self.targets = TargetNetworks({name: getattr(self, name) for name in names})
             policy.amount.fill_(self.exploration(0))

@@ -17,6 +17,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import TensorSpec
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
 from torchrl_lightning.learn.action_heads import action_name
@@ -63,7 +64,7 @@ class ShootingPlanner(Settings, OwnGenerator, TensorDictModuleBase):
         del self.env  # of which the world model alone is a part of the planner
         self.model = env.world_model
         # Not registered: the state of the transform is its owner's.
-        self.__dict__["targets"] = env.targets
+        hold(self, targets=env.targets)
         self.action_spec: TensorSpec = env.action_spec
         self.in_keys: list[NestedKey] = list(env.targets.observation_keys)
         self.out_keys: list[NestedKey] = ["action"]

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torchrl.data import Categorical, OneHot
 from torchrl.modules import QValueActor, ValueOperator
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
@@ -43,7 +44,7 @@ class QNetwork(QValueActor):
         space = "one_hot" if isinstance(spec, OneHot) else "categorical"
         super().__init__(TensorDictSequential(trunk, values), action_space=space)
         self.action_dtype = spec.dtype
-        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+        hold(self, trunk=trunk, head=head)
 
     def values(self, entries: Entries) -> Tensor:
         """Return the action values ``[*B, A]`` of observation entries."""

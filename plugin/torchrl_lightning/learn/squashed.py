@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, action_name, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
@@ -113,7 +114,7 @@ class DeterministicActor(TensorDictSequential):
 
     def __init__(self, trunk: TensorDictModuleBase, head: DeterministicHead) -> None:
         super().__init__(trunk, TensorDictModule(head, in_keys=[FEATURES], out_keys=["action"]))
-        self.__dict__["trunk"], self.__dict__["head"] = trunk, head
+        hold(self, trunk=trunk, head=head)
 
 
 def build_squashed_actor(specs: Any, network: Network | None = None) -> Actor:

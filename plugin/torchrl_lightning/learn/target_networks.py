@@ -25,15 +25,14 @@ class TargetNetworks(nn.Module):
         for name, network in networks.items():
             self.add_module(name, deepcopy(network).requires_grad_(False))
         online = [parameter for network in networks.values() for parameter in network.parameters()]
-        # Plain attributes: none of them is registered a second time.
-        self.__dict__["_parameter_pairs"] = online, list(self.parameters())
-        self.__dict__["_buffer_pairs"] = [
+        self._parameter_pairs = online, list(self.parameters())
+        self._buffer_pairs: list[tuple[Any, nn.Module, str]] = [
             (ours, theirs, name)
             for key, network in networks.items()
             for ours, theirs in zip(self.get_submodule(key).modules(), network.modules(), strict=True)
             for name in ours._buffers.keys() - ours._non_persistent_buffers_set
         ]
-        self.__dict__["evaluation"] = EvaluationMode(self)
+        self.evaluation = EvaluationMode(self)
         self._addresses: list[int] = []
         self._runs: tuple[list[Tensor], list[Tensor]] = [], []
 

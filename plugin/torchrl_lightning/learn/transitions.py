@@ -82,8 +82,10 @@ def read_transitions(
     entries = level_of(batch)
     if "next" not in entries:
         raise missing(batch, "next", "off-policy losses learn from transitions")
-    following, shape = level_of(entries["next"]), batch.shape
-    reward, terminated = _column(following, "reward", batch), _column(following, "terminated", batch)
+    shape = batch.shape
+    action, *now = _entries(entries, ("action", *keys), batch)
+    reward, terminated, *after = _entries(level_of(entries["next"]), ("reward", "terminated", *keys), batch)
+    reward, terminated = reward.reshape(shape), terminated.reshape(shape)
     discount: float | Tensor = gamma
     given, steps = entries.get("gamma"), entries.get("steps_to_next_obs")
     if given is not None:
@@ -96,17 +98,16 @@ def read_transitions(
         # One weight for each step, or one for each sequence.
         weight = weight.reshape(shape) if weight.numel() == shape.numel() else weight.reshape(shape[0], 1).expand(shape)
     mask = entries.get("mask")
-    after = [_entry(following, key, batch) for key in keys]
     done = is_init = states = ahead = None
     if state_keys:
         ahead = None if steps is None else steps.reshape(shape)
-        done, is_init = _column(following, "done", batch), _column(entries, "is_init", batch)
-        states = [_entry(entries, key, batch) for key in state_keys]
+        done, is_init, *states = _entries(entries, (("next", "done"), "is_init", *state_keys), batch)
+        done, is_init = done.reshape(shape), is_init.reshape(shape)
     return Transitions(
-        now=[_entry(entries, key, batch) for key in keys],
+        now=now,
         after=after,
         after_target=after,
-        action=_entry(entries, "action", batch),
+        action=action,
         reward=reward,
         terminated=terminated,
         done=done,
@@ -119,19 +120,17 @@ def read_transitions(
     )
 
 
-def _entry(entries: Mapping[str, Any], key: NestedKey, batch: TensorDictBase) -> Tensor:
-    found: Any = entries
-    for name in (key,) if isinstance(key, str) else path_of(key):
-        found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
-        if found is None:
-            raise missing(batch, key, "the buffer must hold what the policy read and wrote")
-    value: Tensor = found
-    return value
-
-
-def _column(entries: Mapping[str, Any], key: str, batch: TensorDictBase) -> Tensor:
-    value = _entry(entries, key, batch)
-    return value if value.shape == batch.shape else value.reshape(batch.shape)
+def _entries(level: Mapping[str, Any], keys: Sequence[NestedKey], batch: TensorDictBase) -> Entries:
+    """Return these entries of a batch, looked up from one of its levels."""
+    entries = []
+    for key in keys:
+        found: Any = level
+        for name in (key,) if isinstance(key, str) else path_of(key):
+            found = (found if isinstance(found, Mapping) else level_of(found)).get(name)
+            if found is None:
+                raise missing(batch, key, "the buffer must hold what the policy read and wrote")
+        entries.append(found)
+    return entries
 
 
 def missing(batch: TensorDictBase, key: NestedKey, hint: str) -> KeyError:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs.model_based import ModelBasedEnvBase
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.entries import entry_of
 from torchrl_lightning.keys import MEMBER
@@ -51,7 +52,8 @@ class WorldModelEnvironment(OwnSignature, ModelBasedEnvBase):
     def __init__(self, world_model: WorldModel, device: torch.device | str = "cpu") -> None:
         super().__init__(world_model, device=device)
         # Not registered: the state of the transform is its owner's.
-        self.__dict__["targets"] = targets = world_model.targets
+        targets = world_model.targets
+        hold(self, targets=targets)
         entries = targets.split(torch.zeros(world_model.observations)).items()
         observation = Composite({key: Unbounded(zeros.shape, dtype=zeros.dtype) for key, zeros in entries})
         self._keeps_member = world_model.propagation == "trajectory" and len(world_model.elites) > 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.ensembles import GaussianEnsemble, Widths, softly_bounded
 from torchrl_lightning.settings import Count, Fraction, NotNegative, Positive, Settings, among, setting
@@ -128,7 +129,7 @@ class WorldModel(nn.Module):
         self.propagation = propagations(propagation, "propagation")
         self.observations = len(targets.observation_columns)
         # Not registered: the state of the transform is its owner's.
-        self.__dict__["targets"] = targets
+        hold(self, targets=targets)
         self.register_buffer("elites", torch.arange(ensemble.num_members))
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._size = 0
