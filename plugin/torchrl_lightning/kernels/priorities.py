@@ -75,11 +75,12 @@ def draw(
     weights: Any,
     stamps: Any,
     windows: Any,
-) -> bool:
+) -> None:
     """Draw cells, or where windows begin, and give each its importance weight and its generation (numba).
 
     Args:
-        table: nodes of the sum tree, priorities (only fetched, for the update that follows) and generations.
+        table: nodes of the sum tree, whose total is positive, priorities (only fetched, for the update that follows)
+            and generations.
         mass: uniform numbers in [0, 1), ``[B]``; used up.
         stratified: each number falls into a share of its own.
         beta: the weights are ``(leaf / base) ** -beta``.
@@ -90,14 +91,9 @@ def draw(
         windows: None for single cells, for which numba compiles a kernel without all that is below; otherwise the steps
             of a window, how many cells further the next one lies, the number of cells, behind which the first one comes
             again, the number of leaves that are not zero, and what is filled with leaves over the mean of these.
-
-    Returns:
-        Whether there was anything to draw.
     """
     nodes, priorities, generations = table
     count, width, total = len(mass), len(nodes) // 2, nodes[1]
-    if not total > 0.0:
-        return False
     scale = total / count if stratified else total
     for i in range(count):
         mass[i] = (mass[i] + i if stratified else mass[i]) * scale
@@ -125,4 +121,3 @@ def draw(
                 cell += stride
                 if cell >= size:
                     cell -= size
-    return True

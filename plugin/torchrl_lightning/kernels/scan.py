@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_lightning.kernels.compiled import jitted
@@ -34,7 +35,10 @@ BLOCK = 8  # time steps in a block of the two-level scan
 SHORT = 16  # up to here a loop over time is faster than two levels
 
 BOOL = torch.bool
-LIKE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+LIKE: dict[torch.dtype, NDArray[Any]] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+}
 """The types that the kernels are compiled for; the array tells a kernel which one its addresses point to."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 __all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl_lightning.kernels import segments
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import integers
-from torchrl_lightning.kernels.scan import runs_on_numba
+from torchrl_lightning.kernels.scan import Backend, runs_on_numba
 from torchrl_lightning.kernels.segments import OPERATIONS, assign_torch, descend_torch, reduce_pairs
 from torchrl_lightning.memory import allocate
 from torchrl_lightning.parts import is_spawning
@@ -28,7 +28,6 @@ from torchrl_lightning.state import tensor
 from torchrl_lightning.stated import Fixed, Handed, Stated
 
 Index: TypeAlias = int | slice | Sequence[int] | Tensor
-Backend: TypeAlias = Literal["auto", "numba", "torch"]
 Operation: TypeAlias = str | Callable[..., Any]
 OPERATORS: dict[Any, str] = {
     torch.add: "sum",

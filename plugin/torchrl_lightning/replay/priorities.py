@@ -13,7 +13,8 @@ from torch import Tensor
 from torchrl_lightning.kernels import priorities as priority_kernels
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.indices import last_of_each
-from torchrl_lightning.kernels.segment_tree import Backend, MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from torchrl_lightning.kernels.scan import LIKE, Backend
+from torchrl_lightning.kernels.segment_tree import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from torchrl_lightning.memory import allocate
 from torchrl_lightning.parts import is_spawning
 from torchrl_lightning.replay.draws import uniform
@@ -75,6 +76,7 @@ class Priorities:
         self.lowest = MinSegmentTree(capacity, initial=math.inf, **kwargs) if keep_lowest else None
         self.highest = MaxSegmentTree(capacity, initial=0.0, **kwargs) if keep_highest else None
         self._compiled = backend != "torch" and self.priorities.device.type == "cpu"
+        self._kind = LIKE[dtype].dtype
         self._limit = torch.finfo(dtype).max / capacity
         self._views: tuple[Any, ...] = ()
         self._address = 0
@@ -233,7 +235,7 @@ class Priorities:
     def uniform(self, count: int, generator: torch.Generator) -> NDArray[Any] | Tensor:
         """Draw numbers in [0, 1), ``[count]``, for :meth:`draw`: an array for the compiled path, else a tensor."""
         if self._compiled:
-            return uniform(count, generator, self._arrays()[1].dtype)
+            return uniform(count, generator, self._kind)
         return torch.rand(count, dtype=self.priorities.dtype, generator=generator, device=generator.device)
 
     def draw(
@@ -245,6 +247,8 @@ class Priorities:
         windows: tuple[int, int, int] | None = None,
     ) -> tuple[Tensor, ...]:
         """Draw cells in proportion to ``(p + eps) ** alpha``, if stratified, from each of as many equal shares one.
+
+        There must be a leaf that is not zero (``tree.nnz``).
 
         Args:
             numbers: uniform in [0, 1), ``[B]``, of the priorities' dtype; used up.
@@ -269,10 +273,7 @@ class Priorities:
             layout = *windows, self.tree.nnz, np.empty(rows, np.float32)
         # numpy's empty arrays cost a quarter of torch's.
         cells, weights, stamps = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.int32)
-        if not jitted(priority_kernels.draw)(
-            self._arrays(), mass, stratified, beta, base, cells, weights, stamps, layout
-        ):
-            raise self._all_zero()
+        jitted(priority_kernels.draw)(self._arrays(), mass, stratified, beta, base, cells, weights, stamps, layout)
         if layout is None:
             return torch.from_numpy(cells), torch.from_numpy(weights), torch.from_numpy(stamps)
         return tuple(torch.from_numpy(each.reshape(-1, layout[0])) for each in (cells, weights, stamps, layout[-1]))
@@ -281,8 +282,6 @@ class Priorities:
         self, mass: Tensor, stratified: bool, beta: float, base: float, windows: tuple[int, int, int] | None
     ) -> tuple[Tensor, ...]:
         total, count = self.total, len(mass)
-        if total <= 0:
-            raise self._all_zero()
         if stratified:
             mass = (mass + torch.arange(count, dtype=mass.dtype, device=mass.device)) / count
         cells = self.tree.descend(mass * total)
@@ -364,12 +363,6 @@ class Priorities:
         held = (priorities >= 0) & priorities.isfinite() & torch.isclose(leaves, power, rtol=1e-4, atol=0)
         free = (priorities == ABSENT) & (leaves == 0)
         return bool(((held | free) & (leaves >= 0) & (leaves <= self._limit)).all())
-
-    def _all_zero(self) -> RuntimeError:
-        return RuntimeError(
-            f"All {self.count} stored priorities are zero, so that nothing can be drawn; "
-            "give a positive priority, or eps > 0."
-        )
 
     def _error(self, index: Tensor, priority: Tensor | float, place: int) -> Exception:
         cell = int(index[place])

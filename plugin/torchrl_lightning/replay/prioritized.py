@@ -249,6 +249,11 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
             rings = self._limit(storage, steps)
             if steps is not None:
                 windows = steps, rings.num_envs, rings.length * rings.num_envs
+        if not table.tree.nnz:
+            raise RuntimeError(
+                f"All {table.count} stored priorities are zero, so that nothing can be drawn; "
+                "give a positive priority, or eps > 0."
+            )
         found = table.draw(self.draw(batch_size), self.stratified, self._beta, self._base(steps), windows)
         index, info = found[0], {"priority_weight": found[1], "write_generation": found[2]}
         if windows is not None:
