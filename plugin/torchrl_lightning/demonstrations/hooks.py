@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
@@ -26,8 +27,9 @@ from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import check_saved_dtypes, with_saved_dtypes
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
-from torchrl_lightning.environments import EnvironmentRecipe, EnvironmentSpecs
+from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.origins import env_ids
+from torchrl_lightning.environments.recipe import recipe_of
 from torchrl_lightning.keys import REPLAYED, VALUE
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
@@ -84,7 +86,8 @@ class DemonstrationHooks(Stated, RolloutHooks):
         """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
         self._replay_in(1, 1)  # refuses options that make no sense
         self._specs: EnvironmentSpecs | None = None
-        self._replay: DemonstrationReplay | None = None
+        self.replay: DemonstrationReplay | None = None
+        """What a collector replays; None before :meth:`attach`."""
         self._miners: dict[int, DemonstrationMiner] = {}  # by the first environment of each worker
         self._supplementary: DemonstrationDirectory | None = None
         self._waiting: list[Demonstration] = []  # found in that directory, and not taken yet
@@ -96,11 +99,6 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._success: float | None = None
 
     # ---- around a rollout --------------------------------------------------------------------------------------------
-
-    @property
-    def replay(self) -> DemonstrationReplay | None:
-        """What a collector replays; None before :meth:`attach`."""
-        return self._replay
 
     def _replay_in(self, num_envs: int, frame_stack: int) -> DemonstrationReplay:
         ends, log_prob = self.settings.ends, self.settings.log_prob
@@ -115,16 +113,17 @@ class DemonstrationHooks(Stated, RolloutHooks):
             self.frame_skip = of_env if told is None else integer(told, "frame_skip")
         check_saved_dtypes(self.settings.demo_dtypes, specs)
         self._specs = specs
-        self._replay = self._replay_in(num_envs, env.frame_stack if isinstance(env, EnvironmentRecipe) else 1)
+        frame_stack = 1 if isinstance(env, VectorEnv | EnvBase) else recipe_of(env).frame_stack
+        self.replay = self._replay_in(num_envs, frame_stack)
         self.load_initial()
         self._look_for_supplementary()
 
     def wrap_env(self, env: Any) -> Any:
         """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
-        if not isinstance(env, EnvBase) or self._replay is None:
+        if not isinstance(env, EnvBase) or self.replay is None:
             return env
         self._is_wrapped = True
-        return DemonstrationReplayTransform(self._replay).wrap(env)
+        return DemonstrationReplayTransform(self.replay).wrap(env)
 
     def wrap_policy(self, policy: TensorDictModuleBase) -> TensorDictModuleBase:
         """Let the policy do what demonstrations did, where :meth:`wrap_env` replays them."""
@@ -292,17 +291,17 @@ class DemonstrationHooks(Stated, RolloutHooks):
 
     @property
     def _replay_state(self) -> dict[str, Any]:
-        return {} if self._replay is None else self._replay.state_dict()
+        return {} if self.replay is None else self.replay.state_dict()
 
     @_replay_state.setter
     def _replay_state(self, state: Mapping[str, Any]) -> None:
-        if self._replay is not None:
-            self._replay.load_state_dict(state)
+        if self.replay is not None:
+            self.replay.load_state_dict(state)
 
     def _read_replay(self, value: Any, name: str) -> Mapping[str, Any]:
         state = mapping(value, name)
-        if self._replay is not None:
-            self._replay.check_state(state)
+        if self.replay is not None:
+            self.replay.check_state(state)
         return state
 
     def _read_miners(self, value: Any, name: str) -> dict[int, DemonstrationMiner]:
@@ -322,5 +321,5 @@ class DemonstrationHooks(Stated, RolloutHooks):
 
     @_taken.setter
     def _taken(self, names: Collection[str]) -> None:
-        if self._replay is not None:
+        if self.replay is not None:
             self._look_for_supplementary(names)

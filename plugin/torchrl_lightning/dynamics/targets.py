@@ -152,11 +152,11 @@ class DynamicsTargets(Transform):
         change = following - self.observation(rows)
         if self.reward is not None:
             return change
-        return torch.cat([change, _number(rows, self.reward_key)], -1)
+        return torch.cat([change, _numbers(rows, self.reward_key, 1)], -1)
 
     def terminated(self, rows: TensorDictBase) -> Tensor:
         """Return the flags of ``rows`` ``[*B]`` as numbers ``[*B, 1]``."""
-        return _number(rows, self.terminated_key)
+        return _numbers(rows, self.terminated_key, 1)
 
     def fit(self, rows: TensorDictBase) -> Self:
         """Fit both scalers to the usable ones of ``rows`` ``[*B]``; return the transform.
@@ -217,12 +217,8 @@ class DynamicsTargets(Transform):
         }
 
     def _observations(self, rows: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
-        parts = []
-        for key, shape in zip(keys, self._shapes, strict=True):
-            flat = _flat(_entry(rows, key), rows.shape)
-            _check_width(flat, shape.numel(), key)
-            parts.append(flat.to(torch.get_default_dtype()).reshape(*rows.shape, shape.numel()))
-        return torch.cat(parts, -1)
+        shaped = zip(keys, self._shapes, strict=True)
+        return torch.cat([_numbers(rows, key, shape.numel()) for key, shape in shaped], -1)
 
 
 def _entry(rows: TensorDictBase, key: NestedKey) -> Tensor:
@@ -236,10 +232,11 @@ def _flat(entry: Tensor, batch_size: torch.Size) -> Tensor:
     return entry.reshape(batch_size.numel(), entry.shape[len(batch_size) :].numel())
 
 
-def _number(rows: TensorDictBase, key: NestedKey) -> Tensor:
+def _numbers(rows: TensorDictBase, key: NestedKey, width: int) -> Tensor:
+    """Return an entry of rows ``[*B]`` as columns ``[*B, width]``."""
     flat = _flat(_entry(rows, key), rows.shape)
-    _check_width(flat, 1, key)
-    return flat.to(torch.get_default_dtype()).reshape(*rows.shape, 1)
+    _check_width(flat, width, key)
+    return flat.to(torch.get_default_dtype()).reshape(*rows.shape, width)
 
 
 def _check_actions(flat: Tensor, wrong: Tensor, spec: TensorSpec) -> None:

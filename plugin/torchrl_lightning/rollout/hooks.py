@@ -14,10 +14,8 @@ from torchrl_lightning.environments.played import ReplaySource
 class RolloutHooks:
     """What a buffer of rollouts asks what hangs on it; this base changes nothing."""
 
-    @property
-    def replay(self) -> ReplaySource | None:
-        """What is replayed in some environments in the place of their own steps."""
-        return None
+    replay: ReplaySource | None = None
+    """What is replayed in some environments in the place of their own steps."""
 
     def attach(self, env: Any, num_envs: int) -> None:
         """Prepare for ``num_envs`` environments that are collected from.
