@@ -131,14 +131,10 @@ class Fixed(Entry):
     Args:
         attribute: What the part was built with; named as the entry by default.
         argument: What the constructor calls it; as the entry by default.
-
-    The others are those of :class:`Entry`.
     """
 
-    def __init__(
-        self, attribute: str = "", argument: str | None = None, *, only: str = "", missing: Any = _REQUIRED
-    ) -> None:
-        super().__init__(attribute, only=only, missing=missing)
+    def __init__(self, attribute: str = "", argument: str | None = None) -> None:
+        super().__init__(attribute)
         self._argument = argument
 
     def check(self, part: Any, attribute: str) -> Check:

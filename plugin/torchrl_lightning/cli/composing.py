@@ -37,7 +37,7 @@ class ResumingLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: Any) -> None:
         super().__init__(config_search_path)
         self._records: dict[Path, Record | None] = {}
-        self._asked: tuple[list[str], DictConfig | HydraException] | None = None
+        self._asked: tuple[list[str], DictConfig] | None = None
 
     def load_configuration(
         self,
@@ -50,18 +50,15 @@ class ResumingLoader(ConfigLoaderImpl):
         """Compose a config, resumed where it says so."""
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == overrides and run_mode == RunMode.RUN:
-            return _given(asked[1])
+            return asked[1]
         # Hydra first asks whether the config says that it is a sweep, and mostly composes the same one again.
         if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
-            found: DictConfig | HydraException
             try:
-                found = self._load(config_name, overrides, RunMode.RUN, from_shell)
+                self._asked = overrides, self._load(config_name, overrides, RunMode.RUN, from_shell)
+                return self._asked[1]
             except HydraException as error:
-                found = error
-            # What a group is to be is what a sweep may leave open.
-            if isinstance(found, DictConfig) or not str(found).startswith("You must specify"):
-                self._asked = overrides, found
-                return _given(found)
+                if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
+                    raise
         return self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
 
     def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
@@ -157,12 +154,6 @@ def _resumed(
     )
     keep_settings(config, before, record, mine)
     return config
-
-
-def _given(found: DictConfig | HydraException) -> DictConfig:
-    if isinstance(found, HydraException):
-        raise found
-    return found
 
 
 def _lines(overrides: list[Override]) -> list[str]:
