@@ -159,9 +159,8 @@ def test_plain_buffers_are_recognised() -> None:
 
 def test_transforms_are_seen() -> None:
     ours, transform = replay(), UnsqueezeTransform(-1, in_keys=["a"])
-    assert not ours.has_transform
+    assert not ours.transforms
     ours.append_transform(transform)
-    assert ours.has_transform
     assert list(ours.transforms) == [transform]
 
 

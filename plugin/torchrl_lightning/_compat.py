@@ -331,11 +331,6 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
         found: dict[str, Any] = self._transform._modules["transforms"]._modules  # ten times faster than by attribute
         return found.values()
 
-    @property
-    def has_transform(self) -> bool:
-        """Whether there is any transform."""
-        return bool(self.transforms)
-
     def read(self, batch_size: int | None, fetch: Callable[[Any, dict[Any, Any]], T], **options: Any) -> T:
         """Let the sampler draw, by these options, and ``fetch(index, info)`` read, under TorchRL's locks."""
         size = self._batch_size if batch_size is None else batch_size
@@ -388,7 +383,7 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
                 index, info = self._sample_unit.expand(index, info, self._storage)
             info["index"] = index
             data = self._collate_fn(self.look_up(index, info))
-            if self.has_transform:
+            if self.transforms:
                 with data.unlock_(), _set_dispatch_td_nn_modules(True):
                     data = self._transform(data)
         return data, info

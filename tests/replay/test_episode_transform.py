@@ -77,7 +77,7 @@ def test_it_belongs_to_one_buffer():
     first, second = built(transform), built(None)
     with pytest.raises(ValueError, match=r"This Ends reads the storage of another buffer.*clone\(\)"):
         second.append_transform(Compose(Ends(), transform))
-    assert not second.has_transform
+    assert not second.transforms
     second.append_transform(transform.clone())
     for buffer, length in ((first, 3), (second, 5)):
         buffer.extend(episode(length))

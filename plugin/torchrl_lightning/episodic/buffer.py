@@ -309,7 +309,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
                 value: Any = entry_of(batch, self.returns.key)
                 found["discounted_return"] = _first(value)
             info = info_of(self, found, batch.batch_size[:1])
-            return (self.transform(batch) if self.has_transform else batch), info  # which may read more cells
+            return (self.transform(batch) if self.transforms else batch), info  # which may read more cells
 
     def gather_all(
         self, ignore_earliest_frames: bool = False, convert_to_default_device: bool = True

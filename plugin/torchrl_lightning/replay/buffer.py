@@ -178,7 +178,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
     @property
     def takes_rows(self) -> bool:
         """Whether rows may come in memory that is written again; with an ``extend`` of its own, a subclass says so."""
-        return type(self).extend is ExperienceBuffer.extend and not self.has_transform
+        return type(self).extend is ExperienceBuffer.extend and not self.transforms
 
     # ------------------------------------------------------------------ writing
 
@@ -210,7 +210,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         if 0 in data.shape:
             return torch.zeros(0, dtype=torch.int64)
         env_ids = None if env_ids is None else integers(env_ids, "env_ids").reshape(-1)
-        if self.has_transform:
+        if self.transforms:
             data = self.transform.inv(data)
             if data is None:
                 return torch.zeros(0, dtype=torch.int64)
@@ -320,7 +320,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         if self._n_step is not None:
             self._drop_later(info)
         data = storage.get(index, self._n_step)
-        return data.set("index", index.to(storage.device)) if self.has_transform else data
+        return data.set("index", index.to(storage.device)) if self.transforms else data
 
     @staticmethod
     def _drop_later(info: dict[Any, Any]) -> None:

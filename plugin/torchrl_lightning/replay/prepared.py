@@ -55,7 +55,7 @@ class PreparedRows:
             or given != [leaf.data_ptr() for leaf in self._leaves]
             or any(flag.dtype != torch.bool or flag.numel() != count for flag in flags)
             or flat.get(buffer.priority_key, None) is not None
-            or buffer.has_transform
+            or buffer.transforms
         ):
             raise ValueError(
                 "Rows that are converted, transformed or bring priorities cannot be prepared; write them by extend."
