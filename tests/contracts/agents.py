@@ -136,7 +136,6 @@ AMID_ROLLOUTS = (
     *(Stop(BEHIND_UPDATE, count) for count in (6, 7, 8)),
     *FIRST_TWO,
 )
-AMID_PASSES = (Stop(IN_UPDATE, 7), Stop(IN_UPDATE, 8), *FIRST_TWO)
 AMID_UPDATES = tuple(Stop(hook, count) for hook in (IN_UPDATE, BEHIND_UPDATE) for count in (1, 3, 4, 13))
 AMID_EPOCH = (Stop(BEHIND_UPDATE, 15),)  # of ten updates
 AMID_STEPS = (Stop(BEHIND_UPDATE, 3),)  # of five updates each

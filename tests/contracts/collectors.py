@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,8 +63,7 @@ COLLECTORS = {
     "TorchRLCollector": collector(torchrl),
     "TorchRLCollector: batched": collector(partial(torchrl, env=Walk([2]))),
     "TorchRLCollector: a factory of a batched one": collector(partial(torchrl, env=lambda: Walk([2]))),
-    "AsynchronousCollector": replace(
-        collector(asynchronous),
+    "AsynchronousCollector": collector(asynchronous).but(
         # Which episodes are lost with the rollouts in flight, nobody knows.
         ask=lambda collector: collect(collector).exclude(("collector", "traj_ids")),
         usable=lambda collector: collector.set_seed(1),

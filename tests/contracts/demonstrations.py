@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import Categorical, Composite, Unbounded
 
-from contracts.part import OBJECTS, SAVED, Part, Refusal
-from contracts.refusals import giving
+from contracts.part import SAVED, Part, Refusal, Unfiled
 from kit.demonstrations import demo, names, rewarded
 from kit.seeds import generator
 from kit.states import GONE
@@ -130,11 +130,10 @@ def learn(buffer: PPODBuffer) -> Any:
 
 
 DEMONSTRATIONS = {
-    "DemonstrationStorage": Part(
+    "DemonstrationStorage": Unfiled(
         make=lambda seed: DemonstrationStorage(4),
         fill=keep,
         ask=kept,
-        ways=OBJECTS,
         foreign={
             "The state has capacity=4, this demonstration storage has capacity=5": partial(DemonstrationStorage, 5)
         },
@@ -146,11 +145,10 @@ DEMONSTRATIONS = {
             ),
         ),
     ),
-    "DemonstrationWriter": Part(
+    "DemonstrationWriter": Unfiled(
         make=lambda seed: DemonstrationWriter(DemonstrationStorage(4), reward_threshold=5.0 if seed else None),
         fill=lambda writer, start: writer.add(rewarded(float(start))),
         ask=lambda writer: writer.threshold,
-        ways=OBJECTS,
         foreign={
             "annealing='linear', this demonstration writer has annealing='current'": lambda: DemonstrationWriter(
                 DemonstrationStorage(4), annealing="current"
@@ -161,27 +159,25 @@ DEMONSTRATIONS = {
             "value_capacity=2": (("value_capacity",), 2),
         },
     ),
-    "DemonstrationSampler": Part(
+    "DemonstrationSampler": Unfiled(
         make=lambda seed: DemonstrationSampler(0.3, 0.1 if seed else 0.5, alpha=2, generator=generator(seed)),
         fill=lambda sampler, start: None,
         ask=lambda sampler: [each and each.name for each in (sampler.draw(POOL) for _ in range(20))],
-        ways=OBJECTS,
         edited={
             r"rho \+ phi": (("rho",), 0.9),
             "'phi' is 'x'": (("phi",), "x"),
             "generator": (("generator",), torch.zeros(2)),
         },
     ),
-    "DemonstrationReplay": Part(
+    "DemonstrationReplay": Unfiled(
         make=replay,
         fill=play,
         ask=lambda replay: play(replay, 1),
-        ways=OBJECTS,
         foreign={"num_envs=3": partial(replay, 0, 2)},
         refuses=(
             Refusal(
                 "for 3 environments, asked for the steps of 5",
-                *giving(np.ones(5, bool), DemonstrationReplay.__call__),
+                methodcaller("__call__", np.ones(5, bool)),
                 empty=True,
             ),
         ),
@@ -193,11 +189,10 @@ DEMONSTRATIONS = {
             "'env' is 3": (("playing", 0, "env"), 3),
         },
     ),
-    "DemonstrationMiner": Part(
+    "DemonstrationMiner": Unfiled(
         make=miner,
         fill=lambda miner, start: miner.mine(rollout(start)),
         ask=lambda miner: None,
-        ways=OBJECTS,
         foreign={"num_envs=2": partial(miner, 0, 3)},
         edited={
             "follows 0 of 2": (("running",), []),
@@ -219,10 +214,8 @@ DEMONSTRATIONS = {
         within=tuple(("demonstrations", name) for name in ("rollouts", "writer", "replay", "miners", "is_tracked")),
         empty=(RuntimeError, "empty"),
         refuses=(
-            Refusal("env_id=2 must be between 0 and 1", *giving(2, PPODBuffer.sample_demo), empty=True),
-            Refusal(
-                r"rho \+ phi must be at most 1", lambda buffer: buffer.update_storage_parameter("rho", 0.9), empty=True
-            ),
+            Refusal("env_id=2 must be between 0 and 1", methodcaller("sample_demo", 2), empty=True),
+            Refusal(r"rho \+ phi must be at most 1", methodcaller("update_storage_parameter", "rho", 0.9), empty=True),
         ),
         edited={
             "schema version 9": (("demonstrations", "schema_version"), 9),

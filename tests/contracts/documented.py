@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
 
 from contracts.part import Refusal
-from contracts.refusals import giving
 from kit.documented import columns, path_step, simple_step
 from kit.rollouts import make_rollout
-from torchrl_lightning import PPOBuffer, RecurrentReplayBuffer, SimpleReplayBuffer
 
 
 def simple(**changes: Any) -> Callable[[Any], Any]:
@@ -35,33 +34,33 @@ SIMPLE = (
     Refusal("rew holds values that are NaN", simple(rew=math.nan), empty=True),
     Refusal("rew has 2 numbers", simple(rew=[1.0, 2.0]), empty=True),
     Refusal("done must be true or false", simple(done=0.3), simple(done=[True, False]), empty=True),
-    Refusal(r"lacks \['next_obs'\]", lambda buffer: buffer.store(path_step(1, done=False)), error=KeyError, empty=True),
+    Refusal(r"lacks \['next_obs'\]", methodcaller("store", path_step(1, done=False)), error=KeyError, empty=True),
     Refusal(
         "A step is a dict of documented entries, got a",
-        *(call for wrong in (None, [], "step") for call in giving(wrong, SimpleReplayBuffer.store)),
+        *(methodcaller("store", wrong) for wrong in (None, [], "step")),
         error=TypeError,
         empty=True,
     ),
 )
 
 PATHS = (
-    Refusal("A step is a dict", *giving([path_step(9)], PPOBuffer.store), error=TypeError, empty=True),
+    Refusal("A step is a dict", methodcaller("store", [path_step(9)]), error=TypeError, empty=True),
     Refusal("obs must be numbers", path(obs="text"), error=TypeError, empty=True),
     Refusal("obs has 2 numbers", path(obs=torch.zeros(2)), empty=True),
     Refusal("act is a Tensor without", path(act=torch.zeros(1)), empty=True),
     Refusal("rew holds values that are NaN", path(rew=math.nan), empty=True),
     Refusal("done must be true or false", path(done=0.5), empty=True),
-    Refusal("lacks", *giving({"obs": torch.zeros(1)}, PPOBuffer.store), error=KeyError, empty=True),
+    Refusal("lacks", methodcaller("store", {"obs": torch.zeros(1)}), error=KeyError, empty=True),
     Refusal(
         "differs from what is stored",
         path(next_obs=torch.zeros(1)),
         lambda buffer: buffer.insert_data_slice(make_rollout(4, 1)),
     ),
-    Refusal("path was cut", PPOBuffer.finish_path),
+    Refusal("path was cut", methodcaller("finish_path")),
     Refusal(
         "2 steps is open; call finish_path",
-        PPOBuffer.before_gradients,
-        *giving(2, PPOBuffer.sample),
+        methodcaller("before_gradients"),
+        methodcaller("sample", 2),
         error=RuntimeError,
     ),
 )
@@ -76,14 +75,14 @@ RECURRENT = (
     Refusal("0 and 1", rows(dones=torch.tensor([0.5, 0.0])), empty=True),
     Refusal(
         "states must be numbers, got a str",
-        lambda buffer: buffer.add("text", [0.0] * 2, 1.0, [0.0] * 3, False, torch.zeros(4)),
+        methodcaller("add", "text", [0.0] * 2, 1.0, [0.0] * 3, False, torch.zeros(4)),
         error=TypeError,
         empty=True,
     ),
-    Refusal("Available: 7, Requested: 8", *giving(8, RecurrentReplayBuffer.sample)),
+    Refusal("Available: 7, Requested: 8", methodcaller("sample", 8)),
     Refusal(
         "batch_size must be an integer of at least 0",
-        *(call for wrong in (-1, 2.5, True, "3") for call in giving(wrong, RecurrentReplayBuffer.sample)),
+        *(methodcaller("sample", wrong) for wrong in (-1, 2.5, True, "3")),
         empty=True,
     ),
 )

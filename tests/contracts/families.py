@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -236,27 +235,23 @@ FAMILIES = {
         ),
     ),
     "EpisodicReplayBuffer": episode_windows,
-    "EpisodicReplayBuffer, recent": replace(episode_windows, make=partial(episodic, recent_data_ratio=0.9)),
-    "EpisodicReplayBuffer, prioritized": replace(
-        episode_windows,
+    "EpisodicReplayBuffer, recent": episode_windows.but(make=partial(episodic, recent_data_ratio=0.9)),
+    "EpisodicReplayBuffer, prioritized": episode_windows.but(
         make=partial(episodic, prioritized_sampling=True, recent_data_ratio=0.5, num_earliest_frames_ignored=1),
         refuses=WITH_PRIORITIES_REFUSE,
     ),
-    "EpisodicReplayBuffer, shared": replace(  # takes no state
-        episode_windows,
+    "EpisodicReplayBuffer, shared": episode_windows.but(  # takes no state
         make=partial(episodic, max_length=99, allow_multiprocess=True),
         ways=(),
         foreign={},
         ours=False,
         refuses=SHARED_REFUSES,
     ),
-    "MixedReplay": replace(
-        source(mixed, lambda own: own.source.draw(7)),
+    "MixedReplay": source(mixed, lambda own: own.source.draw(7)).but(
         within=(("source", "owed"),),
         foreign={"state is that of 3 mixed buffers, but here are 2": partial(mixed, 0, (0.5, 0.5))},
     ),
-    "BranchedReplay": replace(
-        source(branched, imagine_and_draw),
+    "BranchedReplay": source(branched, imagine_and_draw).but(
         edited={"branched replay state is foreign: it lacks": (("source",), {})},
     ),
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 WAYS = ("memory", "file", "folder", "pickle", "deepcopy")
-OBJECTS = ("memory", "file", "pickle", "deepcopy")  # of what no folder holds
 SAVED = ("memory", "file", "folder")  # of what is not copied
 
 
@@ -62,6 +62,10 @@ class Part:
     canonical: tuple[str, ...] = WAYS
     ours: bool = True
 
+    def but(self, **fields: Any) -> Part:
+        """Another that differs in some fields."""
+        return replace(self, **fields)
+
     def made(self, seed: int = 0, first: int = 0, fillings: int = 2) -> Any:
         """One that holds numbered data, and was used."""
         part = self.make(seed)
@@ -72,14 +76,5 @@ class Part:
         return part
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Arguments that a constructor takes, and those that it refuses.
-
-    Args:
-        sound: what it takes.
-        wrong: other values of some, the error, and its words.
-    """
-
-    sound: dict[str, Any]
-    wrong: tuple[tuple[dict[str, Any], type[Exception], str], ...]
+Unfiled = partial(Part, ways=("memory", "file", "pickle", "deepcopy"))
+"""A part whose state no folder holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,31 +10,24 @@ from torchrl.data.replay_buffers.utils import TED2Flat
 
 from contracts.part import Refusal
 
+NO_TENSORDICTS = {"plain tensor": torch.zeros(3), "list": [1, 2], "dict": {"a": torch.zeros(3)}}
+HOOKS = ("register_save_hook", "register_load_hook")
+
 
 def no_tensordict(*takers: Callable[[Any, Any], Any]) -> tuple[Refusal, ...]:
     """What is no TensorDict is refused by its name."""
-    kinds = {"plain tensor": torch.zeros(3), "list": [1, 2], "dict": {"a": torch.zeros(3)}}
     return tuple(
-        Refusal(f"Expected a TensorDict, got a {kind}", *giving(data, *takers), error=TypeError, empty=True)
-        for kind, data in kinds.items()
+        Refusal(
+            f"Expected a TensorDict, got a {kind}",
+            *(lambda ours, take=take, data=data: take(ours, data) for take in takers),
+            error=TypeError,
+            empty=True,
+        )
+        for kind, data in NO_TENSORDICTS.items()
     )
-
-
-def giving(argument: Any, *takers: Callable[[Any, Any], Any]) -> list[Callable[[Any], Any]]:
-    """Calls of several methods with one argument."""
-    return [partial(_give, take, argument) for take in takers]
-
-
-def _give(take: Callable[[Any, Any], Any], argument: Any, part: Any) -> Any:
-    return take(part, argument)
 
 
 def no_hooks(*parts: Callable[[Any], Any]) -> Refusal:
     """Buffers and storages write their own files."""
-    hooks = ("register_save_hook", "register_load_hook")
-    calls = (partial(_hook, part, hook) for part in parts for hook in hooks)
+    calls = (lambda ours, of=of, hook=hook: getattr(of(ours), hook)(TED2Flat()) for of in parts for hook in HOOKS)
     return Refusal("writes its own files", *calls, error=TypeError, empty=True)
-
-
-def _hook(part: Callable[[Any], Any], hook: str, ours: Any) -> None:
-    getattr(part(ours), hook)(TED2Flat())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -133,8 +132,7 @@ def norm() -> ObservationNorm:
     return ObservationNorm(loc=torch.zeros(1), scale=torch.ones(1), in_keys=["observation"])
 
 
-uniform = replace(
-    buffer(),
+uniform = buffer().but(
     foreign=FOREIGN,
     edited={"cuda:93": (("generator", "device"), "cuda:93")},
     refuses=(SIZES, *WRITES, *WRITE_BACKS),
@@ -184,13 +182,11 @@ def theirs(seed: int, storage: Any, sampler: Any) -> TensorDictReplayBuffer:
 
 BUFFERS = {
     "uniform": uniform,
-    "uniform, each once": replace(
-        buffer(partial(UniformSampler, False)),
+    "uniform, each once": buffer(partial(UniformSampler, False)).but(
         refuses=(SIZES, Refusal("Cannot sample 40 different cells: 12 are stored", lambda ours: ours.sample(40))),
     ),
     "stratified": buffer(partial(UniformSampler, stratified=True)),
-    "prioritized": replace(
-        buffer(prioritized),
+    "prioritized": buffer(prioritized).but(
         ask=prefer,
         refuses=(SIZES, *PRIORITIES),
         foreign={
@@ -198,11 +194,10 @@ BUFFERS = {
             "this buffer has sampler='UniformSampler": other_sampler(UniformSampler),
         },
     ),
-    "prioritized, of those that are stored": replace(
-        buffer(partial(prioritized, weight_norm="buffer", max_priority_within_buffer=True)), ask=prefer, within=()
-    ),
-    "prioritized windows": replace(
-        buffer(windows),
+    "prioritized, of those that are stored": buffer(
+        partial(prioritized, weight_norm="buffer", max_priority_within_buffer=True)
+    ).but(ask=prefer, within=()),
+    "prioritized windows": buffer(windows).but(
         ask=prefer,
         foreign={"other leaves": other_sampler(prioritized)},
         edited={
@@ -219,26 +214,22 @@ BUFFERS = {
         },
     ),
     "sequences": buffer(partial(SequenceSampler, 2)),
-    "sequences with a burn-in": replace(buffer(partial(SequenceSampler, 2, burn_in=1, episode_ends="pad"))),
-    "recent": replace(
-        buffer(partial(RecentSampler, 2, recent_data_ratio=0.5)),
+    "sequences with a burn-in": buffer(partial(SequenceSampler, 2, burn_in=1, episode_ends="pad")),
+    "recent": buffer(partial(RecentSampler, 2, recent_data_ratio=0.5)).but(
         foreign={"prioritized": other_sampler(recent_and_prioritized)},
     ),
-    "recent, prioritized": replace(
-        buffer(recent_and_prioritized),
+    "recent, prioritized": buffer(recent_and_prioritized).but(
         ask=prefer,
         foreign={"prioritized": other_sampler(partial(RecentSampler, 2, recent_data_ratio=0.5))},
     ),
-    "sampler of TorchRL": replace(
-        buffer(SamplerWithoutReplacement, transform=norm),
+    "sampler of TorchRL": buffer(SamplerWithoutReplacement, transform=norm).but(
         fill=write,
         within=("sampler", "transform"),
         refuses=(),
         empty=(RuntimeError, "empty storage"),
     ),
     # A batch that is prefetched is drawn before or behind a write, as it happens.
-    "prefetched": replace(
-        buffer(prioritized, prefetch=2, batch_size=3, transform=HindsightRelabel),
+    "prefetched": buffer(prioritized, prefetch=2, batch_size=3, transform=HindsightRelabel).but(
         fill=lambda ours, start: None if len(ours) else walk(ours, start),
         ask=lambda ours: [ours.sample() for _ in range(5)],
         within=(("prefetched", 0),),
@@ -246,14 +237,12 @@ BUFFERS = {
         usable=lambda ours: ours.sample(),
         foreign={"prefetch": partial(build, 0, sampler=prioritized, transform=HindsightRelabel, batch_size=3)},
     ),
-    "three steps": replace(
-        buffer(n_steps=3, gamma=0.5),
+    "three steps": buffer(n_steps=3, gamma=0.5).but(
         refuses=(SIZES, Refusal("With n_steps=3 the entry .* of a later step", write_back())),
     ),
-    "three steps, prioritized": replace(buffer(prioritized, n_steps=3, gamma=0.5), ask=prefer),
-    "in files": replace(buffer(), make=in_files, ask=prefer),
-    "shared by processes": replace(  # it takes no state, and its copies are private
-        buffer(),
+    "three steps, prioritized": buffer(prioritized, n_steps=3, gamma=0.5).but(ask=prefer),
+    "in files": buffer().but(make=in_files, ask=prefer),
+    "shared by processes": buffer().but(  # it takes no state, and its copies are private
         make=lambda seed: build(seed).share(),
         ways=("pickle", "deepcopy"),
         refuses=SHARED,
@@ -275,7 +264,7 @@ BUFFERS = {
         },
         empty=EMPTY,
     ),
-    "hindsight": replace(buffer(prioritized, transform=HindsightRelabel), fill=walk),
+    "hindsight": buffer(prioritized, transform=HindsightRelabel).but(fill=walk),
     "rings in TorchRL's buffer": Part(
         make=partial(theirs, storage=partial(RingStorage, 7), sampler=RandomSampler),
         fill=lambda ours, start: ours.extend(rows(5, start)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,8 +96,7 @@ REFUSED = (
     Refusal("size=5", lambda buffer: buffer.insert_transition(steps(7).transpose(0, 1)[0])),
 )
 
-gae = replace(
-    rollout(GAEBuffer),
+gae = rollout(GAEBuffer).but(
     refuses=REFUSED,
     within=("storage", "sampler", "writer", "transforms", "consumed", "schema_version"),
     foreign={
@@ -168,7 +166,7 @@ ROLLOUTS = {
     "GAEBuffer": gae,
     "RolloutBuffer": rollout(RolloutBuffer),
     "VanillaOnPolicyBuffer": rollout(VanillaOnPolicyBuffer),
-    "VTraceBuffer": replace(rollout(VTraceBuffer), make=vtrace, fill=collect_with_log_prob),
+    "VTraceBuffer": rollout(VTraceBuffer).but(make=vtrace, fill=collect_with_log_prob),
     "PPOBuffer": Part(
         make=lambda seed: PPOBuffer(1, 1, 9, 2, generator=generator(seed)),
         fill=walk_paths,

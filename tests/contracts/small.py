@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from operator import methodcaller
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from contracts.part import OBJECTS, Part, Refusal
+from contracts.part import Part, Refusal, Unfiled
 from kit.seeds import generator
 from kit.specs import TWO_CHOICES
 from kit.states import GONE
@@ -72,11 +71,10 @@ LEAVES = (
 
 
 def tree(kind: type, **settings: Any) -> Part:
-    return Part(
+    return Unfiled(
         make=lambda seed: kind(9, **settings),
         fill=write_leaves,
         ask=look,
-        ways=OBJECTS,
         foreign={"capacity=9, this tree has capacity=5": partial(kind, 5)},
         refuses=LEAVES,
         edited={"a leaf must be .* got nan": (("leaves",), torch.tensor([1.0, math.nan], dtype=torch.float64))},
@@ -86,8 +84,7 @@ def tree(kind: type, **settings: Any) -> Part:
 def sum_tree(**settings: Any) -> Part:
     made = tree(SumSegmentTree, **settings)
     wrong = "(SumSegmentTree|priorities): a leaf must be finite and not negative"
-    return replace(
-        made,
+    return made.but(
         foreign={**made.foreign, "op='sum', this tree has op='min'": partial(MinSegmentTree, 9)},
         edited={**made.edited, "got -1": (("leaves",), torch.tensor([1.0, -1.0], dtype=torch.float64))},
         refuses=(*LEAVES, Refusal(wrong, put([0, 2], 3.0, -1.0), put([0, 2], 3.0, math.inf))),
@@ -109,11 +106,10 @@ OTHER_ENVIRONMENTS = Refusal(r"over \(2,\), the rollout has \(3,\)", normalize(r
 
 
 def intrinsic(direction: str) -> Part:
-    return Part(
+    return Unfiled(
         make=lambda seed: IntrinsicRewardNormalizer(0.9, direction),
         fill=lambda normalizer, start: normalizer.normalize(rewards(start)),
         ask=lambda normalizer: (normalizer.normalize(rewards(7)), normalizer.variance),
-        ways=OBJECTS,
         usable=lambda normalizer: normalizer.variance,
         refuses=(*NORMALIZER_REFUSES, OTHER_ENVIRONMENTS)[: None if direction == "forward" else -1],
         edited={"lacks count": (("count",), GONE)},
@@ -198,48 +194,42 @@ SMALL = {
     "MinSegmentTree": tree(MinSegmentTree),
     "IntrinsicRewardNormalizer": intrinsic("forward"),
     "IntrinsicRewardNormalizer, backward": intrinsic("backward"),
-    "StandardScaler": Part(
+    "StandardScaler": Unfiled(
         make=lambda seed: StandardScaler("ab"),
         fill=lambda scaler, start: scaler.fit(rewards(start)),
         ask=lambda scaler: (scaler(rewards(7)), scaler.count),
-        ways=OBJECTS,
         ours=False,  # a module of torch
     ),
-    "RandomNetworkDistillation": Part(
+    "RandomNetworkDistillation": Unfiled(
         make=curious,
         fill=lambda intrinsic, start: intrinsic.annotate(novel(start)),
         ask=lambda intrinsic: (novelty(intrinsic), intrinsic.variance_0),
-        ways=OBJECTS,
         ours=False,  # a module of torch
     ),
-    "Moments": Part(
+    "Moments": Unfiled(
         make=lambda seed: Running(),
         fill=Running.merge,
         ask=lambda running: running.moments.variance,
-        ways=OBJECTS,
         foreign={r"expected a tensor \[3\]": RunningOfThree},
     ),
-    "HoldoutSplit": Part(
+    "HoldoutSplit": Unfiled(
         make=lambda seed: HoldoutSplit(0.3, 15, seed=seed),
         fill=lambda split, start: split.extend(ring(20 + start).writer),
         ask=lambda split: split.parts(torch.arange(20)),
-        ways=OBJECTS,
         foreign={
             "The state has validation_fraction=0.3": partial(HoldoutSplit, 0.4, 15),
             "The state has max_validation=15": partial(HoldoutSplit, 0.3, 16),
         },
         edited={"split state is foreign": (("held",), torch.tensor([99]))},
     ),
-    "FinishedEpisodes": Part(
+    "FinishedEpisodes": Unfiled(
         make=lambda seed: FinishedEpisodes(2),
         fill=add_episodes,
         ask=end_episodes,
-        ways=OBJECTS,
     ),
-    "RewardScale": Part(
+    "RewardScale": Unfiled(
         make=lambda seed: RewardScale(10.0),
         fill=note_rewards,
         ask=reduce_rewards,
-        ways=OBJECTS,
     ),
 }

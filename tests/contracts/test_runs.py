@@ -13,7 +13,7 @@ import torch
 
 from contracts.agents import FOREIGN, RUNS, Run
 from kit.runs import SaveAt, trainer
-from kit.states import differences
+from kit.states import check_refused, differences
 from torchrl_lightning.seal import SEAL
 
 CASES = [
@@ -88,19 +88,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, number: int, stopp
         assert data.noted == shown[3:]
 
 
-def refused(data: Any, state: Any, says: str) -> None:
-    kept = data.state_dict()
-    with pytest.raises(ValueError, match=says):
-        data.load_state_dict(state)
-    assert not differences(data.state_dict(), kept)
-
-
 @pytest.mark.parametrize(("make", "settings", "says"), FOREIGN, ids=lambda each: each if isinstance(each, str) else "")
 def test_a_checkpoint_of_another_run_is_refused(make: Any, settings: dict[str, Any], says: str) -> None:
     written, other = made = make(), make(**settings)
     for data in made:
         data.setup("fit")
-    refused(other, written.state_dict(), says)
+    check_refused(other, written.state_dict(), says)
     for data in made:
         data.close()
 
@@ -110,6 +103,6 @@ def test_a_checkpoint_of_another_version_or_of_other_ranks_is_refused(make: Any)
     data = make()
     data.setup("fit")
     state = data.state_dict()
-    refused(data, {**state, "schema_version": 0}, "version 0, this release reads version 2")
-    refused(data, {**state, "ranks": state["ranks"] * 2}, r"of 2 rank\(s\), but this run has 1")
+    check_refused(data, {**state, "schema_version": 0}, "version 0, this release reads version 2")
+    check_refused(data, {**state, "ranks": state["ranks"] * 2}, r"of 2 rank\(s\), but this run has 1")
     data.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
@@ -124,6 +125,14 @@ def check_mutants(
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems[:60])
     part.load_state_dict(state)
     assert equal(part.state_dict(), state)
+
+
+def check_refused(part: Any, state: Any, says: str) -> None:
+    """Load a state that is refused in these words and changes nothing."""
+    kept = copy.deepcopy(part.state_dict())
+    with pytest.raises(ValueError, match=says):
+        part.load_state_dict(state)
+    assert not differences(part.state_dict(), kept)
 
 
 def plain(value: Any) -> Any:

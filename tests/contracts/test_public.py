@@ -1,9 +1,11 @@
-"""Every public constructor shows its arguments: to ``inspect``, to ``help``, to editors and to LightningCLI."""
+"""Every public name is exported and documented, and shows its arguments: to ``help``, editors and LightningCLI."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pydoc
+import re
 import warnings
 from operator import attrgetter
 
@@ -25,11 +27,39 @@ from torchrl_lightning import (
     VTraceBuffer,
 )
 
-CLASSES = [name for name in torchrl_lightning.__all__ if inspect.isclass(getattr(torchrl_lightning, name))]
+PUBLIC = sorted(set(torchrl_lightning.__all__) - {"__version__"})
+CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(torchrl_lightning, name))]
 
 
 def arguments(function: object) -> dict[str, inspect.Parameter]:
     return {name: each for name, each in inspect.signature(function).parameters.items() if name != "self"}
+
+
+@pytest.mark.parametrize("package", ["torchrl_lightning", "torchrl_lightning.collectors"])
+def test_completion_knows_every_name(package: str) -> None:
+    module = importlib.import_module(package)
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_it_says_what_it_is(name: str) -> None:
+    part = getattr(torchrl_lightning, name)
+    if not (inspect.isclass(part) or inspect.isfunction(part)):
+        return
+    assert part.__module__.startswith("torchrl_lightning.")
+    assert re.match(r"r?[A-Z`].*", part.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_argument_is_documented(name: str) -> None:
+    part = getattr(torchrl_lightning, name)
+    text = "\n".join(base.__doc__ or "" for base in part.__mro__)
+    # "Further arguments as in :class:`...`"
+    others = re.findall(r":class:`(?:\w+\.)*(\w+)`", text)
+    text += "\n".join(getattr(torchrl_lightning, each, object).__doc__ or "" for each in others)
+    assert {each for each in arguments(part) if not re.search(rf"\b{each}\b", text)} == set()
 
 
 @pytest.mark.parametrize("name", CLASSES)
