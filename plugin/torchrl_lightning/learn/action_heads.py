@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data import Binary, Bounded, Categorical, OneHot, TensorSpec, Unbounded
-from torchrl.data import MultiCategorical as MultiCategoricalSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from torchrl_lightning.environments.specs import spec_fields
@@ -20,7 +19,7 @@ from torchrl_lightning.learn.distributions import (
     clipped_normal_log_prob,
     normal_entropy,
 )
-from torchrl_lightning.learn.networks import orthogonal
+from torchrl_lightning.learn.networks import choices, orthogonal
 from torchrl_lightning.ranges import one_of
 
 POLICY_GAIN = 0.01  # a nearly uniform first policy (Andrychowicz et al., 2021)
@@ -236,11 +235,10 @@ def bounds_of(spec: TensorSpec) -> tuple[Tensor, Tensor]:
 
 
 def _choices(spec: TensorSpec) -> list[int]:
-    if isinstance(spec, MultiCategoricalSpec):
-        return [int(n) for n in spec.nvec.reshape(-1)]
-    if isinstance(spec, Categorical) and len(spec.shape) == 1:  # all parts of one size
-        return [int(spec.space.n)] * spec.shape[0]
-    return [2] * spec.shape[0] if isinstance(spec, Binary) and len(spec.shape) == 1 else []
+    """Return how many values each part of a one-dimensional action has; none where it is no vector of choices."""
+    if len(spec.shape) != 1:
+        return []
+    return [2] * spec.shape[0] if isinstance(spec, Binary) else choices(spec)
 
 
 def _gaussian_head(spec: TensorSpec, features: int, distribution: str, initial_std: float) -> ActionHead:

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_lightning.learn.networks import RecurrentNetwork
 from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
@@ -48,7 +47,7 @@ class MBPOModule(SACModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.network, RecurrentNetwork):
+        if self.network.recurrent:
             raise TypeError("MBPOModule imagines observations, but no recurrent states; take an MLPNetwork.")
         self.world_model: WorldModel | None = None
         # Of the last fit: the elites' errors on held out rows, infinite before the first; and its epochs.

@@ -8,13 +8,14 @@ __room__ = ["Network"]
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchrl.data import Binary, Categorical, MultiCategorical
+from torchrl.data import Binary, Categorical
+from torchrl.data import MultiCategorical as MultiCategoricalSpec
 
 from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
@@ -86,7 +87,7 @@ class FlatEntries:
     """Flatten and concatenate observation entries: vectors and bits as they are, choices as one-hot."""
 
     def __init__(self, specs: Sequence[Any]) -> None:
-        self.classes = [_choices(spec) for spec in specs]
+        self.classes = [choices(spec) for spec in specs]
         self.event_dims = [len(spec.shape) for spec in specs]
         self.features = sum(sum(n) or math.prod(spec.shape) for spec, n in zip(specs, self.classes, strict=True))
         self.trivial = len(specs) == 1 and self.event_dims == [1] and not self.classes[0]
@@ -108,9 +109,9 @@ class FlatEntries:
         return torch.cat(flat, -1) if len(flat) > 1 else flat[0]
 
 
-def _choices(spec: Any) -> list[int]:
+def choices(spec: Any) -> list[int]:
     """Return how many values each number of an entry has; none where it is no choice."""
-    if isinstance(spec, MultiCategorical):
+    if isinstance(spec, MultiCategoricalSpec):
         return [int(n) for n in spec.nvec.flatten()]
     if isinstance(spec, Binary) or not isinstance(spec, Categorical):
         return []
@@ -201,6 +202,8 @@ class CNNEncoder(nn.Module):
 class Network(Protocol):
     """What ``build_actor`` and ``build_critic`` need: encoder, trunk, sharing, and layers of the heads."""
 
+    recurrent: ClassVar[bool] = False
+    """Whether its trunk is a ``RecurrentTrunk``, which remembers."""
     shared: bool
     head_sizes: Sequence[int]
     activation: str
@@ -302,6 +305,8 @@ class RecurrentNetwork(Network, Nameable):
         >>> trunk.in_keys, trunk.state_keys
         (['observation', 'recurrent_state', 'is_init'], ['recurrent_state'])
     """
+
+    recurrent: ClassVar[bool] = True
 
     cell: str = "gru"
     hidden_size: int = 64

@@ -22,7 +22,7 @@ from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
-from torchrl_lightning.learn.networks import MLPNetwork, Network, RecurrentNetwork
+from torchrl_lightning.learn.networks import MLPNetwork, Network
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
@@ -75,7 +75,7 @@ class OffPolicyModule(TermsModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.refresh_states and not isinstance(self.network, RecurrentNetwork):
+        if self.refresh_states and not self.network.recurrent:
             raise ValueError(
                 f"refresh_states=True needs a RecurrentNetwork, but the network is a {type(self.network).__name__}, "
                 "which has no states; leave it out"
@@ -118,11 +118,11 @@ class OffPolicyModule(TermsModule):
         if self.targets is None:
             keys, entries = observation_entries(specs)
             self._keys, network = list(keys), self.network
-            if isinstance(network, RecurrentNetwork):
-                self.memory = network.trunk(keys, entries)
-                self._state_keys = list(self.memory.state_keys)
+            if network.recurrent:
+                memory: Any = network.trunk(keys, entries)
+                self.memory, self._state_keys = memory, list(memory.state_keys)
                 # Behind the memory everything is built as for an environment whose observations are its features.
-                shown = Composite({REMEMBERED: Unbounded(self.memory.features)})
+                shown = Composite({REMEMBERED: Unbounded(memory.features)})
                 specs = SimpleNamespace(observation=shown, action=specs.action)
                 network = MLPNetwork(list(network.head_sizes), network.activation)
             policy = self.build_networks(specs, network)
