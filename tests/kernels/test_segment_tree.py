@@ -120,13 +120,6 @@ def test_backends_agree_bit_for_bit_at_every_depth(kind: type[SegmentTree], capa
             assert torch.equal(compiled.find_sum_bound(where), plain.find_sum_bound(where))
 
 
-@backends
-def test_last_duplicate_wins(backend: Any) -> None:
-    tree = SumSegmentTree(10, backend=backend)
-    tree[[3, 3, 4, 3]] = [1.0, 2.0, 5.0, 7.0]
-    assert (tree[3].item(), tree.summary().item(), tree.nnz) == (7.0, 12.0, 2)
-
-
 def test_last_of_each() -> None:
     index = torch.tensor([5, 1, 5, 2, 1])
     assert sorted(last_of_each(index).tolist()) == [2, 3, 4]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -187,25 +187,6 @@ def test_priorities_that_come_with_the_data(kind: str) -> None:
     assert chi_square(draw(buffer, 100, 16), torch.tensor([1.0, 2.0, 5.0])) < 13.8
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_stale_updates_are_ignored(backend: Any) -> None:
-    sampler = make(4)
-    sampler.table = Priorities(4, 1.0, 0.0, backend=backend)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, batch_size=8)
-    buffer.extend(numbered(4))
-    batch = buffer.sample()
-    assert set(batch["index"].tolist()) == {0, 1, 2, 3}
-    buffer.extend(numbered(2))  # overwrites cells 0 and 1
-    sampler.update_priority(batch["index"], torch.full((8,), 7.0), generation=batch["write_generation"])
-    assert sampler.table.priorities.tolist() == [1.0, 1.0, 7.0, 7.0]
-    assert float(sampler.table.tree.summary()) == 16.0
-    buffer.empty()
-    sampler.update_priority(batch["index"], torch.full((8,), 9.0))
-    buffer.extend(numbered(3))
-    sampler.update_priority(batch["index"], torch.full((8,), 9.0), generation=batch["write_generation"])
-    assert sampler.table.priorities.tolist() == [1.0, 1.0, 1.0, -1.0]
-
-
 def test_late_updates_through_the_buffer_leave_newer_steps_alone() -> None:
     ours = ring(4, sampler=make(4), filled=4, batch_size=8)
     batch = ours.sample()
@@ -352,8 +333,12 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[str, Any]]]:
     return capacity, draw(st.lists(step, max_size=12))
 
 
+LATE = [("mark", [0, 1]), ("late", [(0, 5.0)]), ("mark", [0]), ("late", [(0, 7.0), (1, 7.0)])]
+
+
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 @settings(max_examples=60, deadline=None)
+@example(history=(2, [*LATE, ("clear", None), *LATE]))
 @given(history=histories())
 def test_table_equals_a_dictionary(backend: Any, history: tuple[int, list[tuple[str, Any]]]) -> None:
     capacity, steps = history

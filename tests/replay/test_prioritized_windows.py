@@ -102,13 +102,6 @@ def test_windows_follow_the_priorities_of_their_first_steps(steps: int) -> None:
     assert chi_square(drawn, expected) < 26.1  # 8 degrees of freedom at most, p = 0.001
 
 
-def test_equal_priorities_give_equal_counts() -> None:
-    buffer = make(2, 3, batch_length=2)
-    write(buffer, steps=2)
-    drawn = starts_of(buffer.sample(1000))
-    assert [drawn.count((env, 0)) for env in range(2)] == [500, 500]
-
-
 def test_entries_of_a_batch() -> None:
     buffer = make(2, 5, batch_length=3, weight_norm="buffer")
     write(buffer, steps=4)

@@ -9,8 +9,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_lightning.kernels.rows import NO_FLAGS
-from torchrl_lightning.replay.storage import RingStorage
-from torchrl_lightning.replay.writer import RingWriter
 
 if TYPE_CHECKING:
     from torchrl_lightning.replay.buffer import ExperienceBuffer
@@ -28,7 +26,7 @@ class PreparedRows:
 
     Example:
         >>> from tensordict import TensorDict
-        >>> from torchrl_lightning.replay import ExperienceBuffer
+        >>> from torchrl_lightning.replay import ExperienceBuffer, RingStorage
         >>> buffer, rows = ExperienceBuffer(storage=RingStorage(4)), TensorDict({"a": torch.zeros(1)}, [1])
         >>> _ = buffer.extend(rows)
         >>> prepared = PreparedRows(buffer, rows)
@@ -41,7 +39,7 @@ class PreparedRows:
     def __init__(self, buffer: ExperienceBuffer, rows: TensorDictBase) -> None:
         self.buffer, self.rows = buffer, rows
         storage, _, writer = buffer.parts
-        if not isinstance(writer, RingWriter) or not isinstance(storage, RingStorage) or storage.cells is None:
+        if storage.cells is None:
             raise ValueError(f"Rows are prepared for a ring that has stored some, got {storage} and {writer}.")
         flat = rows if rows.ndim == 1 else rows.reshape(-1)
         count = flat.shape[0]

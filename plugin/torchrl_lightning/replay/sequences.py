@@ -198,16 +198,15 @@ def _first_states(storage: Storage, index: Tensor, keys: Collection[Path], acros
     """
     if not keys:
         return {}
-    if isinstance(storage, RingStorage) and not any(key[0] in storage.tree for key in keys):
-        return {}
     cells = index if across else index[:, :1]
-    leaves = dict(
-        leaves_of(storage.tree if isinstance(storage, RingStorage) else tree_of(storage.get(cells).reshape(-1)))
-    )
     if isinstance(storage, RingStorage):
-        cells = cells.to(storage.device)
+        if not any(key[0] in storage.tree for key in keys):
+            return {}
+        tree, cells = storage.tree, cells.to(storage.device)
     else:  # what was read, is read; number it
+        tree = tree_of(storage.get(cells).reshape(-1))
         cells = torch.arange(cells.numel(), device=index.device).view(cells.shape)
+    leaves = dict(leaves_of(tree))
     init, begins = leaves.get(("is_init",)), None
     if init is not None:
         begins = init.index_select(0, cells.reshape(-1).to(init.device)).reshape(*cells.shape, -1).any(-1)

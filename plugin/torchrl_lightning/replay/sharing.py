@@ -366,8 +366,7 @@ class ShareableBuffer(BufferBase):
 
     @property
     def _rings(self) -> SharedRings:
-        rings = self.writer.rings
-        assert isinstance(rings, SharedRings)
+        rings: SharedRings = self.writer.rings
         return rings
 
     def _enter(self) -> None:
