@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
 
 class UsageError(Fault):
     """A mistake in the command, its config or its checkpoint."""
+
+
+def plain_errors(task: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Make a task end the program with one line; the decorator of a context holds a generator, which no sweep sends."""
+
+    @wraps(task)
+    def plain_task(cfg: Any) -> float:
+        with one_line():
+            return task(cfg)
+
+    return plain_task
 
 
 @contextmanager

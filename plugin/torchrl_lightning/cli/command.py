@@ -35,13 +35,13 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
         sys.path.insert(0, folder)
     import hydra
 
-    from torchrl_lightning.cli.checks import explain_experiment, one_line
+    from torchrl_lightning.cli.checks import explain_experiment, plain_errors
     from torchrl_lightning.cli.composing import resuming
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
     with explain_experiment(), resuming() if resumes else nullcontext():
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(one_line()(task))()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
 
 
 def use_threads(number: int) -> None:
