@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_lightning.ranges import boolean, fraction, integer, not_negative, one_of, optional, positive
+from torchrl_lightning.ranges import boolean, budget, fraction, integer, not_negative, one_of, optional, positive
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from torchrl_lightning.ranges import boolean, fraction, integer, not_negative, o
     [
         (integer, [0, -1, True, 1.0, "1", None, math.nan], "a positive integer"),
         (partial(integer, least=2), [1], "an integer of at least 2"),
+        (budget, [0, -2, 1.5, True, "1", None, math.inf], "a positive integer, or -1 for no end"),
         (partial(one_of, options=(0.5, None)), [1], "one of 0.5, None"),
         (positive, [0, -1.0, math.nan, "1", None, [1]], "above 0"),
         (not_negative, [-1e-9, math.inf, math.nan, "1", None], "a finite number of at least 0"),
@@ -33,6 +34,7 @@ def test_what_makes_no_sense_is_refused(check: Any, wrong: list[Any], expected: 
 def test_what_makes_sense_comes_back() -> None:
     assert integer(np.int64(3), "size") == integer(torch.tensor(3), "size") == 3
     assert integer(0, "burn_in", 0) == 0
+    assert [budget(1e5, "frames"), budget(-1, "frames")] == [100_000, -1]
     assert positive(math.inf, "clip") == math.inf
     assert not_negative(0, "eps") == fraction(torch.tensor(0.0), "gamma") == 0.0
     assert optional(fraction)(None, "gamma") is None

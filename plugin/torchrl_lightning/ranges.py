@@ -26,6 +26,15 @@ def integer(value: Any, name: str, least: int = 1) -> int:
     return number
 
 
+def budget(value: Any, name: str) -> int:
+    """Return a positive integer, also given as a float such as 1e5; or -1, for no end."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    try:
+        return -1 if number == -1 else integer(number, name)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a positive integer, or -1 for no end, got {value!r}.") from error
+
+
 def positive(value: Any, name: str, hint: str = "") -> float:
     """Return a number above 0, infinity included; the message ends with the hint."""
     if not (number := _number(value)) > 0.0:

@@ -83,6 +83,18 @@ def test_a_folder_is_named_by_what_ran(chosen, name):
     assert folder_name(*recorded_command(composed("train", *given, hydra=True).hydra)) == name
 
 
+def test_long_names_of_different_runs_differ():
+    long = [f"+data.env_kwargs.a_setting_with_a_long_name_{number}=1" for number in range(4)]
+    names = {folder_name({"experiment": "ppo_cartpole"}, [*long, f"model.gamma={gamma}"]) for gamma in (0.9, 0.95)}
+    assert [len(name) for name in names] == [120, 120]
+
+
+def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):
+    run("train", *TINY, "data.total_frames=1.28e2", "model.learning_rate=1e-3", "hydra.run.dir=run")
+    assert yaml.safe_load((tmp_path / "run/.hydra/config.yaml").read_text())["data"]["total_frames"] == 128
+    assert not (tmp_path / "run/train.log").exists()
+
+
 def test_every_logger_gets_the_resolved_settings_and_counts_in_frames(trained):
     folder, _ = trained
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -123,7 +135,7 @@ def test_a_module_in_the_working_directory_brings_environments(run, tmp_path):
 def test_debug_runs_and_keeps_nothing(run, tmp_path):
     done = run("train", "debug=default", "data.num_epochs=1", "hydra.run.dir=run")
     assert last_line(done.stdout)[3] == "2"
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".hydra", "train.log"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".hydra"]
 
 
 def test_a_profiled_run_without_an_evaluation_draws_its_training_returns(run, tmp_path, monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from torchrl_lightning.cli.resuming import (
 )
 from torchrl_lightning.cli.slurm import is_requeued
 
+# A number such as 1e5, which Hydra reads as a float, where a setting is an integer.
+_POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
+
 
 class ResumingLoader(ConfigLoaderImpl):
     """Hydra's loader of configs; where ``ckpt_path`` names one of our checkpoints, its run's settings come first.
@@ -48,6 +53,7 @@ class ResumingLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         """Compose a config, resumed where it says so."""
+        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == overrides and run_mode == RunMode.RUN:
             return asked[1]
@@ -154,6 +160,12 @@ def _resumed(
     )
     keep_settings(config, before, record, mine)
     return config
+
+
+def _as_integer(match: re.Match[str]) -> str:
+    """Write a number of a command line as an integer if it is one; fields of floats take it as well."""
+    number = Decimal(match[0])
+    return str(int(number)) if number == int(number) else match[0]
 
 
 def _lines(overrides: list[Override]) -> list[str]:

@@ -15,6 +15,7 @@ from torchrl_lightning.cli.slurm import job_id
 ENDS = {"data.total_frames", "trainer.max_epochs", "trainer.max_steps", "trainer.max_time"}
 # Column of the score of a run: the mean return of the evaluation after training, which a sweeper gets.
 SCORE = "final/return"
+_LONGEST = 120  # characters of a folder's name
 # Groups that name a run without an experiment.
 _PARTS = ("model", "env", "data")
 # Choices that do not affect learning, so that they tell no runs apart.
@@ -63,6 +64,8 @@ def in_order(settings: Mapping[str, str]) -> dict[str, str]:
 def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
     """Join the name and the changed settings of a run but its end, in characters that need no quotes in a command.
 
+    What is too long for a folder ends in a hash of all of them.
+
     Example:
         >>> folder_name({"experiment": "ppo_cartpole"}, ["env=acrobot", "model.network.hidden_sizes=[32,32]"])
         'ppo_cartpole-env_acrobot-model.network.hidden_sizes_32_32'
@@ -70,7 +73,8 @@ def folder_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> 
     settings = changed_settings(overrides, choices)
     parts = [base_name(choices), *(settings[key] for key in settings if key not in ENDS)]
     words = (re.sub(r"[^a-zA-Z0-9.-]+", "_", part).strip("_.") for part in parts)
-    return "-".join(word for word in words if word)[:120].rstrip("-_.") or "run"
+    name = "-".join(word for word in words if word) or "run"
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9].rstrip('-_.')}-{_hash(parts)}"
 
 
 def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str:
@@ -78,7 +82,11 @@ def job_name(choices: Mapping[str, str | None], overrides: Iterable[str]) -> str
     job, name = job_id(), folder_name(choices, overrides := list(overrides))
     if job is None:
         return name
-    return f"{name}-{sha256(chr(10).join(told(overrides)).encode()).hexdigest()[:8]}-job_{job}"
+    return f"{name}-{_hash(told(overrides))}-job_{job}"
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 def told(overrides: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torchrl_lightning.environments.policies import Policy, check_policy, dotted
 from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import EnvironmentSpecs, environment_specs
 from torchrl_lightning.environments.vector_env import make_vector_env
-from torchrl_lightning.ranges import integer
+from torchrl_lightning.ranges import budget, integer
 from torchrl_lightning.state import check_state, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
 
@@ -61,11 +61,9 @@ class CollectorBase(Stated):
                 f"frames_per_batch={frames_per_batch} is not a multiple of num_envs={num_envs}; "
                 f"the nearest is {nearest}."
             )
-        if total_frames < 1 and total_frames != -1:
-            raise ValueError(f"total_frames must be positive, or -1 for no end, got {total_frames}.")
         self._env_source, self._env_args = source, env_args
         self.policy, self.num_envs = policy, num_envs
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.frames_per_batch, self.total_frames = frames_per_batch, budget(total_frames, "total_frames")
         self.seed = check_seed(seed)
         self.closed = False
         self.frames = 0

@@ -7,7 +7,7 @@ __all__ = ["ExperienceDataModule"]
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import lightning as L
 import torch
@@ -41,7 +41,7 @@ from torchrl_lightning.environments.seeds import check_seed
 from torchrl_lightning.environments.specs import specs_state
 from torchrl_lightning.environments.threads import kept_threads
 from torchrl_lightning.fitting import check_precision, require_stream
-from torchrl_lightning.ranges import optional
+from torchrl_lightning.ranges import budget, optional
 from torchrl_lightning.ranks import gathered, state_of_rank
 from torchrl_lightning.settings import Count, Positive, Settings, setting
 from torchrl_lightning.state import check_state, generator, mapping, sequence, whole
@@ -65,9 +65,9 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several. An
             environment that TorchRL steps as a batch has its own number, which is to be given here.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
-        total_frames: frames of the environment, summed over ranks, after which training stops; -1 for never. Steps that
-            are replayed in its place, such as a demonstration's, are none, and counted apart; after as many of them
-            without a single frame it stops, too.
+        total_frames: frames of the environment, summed over ranks, after which training stops, also as ``1e5``; -1 for
+            never. Rollouts are collected whole. Steps that are replayed in its place, such as a demonstration's, are
+            none, and counted apart; after as many of them without a single frame it stops, too.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
@@ -98,7 +98,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
     frames_per_batch: Count = 1024
-    total_frames: int = -1
+    total_frames: Annotated[int, budget] = -1
     make_collector: Callable[..., Iterable[TensorDictBase]] | None = setting(default=None, alias="collector")
     reset_at_each_batch: bool = False
     eval_env: Any = None
@@ -192,6 +192,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             self._users_collector_options()  # refuses what does not fit before anything is built
             self._environments.built()
             if self.make_collector is None and self.trainer is not None:
+                self._clock.announce(self.frames_per_batch * self.world_size)
                 self._environments.check_evaluation()
             self._build_parts()
             for _ in self.check_fit(self._learner):

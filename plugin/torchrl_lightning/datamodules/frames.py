@@ -45,6 +45,12 @@ class FrameClock(Stated):
         """Whether as many frames are collected as were asked for, or as many steps replayed without one."""
         return 0 <= self.total <= max(self.frames, self.alone)
 
+    def announce(self, rollout: int) -> None:
+        """Say it where the run will collect more, for rollouts, of so many frames of all ranks, are whole."""
+        if self.total > 0 and self.total % rollout:
+            last = -(-self.total // rollout) * rollout
+            logger.info("total_frames=%d becomes %d: rollouts of %d frames are whole.", self.total, last, rollout)
+
     def add(self, steps: int, world_size: int, replayed: Tensor | None) -> None:
         """Count the steps of a rollout of each rank, of which those in the mask were replayed; none without a mask.
 
