@@ -148,7 +148,6 @@ def test_what_a_model_learns_from_is_made_of_what_its_buffer_holds(built):
         ("sampler", "minibatch", ["shufle=3"], "Could not override 'part.shufle'"),
         ("storage", "ring", [], "Missing mandatory value: part.max_size"),
         ("storage", "rollout", [], "Missing mandatory value: part.size"),
-        ("sampler", "prioritized", [], "Missing mandatory value: part.max_capacity"),
         ("sampler", "sequence", [], "Missing mandatory value: part.batch_length"),
         ("replay_buffer", "recurrent", [], "Missing mandatory value: part.capacity"),
         ("replay_buffer", "simple", [], "Missing mandatory value: part.obs_dim"),

@@ -15,6 +15,7 @@ from torchrl.data import (
     SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, Sampler
@@ -22,7 +23,14 @@ from torchrl.envs.transforms import RewardScaling, Transform, UnsqueezeTransform
 
 from kit.rings import ring
 from kit.rows import numbered
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, SequenceSampler, UniformSampler
+from torchrl_lightning import RecentSampler
+from torchrl_lightning.replay import (
+    ExperienceBuffer,
+    PrioritizedSampler,
+    RingStorage,
+    SequenceSampler,
+    UniformSampler,
+)
 
 buffer = partial(ring, 20, batch_size=6)
 
@@ -251,3 +259,24 @@ def test_two_buffers_cannot_fill_one_storage() -> None:
     one.extend(numbered(2))
     shared = ExperienceBuffer(storage=one.storage, writer=one.writer, batch_size=2)
     assert len(shared) == 2
+
+
+@pytest.mark.parametrize("made", ["at once", "later", "within another"])
+def test_priorities_are_kept_for_as_many_cells_as_the_storage_has(made: str) -> None:
+    prioritized = PrioritizedSampler(batch_length=2)
+    sampler = RecentSampler(2, prioritized=prioritized) if made == "within another" else prioritized
+    buffer = ExperienceBuffer(storage=RingStorage(12), sampler=None if made == "later" else sampler, batch_size=3)
+    if made == "later":
+        buffer.set_sampler(sampler)
+    buffer.extend(numbered(20))
+    assert prioritized.max_size == 12
+    assert buffer.sample()["priority_weight"].shape == (3, 2)
+    with pytest.raises(ValueError, match="give max_capacity=N, the max_size of its storage"):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(12), sampler=PrioritizedSampler()).extend(numbered(3))
+
+
+def test_a_buffer_without_a_storage_says_how_few_cells_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+    ExperienceBuffer(storage=RingStorage(1000))
+    assert not caplog.messages
+    assert ExperienceBuffer().storage.max_size == 1000
+    assert "holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N)" in caplog.text

@@ -6,7 +6,7 @@ __all__ = ["ExperienceBuffer"]
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -30,9 +30,9 @@ from torchrl_lightning.replay.checks import (
     unpack_batches,
 )
 from torchrl_lightning.replay.episode_transform import EpisodeTransform, bind
-from torchrl_lightning.replay.layout import check_parts, time_major
+from torchrl_lightning.replay.layout import check_parts, small_storage, time_major
 from torchrl_lightning.replay.n_step import NStepReturns
-from torchrl_lightning.replay.prioritized import prioritized_in
+from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer
 from torchrl_lightning.replay.storage import RingStorage
@@ -120,11 +120,11 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         returns = NStepReturns(n_steps, 0.99 if gamma is None else gamma)
         self._n_step = returns if n_steps > 1 else None
         self.n_steps, self.gamma = n_steps, returns.gamma
-        if storage is None:
-            storage = RingStorage(1000)
+        storage = small_storage() if storage is None else storage
         if writer is None:
             writer = RingWriter(1 if num_envs is None else num_envs, track_episodes=n_steps > 1 or None)
         check_parts(storage, writer, sampler)
+        hold_priorities(sampler, storage.max_size)
         if num_envs not in (None, writer.num_envs):
             raise ValueError(f"num_envs={num_envs}, but the writer has num_envs={writer.num_envs}; give one of them.")
         super().__init__(
@@ -163,6 +163,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Exchange the sampler; returns the old one."""
         check_parts(None, None, sampler)
+        hold_priorities(sampler, self.storage.max_size)
         return super().set_sampler(sampler)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
@@ -247,6 +248,10 @@ class ExperienceBuffer(Stated, ShareableBuffer):
 
     # ------------------------------------------------------------------ reading
 
+    @overload
+    def sample(self, batch_size: int | None = None) -> TensorDictBase: ...
+    @overload
+    def sample(self, batch_size: int | None = ..., return_info: bool = ..., include_info: bool | None = ...) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample a batch; its ``index`` entry holds the cells.
 
@@ -274,8 +279,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
         Args:
             batch_size: rows, or windows; the buffer's own by default.
         """
-        batch: TensorDictBase = self.sample(batch_size)
-        return batch
+        return self.sample(batch_size)
 
     def _fetch(self, index: Any, info: dict[Any, Any]) -> TensorDictBase:
         storage, sampler, writer = self.parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -10,6 +11,8 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler
 
 from torchrl_lightning.replay.storage import RingStorage
 from torchrl_lightning.replay.writer import RingWriter
+
+logger = logging.getLogger(__name__)
 
 
 def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> TensorDictBase:
@@ -34,6 +37,14 @@ def time_major(data: TensorDictBase, width: int, time_dim: int | None) -> Tensor
     if data.shape[1] != width:
         raise ValueError(f"Got a rollout of {data.shape[1]} environments, the writer has {width}.")
     return data.reshape(-1)
+
+
+def small_storage() -> RingStorage:
+    """Make a storage of as many cells as TorchRL's, and say how few these are."""
+    logger.warning(
+        "ExperienceBuffer holds 1000 cells, as TorchRL's buffers; give it storage=RingStorage(N) for N cells."
+    )
+    return RingStorage(1000)
 
 
 def check_parts(storage: Any, writer: Any, sampler: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["PrioritizedSampler"]
 
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay. https://arxiv.org/abs/1511.05952
 
     Args:
-        max_capacity: the ``max_size`` of the storage.
+        max_capacity: the ``max_size`` of the storage, which an :class:`ExperienceBuffer` hands over where it is None.
         alpha: exponent of the priorities, not negative; 0 draws uniformly.
         beta: exponent of the importance weights, not negative; 1 corrects the bias in full.
         eps: added to every priority.
@@ -128,9 +129,9 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     def __init__(
         self,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
+        max_capacity: int | None = None,
+        alpha: float = 0.6,
+        beta: float = 0.4,
         eps: float = 1e-8,
         dtype: torch.dtype | str = torch.float64,
         reduction: str = "max",
@@ -153,22 +154,34 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
         self.batch_length = optional(integer)(batch_length, "batch_length")
         """Steps of a window; None for single cells."""
         self.num_earliest_frames_ignored = integer(num_earliest_frames_ignored, "num_earliest_frames_ignored", 0)
-        self.table = Priorities(
-            max_capacity,
-            not_negative(alpha, "alpha"),
-            eps,
+        self.knows_windows = self.batch_length is not None or self.num_earliest_frames_ignored > 0
+        """Whether it can draw windows, however long those are that it draws now."""
+        self.make_table = partial(
+            Priorities,
+            alpha=not_negative(alpha, "alpha"),
+            eps=eps,
             dtype=dtype,
             device="cpu" if device is None else device,
             keep_lowest=weight_norm == "buffer",
             keep_highest=max_priority_within_buffer,
-            limited=batch_length is not None or self.num_earliest_frames_ignored > 0,
+            limited=self.knows_windows,
         )
+        if max_capacity is not None:
+            self.table = self.make_table(max_capacity)
         self.reduction = reduction
         self.priority_key = nested_key(priority_key)
         self.stratified = stratified
         self.weight_norm = weight_norm
         self._own_rng = generator
         self._limited_by: tuple[Any, ...] = ()  # what the cells that may be drawn follow from
+
+    @cached_property
+    def table(self) -> Priorities:
+        """Priorities of the cells, and the tree from which they are drawn."""
+        raise ValueError(
+            "This PrioritizedSampler does not know for how many cells it keeps priorities; give max_capacity=N, the "
+            "max_size of its storage, or make an ExperienceBuffer of both."
+        )
 
     @property
     def max_size(self) -> int:
@@ -207,11 +220,6 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
     @beta.setter
     def beta(self, value: float) -> None:
         self._beta = not_negative(value, "beta")
-
-    @property
-    def knows_windows(self) -> bool:
-        """Whether it can draw windows, however long those are that it draws now."""
-        return self.table.starts is not None
 
     @property
     def default_priority(self) -> float:
@@ -430,7 +438,8 @@ class PrioritizedSampler(Stated, SamplerHooks, _PrioritizedSampler):
 
     def clear(self) -> None:
         """Forget all priorities; called by ``ReplayBuffer.empty``."""
-        self.table.clear()
+        if "table" in vars(self):
+            self.table.clear()
         self._limited_by = ()
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
@@ -462,3 +471,10 @@ def prioritized_in(sampler: Sampler) -> PrioritizedSampler | None:
     """Return the one of our samplers that keeps priorities: this one, or the one that it holds as ``prioritized``."""
     found = getattr(sampler, "prioritized", sampler)
     return found if isinstance(found, PrioritizedSampler) else None
+
+
+def hold_priorities(sampler: Sampler | None, max_size: int) -> None:
+    """Let a sampler with priorities keep them for so many cells, unless it was built with a ``max_capacity``."""
+    found = None if sampler is None else prioritized_in(sampler)
+    if found is not None and "table" not in vars(found):
+        found.table = found.make_table(max_size)

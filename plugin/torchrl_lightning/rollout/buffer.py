@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["RolloutBuffer"]
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -412,6 +412,10 @@ class RolloutBuffer(Settings, Stated, OfParts, DocumentedVerbs):
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
+    @overload
+    def sample(self, batch_size: int | None = None) -> TensorDictBase: ...
+    @overload
+    def sample(self, batch_size: int | None = ..., return_info: bool = ..., include_info: bool | None = ...) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Sample the next batch of this epoch (TorchRL's verb); compute what is due before."""
         if self.storage.num_steps:
