@@ -214,7 +214,11 @@ VALUES = (
     *refused(Demonstration, "'a.npz'.* lacks the entry 'action'; it has", steps=steps(action=None)),
     *refused(Demonstration, r"'a.npz'.* lacks the entry \('next', 'reward'\)", steps=steps(reward=None)),
     *refused(Demonstration, "'a.npz'.* lacks an observation", steps=steps(observation=None)),
-    *refused(Demonstration, r"'reward'\) is \[3\] of float32, expected \[T, 1\]", steps=steps(reward=torch.zeros(3))),
+    *refused(
+        Demonstration,
+        r"'reward'\) is \[3\] of float32, expected \[T, 1\] of float32",
+        steps=steps(reward=torch.zeros(3)),
+    ),
     *refused(Demonstration, r"is \[3, 1\] of float64, expected", steps=steps(reward=torch.zeros(3, 1).double())),
     *refused(
         Demonstration, "'reward'.* holds NaN or infinity", steps=steps(reward=torch.tensor([[0.0], [math.nan], [0.0]]))
@@ -234,7 +238,9 @@ VALUES = (
     *refused(Demonstration, "terminated=True and truncated=None; give both, or neither", terminated=True),
     *refused(Demonstration, "last_observation has the entries", last_observation=TensorDict(other=torch.zeros(4))),
     *refused(
-        Demonstration, r"of last_observation is \[3\] of", last_observation=TensorDict(observation=torch.zeros(3))
+        Demonstration,
+        r"of last_observation is \[3\] of float32",
+        last_observation=TensorDict(observation=torch.zeros(3)),
     ),
     *refused(
         Demonstration,
