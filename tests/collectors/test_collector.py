@@ -19,6 +19,7 @@ from kit.forks import forked_workers
 from kit.images import first_action
 from kit.rollouts import categorical_actor
 from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments.faults import EnvironmentFault
 
 
 def stochastic_policy(seed: int = 0) -> ProbabilisticActor:
@@ -158,7 +159,7 @@ def test_end_and_shutdown() -> None:
 
 def test_an_error_of_the_environment_shuts_down() -> None:
     collector = GymnasiumCollector(FailingEnv, num_envs=2, frames_per_batch=8)
-    with pytest.raises(ArithmeticError, match="third step"):
+    with pytest.raises(EnvironmentFault, match=r"At step 2 .* third step"):
         next(iter(collector))
     assert collector.closed
 

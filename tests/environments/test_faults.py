@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tensordict.nn import TensorDictModule
 from kit.counting import CountingEnv, still_policy
 from kit.forks import forked_workers
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, play_episodes
+from torchrl_lightning.environments.faults import EnvironmentFault
 
 
 class Faulty(CountingEnv):
@@ -93,13 +95,15 @@ def test_a_ready_vector_environment_is_not_broadcast() -> None:
         GymnasiumCollector(env, frames_per_batch=4).rollout()
 
 
-def test_an_error_of_the_environment_itself_stays_what_it_is() -> None:
+def test_an_error_of_the_environment_itself_is_the_cause_with_its_own_frames() -> None:
     class Raising(CountingEnv):
         def reset(self, **kwargs: Any) -> Any:
             raise ArithmeticError("mine")
 
-    with pytest.raises(ArithmeticError, match="mine"):
+    with pytest.raises(EnvironmentFault, match=r"environment 1 raised ArithmeticError in reset .*: mine\.") as error:
         collect(Raising())
+    assert isinstance(error.value.__cause__, ArithmeticError)
+    assert [frame.name for frame in extract_tb(error.value.__cause__.__traceback__)] == ["reset"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")

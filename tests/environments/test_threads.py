@@ -7,6 +7,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from kit.torchrl_envs import Walk
 from torchrl_lightning import EnvironmentRecipe
 from torchrl_lightning.environments import close_environment, make_environment
+from torchrl_lightning.environments.faults import EnvironmentFault
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 
@@ -33,7 +34,7 @@ def test_threads_are_given_back(wrapped, fails, monkeypatch) -> None:
 
     monkeypatch.setattr(parallel, "_shutdown_workers", shut_down, raising=False)
     if fails:
-        with pytest.raises(OSError, match="gone"):
+        with pytest.raises(EnvironmentFault, match="gone"):
             close_environment(env)
         parallel.is_closed = True
     else:

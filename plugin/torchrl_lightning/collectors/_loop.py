@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
@@ -63,6 +64,7 @@ class RolloutLoop:
         self._prepare: Callable[..., Callable[[], Outputs]] | None = getattr(type(policy), "standing", None)
         self._standing: Callable[[], Outputs] | None = None
         self._unsaid: dict[NestedKey, Tensor] | None = None
+        self._is_new = True  # nothing was looked at that is not looked at each time
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
 
     def reset(self, seeds: list[int] | None, resumed: Mapping[NestedKey, Tensor] | None = None) -> Array:
@@ -82,8 +84,10 @@ class RolloutLoop:
                 self.recurrent[key][going_on] = value[going_on]
         return self._starts
 
-    def steps(self, memory: RolloutMemory, device: torch.device, random: bool = False) -> Iterator[int]:
-        """Fill a memory, and yield the number of each completed step.
+    def steps(
+        self, memory: RolloutMemory, device: torch.device, random: bool = False, before: int = 0
+    ) -> Iterator[int]:
+        """Fill a memory, and yield the number of each completed step; ``before`` them there were others.
 
         Actions that are missing, of the wrong shape or NaN, policies that return no TensorDict, and environments that
         return what they may not raise errors.
@@ -94,14 +98,17 @@ class RolloutLoop:
                 completed = t + 1
                 yield t
         except EnvironmentFault as fault:
-            raise EnvironmentFault(f"At step {completed} of the rollout, {fault}") from fault
+            raise fault.within(f"At step {before + completed} of the rollout, ") from fault.__cause__
         except Exception:
             # A policy may have failed because of what it read.
-            memory.check_part(completed)
+            memory.check_part(completed, before)
             read = zip(self.stepper.keys, self._observations, strict=True)
-            _refuse_not_finite([(f"observation {key!r}", values[None]) for key, values in read], completed)
+            _refuse_not_finite([(f"observation {key!r}", values[None]) for key, values in read], before + completed)
             raise
-        memory.check()
+        if self._is_new:
+            memory.check_part(memory.steps, before)
+            self._is_new = False
+        memory.check(before)
 
     def _steps(self, memory: RolloutMemory, device: torch.device, random: bool) -> Iterator[int]:
         act = self._drawer(device) if random or self.policy is None else self._actor(device)
@@ -258,14 +265,24 @@ class RolloutLoop:
 def _refuse_not_finite(parts: Iterable[tuple[str, Array]], first_step: int = 0) -> None:
     """Refuse values ``[T, N, *F]`` of environments, named, that are not finite numbers."""
     for name, values in parts:
-        places = np.argwhere(~np.isfinite(values))
-        if len(places):
-            step, index = places[0][:2]
-            raise EnvironmentFault(
-                f"At step {first_step + step} of the rollout, environment {index} returned {name} with "
-                f"{values[tuple(places[0])]}, expected finite numbers. Mend the environment or the wrapper that "
-                "computes it; gymnasium.wrappers.TransformObservation and TransformReward can replace such values."
-            )
+        _refuse(
+            name,
+            values,
+            ~np.isfinite(values),
+            "finite numbers. Mend the environment or the wrapper that computes it; "
+            "gymnasium.wrappers.TransformObservation and TransformReward can replace such values.",
+            first_step,
+        )
+
+
+def _refuse(name: str, values: Array, wrong: Array, expected: str, first_step: int = 0) -> None:
+    places = np.argwhere(wrong)
+    if len(places):
+        step, index = places[0][:2]
+        raise EnvironmentFault(
+            f"At step {first_step + step} of the rollout, environment {index} returned {name} with "
+            f"{values[tuple(places[0])]}, expected {expected}"
+        )
 
 
 class RolloutMemory:
@@ -316,6 +333,13 @@ class RolloutMemory:
         read.append(("reward", self._entries["next", "reward"]))
         read += [(f"first observation {key!r} of an episode", self._entries[path_of(key)]) for key in stepper.keys]
         self._floats = [(name, value.numpy()) for name, value in read if value.is_floating_point()]
+        named = dict(read)
+        self._choices = [
+            (name, named[name].numpy().reshape(steps, self.num_envs, *(space.shape or ())), space)
+            for what in ("observation {!r}", "first observation {!r} of an episode")
+            for key, space in zip(stepper.keys, stepper.spaces, strict=True)
+            if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and (name := what.format(key))
+        ]
         self._flats = [value.reshape(-1) for _, value in self._floats]
         self._action_shape = stepper.action_shape
         self.outputs: dict[NestedKey, tuple[Tensor, ...]] = {}
@@ -341,16 +365,22 @@ class RolloutMemory:
         self._entries["demo", "mask"].zero_()
         self._entries["demo", "serial"].fill_(-1)
 
-    def check(self) -> None:
+    def check(self, before: int = 0) -> None:
         """Refuse a rollout in which environments returned what is not finite, by an EnvironmentFault."""
         for flat in self._flats:
             # The fastest pass over so few numbers; their squares may be infinite where they are not.
             if not math.isfinite(flat.dot(flat)):
-                self.check_part(self.steps)
+                self.check_part(self.steps, before)
 
-    def check_part(self, steps: int) -> None:
-        """Do the same for the first steps."""
-        _refuse_not_finite((name, values[:steps]) for name, values in self._floats)
+    def check_part(self, steps: int, before: int = 0) -> None:
+        """Do the same for the first steps, and refuse choices that their spaces do not have."""
+        _refuse_not_finite(((name, values[:steps]) for name, values in self._floats), before)
+        for name, values, space in self._choices:
+            shown, number = values[:steps], space.n if isinstance(space, spaces.Discrete) else space.nvec
+            outside = (shown < space.start) | (shown >= space.start + number)
+            _refuse(
+                name, shown, outside, f"one of {space} as its space says: fix observation_space or the environment."
+            )
 
     def fits(self, outputs: Mapping[NestedKey, Tensor]) -> bool:
         """Return whether memory is reserved for what the policy writes at a step."""

@@ -7,7 +7,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import time
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +21,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
-from torchrl_lightning.environments.faults import EnvironmentFault
+from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
+from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
+_FAULTY = 1  # exit code of a worker that has sent a fault
 
 
 class SharedWeights:
@@ -80,15 +82,17 @@ class WorkerTask:
     num_workers: int
     slots: int  # how many rollouts it may have in flight
     parent: int  # id of the parent process; the worker ends when it does
+    by_signal: bool  # which the parent's main thread has started
 
 
 def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
     """Collect rollouts into shared memory until the parent closes the connection or asks for the end.
 
     Messages to the parent: ``("slots", [TensorDict])`` once, then ``("rollout", slot)`` for each rollout, or
-    ``("fault", text)`` of an environment, or ``("error", text)``. The parent sends the number of a slot that is free
+    ``("fault", EnvironmentFault)``, or ``("error", text)``. The parent sends the number of a slot that is free
     again, a tensor of bytes that are pickled news of what is replayed, or ``None`` to end the worker.
     """
+    end_with_parent(task.parent, task.by_signal)
     # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -97,7 +101,8 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
         pass  # the parent is gone or has closed the connection
     except EnvironmentFault as fault:
         with suppress(OSError):
-            connection.send(("fault", str(fault)))
+            connection.send(("fault", fault.sent()))
+        sys.exit(_FAULTY)
     except BaseException:
         with suppress(OSError):
             connection.send(("error", traceback.format_exc()))
@@ -122,9 +127,9 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
     try:
         while True:
             while not free or connection.poll():
-                message = _receive(connection, task.parent)
+                message = connection.recv()
                 if message is None:
-                    return
+                    return collector.shutdown()
                 if isinstance(message, Tensor):
                     _follow(replay, message)
                 else:
@@ -138,23 +143,15 @@ def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -
             if not slots:
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
                 connection.send(("slots", slots))
-                while isinstance(message := _receive(connection, task.parent), Tensor):
+                while isinstance(message := connection.recv(), Tensor):
                     _follow(replay, message)
                 if message is None:  # else the parent has mapped them
-                    return
+                    return collector.shutdown()
             slot = free.pop(0)
             slots[slot].update_(rollout.transpose(0, 1))
             connection.send(("rollout", slot))
     finally:
         collector.shutdown(raise_on_error=False)
-
-
-def _receive(connection: Connection, parent: int) -> int | Tensor | None:
-    while not connection.poll(1.0):
-        if os.getppid() != parent:
-            return None
-    message: int | Tensor | None = connection.recv()
-    return message
 
 
 def _follow(replay: Any, news: Tensor) -> None:
@@ -179,7 +176,7 @@ class WorkerPool:
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 self._slots.append([])
-                task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid())
+                task = WorkerTask(payload, before, worker, len(payloads), slots, os.getpid(), is_main_thread())
                 process = context.Process(
                     target=run_worker, args=(task, weights, theirs), name=f"collector-{worker}", daemon=True
                 )
@@ -200,7 +197,7 @@ class WorkerPool:
                 self._send(worker, content)
                 return rollout
             if kind == "fault":
-                raise EnvironmentFault(f"In collector worker {worker}: {content}")
+                raise content.within(f"In collector worker {worker}: ")
             if kind == "error":
                 raise RuntimeError(f"Collector worker {worker} failed:\n\n{content}")
             self._slots[worker] = content
@@ -214,24 +211,27 @@ class WorkerPool:
             self._send(worker, shared)
 
     def close(self) -> None:
-        """End all processes; terminate those that do not exit within a second."""
+        """End all processes; terminate those that do not exit within a second.
+
+        Raises:
+            EnvironmentFault: an environment failed to close.
+        """
         for connection in self._connections:
             with suppress(OSError):
                 connection.send(None)
-        deadline = time.monotonic() + 1.0
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in self._processes:
-            if process.is_alive():
-                process.terminate()
-        for process in self._processes:
-            process.join(2.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end_processes(self._processes, 1.0)
+        faults = []
+        for worker, (process, connection) in enumerate(zip(self._processes, self._connections, strict=False)):
+            with suppress(Exception):  # tensors that were not received in time
+                while process.exitcode == _FAULTY and connection.poll():
+                    kind, content = connection.recv()
+                    if kind == "fault":
+                        faults.append(content.within(f"In collector worker {worker}: "))
         for connection in self._connections:
             connection.close()
         self._processes, self._connections, self._slots = [], [], []
+        if faults:
+            raise faults[0]
 
     def _message(self, worker: int) -> tuple[str, Any]:
         connection, process = self._connections[worker], self._processes[worker]
@@ -243,11 +243,7 @@ class WorkerPool:
                 return message
         except (EOFError, OSError):
             pass
-        process.join(1.0)
-        raise RuntimeError(
-            f"Collector worker {worker} died with exit code {process.exitcode}. A negative code is the signal that "
-            "killed it; -9 is often the system's memory limit."
-        )
+        raise WorkerFault(f"Collector worker {worker} {how_it_died(process)}")
 
     def _send(self, worker: int, message: int | Tensor) -> None:
         with suppress(OSError):  # if the worker has died, reading its next message reports that

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from torchrl_lightning.environments.faults import check_observation
+from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
 from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.environments.vector_env import autoreset_mode
@@ -46,8 +46,8 @@ class VectorStepper:
         """Start an episode in every environment."""
         try:
             observation = self.env.reset(seed=seeds)[0]  # type: ignore[arg-type]
-        except Exception:
-            self._check_copies("after a reset ")
+        except (Exception, SystemExit) as error:
+            self._blame(error, "reset", "after a reset ")
             raise
         self._check_first("reset", observation)
         return self.leaves(observation)
@@ -65,8 +65,8 @@ class VectorStepper:
                     action = action.copy()
                     action[resting] = self._idle
                 observation, reward, terminated, truncated, info = self.env.step(action)
-        except Exception:
-            self._check_copies()
+        except (Exception, SystemExit) as error:
+            self._blame(error, "step")
             raise
         if self._unchecked:
             self._check_first("step", observation)
@@ -113,7 +113,11 @@ class VectorStepper:
         others = [leaf[~ended] for leaf in leaves]
         try:
             observation, _ = self.env.reset(options={"reset_mask": ended.copy()})
+        except EnvironmentFault:
+            raise
         except Exception as error:
+            if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                blame(error, "reset")
             raise RuntimeError(_NO_PARTIAL_RESET.format(env=self.env)) from error
         fresh = self.leaves(observation)
         for before, after in zip(others, fresh, strict=True):
@@ -131,7 +135,8 @@ class VectorStepper:
             return
         processes = isinstance(self.env.unwrapped, AsyncVectorEnv)
         try:
-            self.env.close(**({"timeout": 5.0} if processes else {}))
+            with blaming("close", f"{self.env}"):
+                self.env.close(**({"timeout": 5.0} if processes else {}))
         except (EOFError, OSError, TimeoutError):
             if not processes:
                 raise
@@ -142,13 +147,13 @@ class VectorStepper:
             check_observation(self.env.observation_space, observation, f"{self.env}")
             self._unchecked.remove(call)
 
-    def _check_copies(self, when: str = "") -> None:
-        """Find what one of several environments returned that could not be put together."""
+    def _blame(self, error: BaseException, call: str, when: str = "") -> None:
+        """Find what one of several environments did, or returned that could not be put together."""
         env = self.env.unwrapped
-        if isinstance(env, SyncVectorEnv):
+        if isinstance(env, SyncVectorEnv) and any("concatenate" in frame.f_code.co_name for frame in frames_of(error)):
             for index, observation in enumerate(env._env_obs):
-                if observation is not None:  # not reset yet
-                    check_observation(env.single_observation_space, observation, f"{when}environment {index}")
+                check_observation(env.single_observation_space, observation, f"{when}environment {index}")
+        blame(error, call, f"{self.env}")
 
 
 def _rows(leaves: list[Array], done: Array) -> list[Final]:

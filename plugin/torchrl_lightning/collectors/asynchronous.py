@@ -19,6 +19,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_lightning.collectors._base import CollectorBase
 from torchrl_lightning.collectors._processes import SharedWeights, WorkerPool
+from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import FollowedReplaySource
 from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
 from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
@@ -66,6 +67,7 @@ class AsynchronousCollector(CollectorBase):
         ValueError: Sizes do not fit, or the id is unknown.
         TypeError: The environment or policy cannot be sent to a process.
         RuntimeError: A worker failed (its traceback is in the message) or died.
+        EnvironmentFault: An environment in a worker did what it may not; also a RuntimeError.
 
     Source:
         Espeholt et al. (2018), IMPALA, https://arxiv.org/abs/1802.01561
@@ -144,7 +146,7 @@ class AsynchronousCollector(CollectorBase):
             self._tell_workers()
             rollout = pool.receive(self._batches % self.num_workers)
         except BaseException:
-            self.shutdown()
+            self.shutdown(raise_on_error=False)
             raise
         self._batches += 1
         self.frames += self.frames_per_batch
@@ -217,9 +219,13 @@ class AsynchronousCollector(CollectorBase):
         return spawn_seeds(last, "environment", 0, count=self.num_envs)[-1]
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End all workers; may be called any number of times. The arguments have no effect."""
+        """End all workers; may be called any number of times. Only ``raise_on_error`` has an effect."""
         self.closed = True
-        self._stop()
+        try:
+            self._stop()
+        except EnvironmentFault:
+            if raise_on_error:
+                raise
 
 
 def _pickled(content: object, what: str) -> bytes:

@@ -18,6 +18,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._loop import RolloutLoop, RolloutMemory
 from torchrl_lightning.collectors._stepper import VectorStepper
+from torchrl_lightning.environments.faults import blame, blaming
 from torchrl_lightning.environments.played import Array
 from torchrl_lightning.environments.policies import Policy, acted, check_policy, policy_device, recurrent_states
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
@@ -106,8 +107,10 @@ def _play(stepper: VectorStepper, policy: Policy, num_episodes: int, seed: int |
     loop.reset(None if seed is None else spawn_seeds(seed, "episodes", count=count))
     record = _Record(num_episodes, count)
     device = policy_device(policy)
+    step = 0
     while not record.is_complete:
-        for _ in loop.steps(memory, device):
+        for _ in loop.steps(memory, device, before=step):
+            step += 1
             ends = memory.terminated[0], memory.truncated[0], memory.done[0]
             record.add(memory.rewards[0], *ends, stepper.successes(loop.info))
     return record.result()
@@ -119,9 +122,17 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
         env.set_seed(spawn_seed(seed, "episodes"))
     record = _Record(num_episodes, env.batch_size.numel())
     device = policy_device(policy)
-    step = env.reset()
+    with blaming("reset"):
+        step = env.reset()
+    number = 0
     while not record.is_complete:
-        stepped, step = env.step_and_maybe_reset(acted(policy, step, device))
+        step = acted(policy, step, device)
+        try:
+            stepped, step = env.step_and_maybe_reset(step)
+        except (Exception, SystemExit) as error:
+            blame(error, "step", place=f"At step {number} of the rollout, ")
+            raise
+        number += 1
         ends = stepped["next"]
         terminated, done = ends["terminated"], ends["done"]
         truncated = ends.get("truncated", done & ~terminated)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 __room__ = ["TorchRLCollector"]
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
+from torchrl_lightning.environments.faults import blame, frames_of
 from torchrl_lightning.environments.policies import (
     Policy,
     acted,
@@ -40,6 +42,8 @@ from torchrl_lightning.stated import Kept
 
 if TYPE_CHECKING:
     from torchrl.collectors import Collector
+
+T = TypeVar("T")
 
 
 class TorchRLCollector(CollectorBase):
@@ -104,6 +108,7 @@ class TorchRLCollector(CollectorBase):
         self._resumed = False
         self._collector: Collector | None = None
         self._acts_randomly = False
+        self._acted = 0  # in this rollout
         self._unsaid: dict[NestedKey, Tensor] | None = None
         self._trajectories = self._shift = 0
         self._initial = recurrent_states(policy, self.num_envs)
@@ -124,7 +129,7 @@ class TorchRLCollector(CollectorBase):
             self._check_seeding(stream, device)
         self._acts_randomly = self.policy is None or self.frames < self.init_random_frames
         with self._evaluation, IsolatedRng(stream, device):
-            collector = self._built()  # tries the policy, which draws
+            collector = self._blaming(self._built)  # tries the policy, which draws
         with torch.no_grad(), self._evaluation, IsolatedRng(stream, device):
             collector.reset_at_each_iter = begin_anew
             if begin_anew:
@@ -135,16 +140,17 @@ class TorchRLCollector(CollectorBase):
                     transform.resume()
                     playing |= transform.replay.playing
                 self._going_on.resume(torch.from_numpy(playing) & ~self._ended, self._states)
-            batch = collector.rollout()
+            batch = self._blaming(collector.rollout)
+            if batch.ndim == 1:  # of an environment without a batch
+                batch = batch.unsqueeze(0)
+                batch.names = [None, "time"]
             returned = {f"observation {key!r}": batch.get(next_key(key)) for key in self.specs.keys}
-            check_finite({"reward": batch["next", "reward"], **returned})
+            first = {f"first observation {key!r} of an episode": batch.get(key) for key in self.specs.keys}
+            check_finite({"reward": batch["next", "reward"], **returned, **first}, rollout=True)
             self._number_trajectories(batch["collector", "traj_ids"], begin_anew)
         self._needs_reset = self._resumed = False
         self._batches += 1
         self.frames += self.frames_per_batch
-        if batch.ndim == 1:  # of an environment without a batch
-            batch = batch.unsqueeze(0)
-            batch.names = [None, "time"]
         if self._plays:
             self._ended = batch["next", "done"][:, -1, 0].cpu()
             self._states = {
@@ -152,6 +158,17 @@ class TorchRLCollector(CollectorBase):
                 for key, initial in self._initial.items()
             }
         return batch
+
+    def _blaming(self, call: Callable[[], T]) -> T:
+        """Make a call in which environment and policy take turns."""
+        self._acted = 0
+        try:
+            return call()
+        except (Exception, SystemExit) as error:
+            if any(frame.f_code is TorchRLCollector._act.__code__ for frame in frames_of(error)):
+                raise  # the policy's
+            blame(error, "step", place=f"At step {max(0, self._acted - 1)} of the rollout, ")
+            raise
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:
         """Count the trajectories from the beginning of the run, also where it was resumed."""
@@ -185,6 +202,7 @@ class TorchRLCollector(CollectorBase):
         return self._collector
 
     def _act(self, step: TensorDictBase) -> TensorDictBase:
+        self._acted += 1
         if not self._acts_randomly:
             assert self.policy is not None
             return acted(self.policy, step, policy_device(self.policy))

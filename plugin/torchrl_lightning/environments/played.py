@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.vector.utils import concatenate
+from gymnasium.vector.utils import concatenate, iterate
 from numpy.typing import NDArray
+
+from torchrl_lightning.environments.faults import blaming, check_returned
 
 if TYPE_CHECKING:
     from tensordict.utils import NestedKey  # a process that only steps an environment needs no torch
@@ -91,7 +93,32 @@ class FollowedReplaySource(ReplaySource, Protocol):
 
 
 class ResumableVectorEnv(SyncVectorEnv):
-    """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can leave some of its environments as they are in a step."""
+    """A ``SyncVectorEnv`` in mode ``SAME_STEP`` that can leave some of its environments as they are in a step.
+
+    It returns what Gymnasium's does, and refuses of a first step, and of the last of each episode, what it would cast.
+    """
+
+    _checks = True
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        """Step every environment, and reset those whose episodes end."""
+        shown, rewards, terminated, truncated = self._env_obs, self._rewards, self._terminations, self._truncations
+        checks = self._checks
+        infos: dict[str, Any] = {}
+        for i, (env, action) in enumerate(zip(self.envs, iterate(self.action_space, actions), strict=True)):
+            returned = env.step(action)
+            if checks:
+                self._check(returned, "step", i)
+            shown[i], rewards[i], terminated[i], truncated[i], info = returned
+            if terminated[i] or truncated[i]:
+                if not checks:
+                    self._check(returned, "step", i)
+                infos = self._add_info(infos, {"final_obs": shown[i], "final_info": info}, i)
+                shown[i], info = env.reset()
+            infos = self._add_info(infos, info, i)
+        self._checks = False
+        self._observations = concatenate(self.single_observation_space, shown, self._observations)
+        return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos
 
     def step_some(self, actions: Array, resting: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         """Step the environments that do not rest; the others show the same observation again, without reward.
@@ -103,12 +130,29 @@ class ResumableVectorEnv(SyncVectorEnv):
         terminated, truncated = np.zeros((2, self.num_envs), dtype=bool)
         for i in np.flatnonzero(~resting).tolist():
             env = self.envs[i]
-            shown[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            returned = env.step(actions[i])
+            shown[i], rewards[i], terminated[i], truncated[i], _ = returned
             if terminated[i] or truncated[i]:
+                self._check(returned, "step", i)
                 final[i] = shown[i]
                 shown[i], _ = env.reset()
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards, terminated, truncated, {"final_obs": final}
+
+    def _check(self, returned: Any, call: str, index: int) -> None:
+        check_returned(self.single_observation_space, returned, call, f"environment {index}")
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close every environment, also behind one that fails to."""
+        faults = []
+        for i, env in enumerate(self.envs):
+            try:
+                with blaming("close", f"environment {i}"):
+                    env.close()
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
 
 class Playing:

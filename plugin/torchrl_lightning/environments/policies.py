@@ -107,13 +107,18 @@ def acted(policy: Policy, step: TensorDictBase, device: torch.device) -> TensorD
     return step
 
 
-def check_finite(values: Mapping[str, Tensor]) -> None:
-    """Refuse what a TorchRL environment returned, by name, by an EnvironmentFault if it is not finite."""
+def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
+    """Refuse what a TorchRL environment returned, by name, by an EnvironmentFault if it is not finite.
+
+    Of a ``rollout``, ``[N, T, *F]``, it also says where.
+    """
     for name, value in values.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
+            place = (~value.isfinite()).nonzero()[0].tolist()
+            where = f"At step {place[1]} of the rollout, environment {place[0]}" if rollout else "The environment"
             raise EnvironmentFault(
-                f"The environment returned {name} with {value[~value.isfinite()][0].item()}, expected finite numbers. "
-                "Mend the environment or the transform that computes it."
+                f"{where} returned {name} with {value[tuple(place)].item()}, expected finite numbers. Mend the "
+                "environment or the transform that computes it."
             )
 
 

@@ -13,6 +13,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 
+from torchrl_lightning.environments.faults import blaming
+
 # Of each ParallelEnv that was seen before it started: how many threads there were.
 _BEFORE: WeakKeyDictionary[EnvBase, int] = WeakKeyDictionary()
 
@@ -38,17 +40,19 @@ def close_environment(env: VectorEnv[Any, Any, Any] | EnvBase) -> None:
     """Close an environment, if it is open, and give back the threads that it took.
 
     One of TorchRL's takes them when it starts, and returns others when it closes. What it took of a process that
-    started it before it came here is unknown: there TorchRL's own number stays.
+    started it before it came here is unknown: there TorchRL's own number stays. What it raises is an EnvironmentFault.
     """
     if not isinstance(env, EnvBase):
-        env.close()
+        with blaming("close"):
+            env.close()
         return
     base = _base(env)
     unknown = isinstance(base, ParallelEnv) and not base.is_closed and base not in _BEFORE
     threads = _BEFORE.pop(base, torch.get_num_threads())
     try:
         if not env.is_closed:
-            env.close()
+            with blaming("close"):
+                env.close()
     finally:
         if not unknown:
             torch.set_num_threads(threads)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from torchrl_lightning.environments.faults import CheckedEnv
+from torchrl_lightning.environments.faults import blaming
 from torchrl_lightning.environments.played import ResumableVectorEnv
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.rename import WITHIN
+from torchrl_lightning.environments.worker_env import WorkerVectorEnv
 from torchrl_lightning.ranges import integer, one_of
 
 _FIX = (
@@ -88,10 +89,9 @@ def make_vector_env(
         return env
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
-    # copy=False: the caller copies each observation into its own memory immediately.
     if vectorization == "async":
-        factories = [_CheckedFactory(factory, index) for index in range(num_envs)]
-        return AsyncVectorEnv(factories, copy=False, context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+        return WorkerVectorEnv([factory] * num_envs)
+    # copy=False: the caller copies each observation into its own memory immediately.
     return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
@@ -188,7 +188,8 @@ class SingleEnv:
     def __call__(self) -> gymnasium.Env[Any, Any]:
         """Make it."""
         try:
-            env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
+            with blaming("make"):
+                env = gymnasium.make(self.env, **self.kwargs) if isinstance(self.env, str) else self.env(**self.kwargs)
         except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
             what = str(error).rstrip(".")
             raise ImportError(
@@ -205,15 +206,6 @@ class SingleEnv:
         if not isinstance(env, gymnasium.Env):
             raise NoGymnasiumEnvironmentError(env)
         for wrapper in self.wrappers:
-            env = wrapper(env)
+            with blaming("make"):
+                env = wrapper(env)
         return env
-
-
-class _CheckedFactory:
-    """A factory of an environment that runs in a process of its own."""
-
-    def __init__(self, factory: SingleEnv, index: int) -> None:
-        self.factory, self.index = factory, index
-
-    def __call__(self) -> gymnasium.Env[Any, Any]:
-        return CheckedEnv(self.factory(), self.index)

@@ -1,0 +1,165 @@
+"""A Gymnasium vector environment whose copies run in processes of their own, and what these say when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import wait
+from operator import itemgetter
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState, _async_worker
+
+from torchrl_lightning.environments.faults import CheckedEnv, EnvironmentFault, WorkerFault, blame, blaming
+from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
+
+_PATIENCE = 5.0  # seconds that a process has for closing its environment
+Factory = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class WorkerVectorEnv(AsyncVectorEnv):
+    """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that tells in one line which environment failed, and how.
+
+    Its processes end when this one does. They have five seconds for closing their environments.
+    """
+
+    def __init__(self, factories: Sequence[Factory]) -> None:
+        try:
+            # copy=False: the caller copies each observation into its own memory immediately.
+            with blaming("close"):  # one is made and closed here
+                super().__init__(
+                    [partial(_checked, factory, index) for index, factory in enumerate(factories)],
+                    copy=False,
+                    context="spawn",
+                    worker=partial(_run_environment, os.getpid(), is_main_thread()),
+                    autoreset_mode=AutoresetMode.SAME_STEP,
+                )
+        except BaseException:
+            self.closed = True
+            end_processes(getattr(self, "processes", ()), 0.0)
+            raise
+
+    def reset_async(self, seed: Any = None, options: Any = None) -> None:
+        """Ask every process for a reset."""
+        try:
+            super().reset_async(seed, options)
+        except OSError as error:
+            raise self._dead() from error
+
+    def reset_wait(self, timeout: float | None = None) -> Any:
+        """Wait for the resets."""
+        try:
+            return super().reset_wait(timeout)
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def step_async(self, actions: Any) -> None:
+        """Ask every process for a step."""
+        try:
+            super().step_async(actions)
+        except OSError as error:
+            raise self._dead() from error
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        """Wait for the steps."""
+        try:
+            return super().step_wait(timeout)
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def _check_spaces(self) -> None:
+        try:
+            super()._check_spaces()
+        except (EOFError, OSError) as error:
+            raise self._dead() from error
+
+    def _dead(self) -> EnvironmentFault:
+        """Return what a process has said that has ended, or how it ended."""
+        ended = wait([process.sentinel for process in self.processes], _PATIENCE)
+        if not self.error_queue.empty():
+            return self._told(1)
+        index = next(index for index, process in enumerate(self.processes) if process.sentinel in ended)
+        return WorkerFault(f"the process of environment {index} {how_it_died(self.processes[index])}")
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        failed = [index for index, success in enumerate(successes) if not success]
+        if failed:
+            self._state = AsyncState.DEFAULT
+            raise self._told(len(failed))
+
+    def _told(self, count: int) -> EnvironmentFault:
+        """Take what processes have said that failed, and return what the first said."""
+        told = sorted([self.error_queue.get(timeout=_PATIENCE) for _ in range(count)], key=itemgetter(0))
+        for index, *_ in told:
+            self.parent_pipes[index].close()
+        fault: EnvironmentFault = told[0][1]
+        return fault
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close every environment, and end the processes: at once, or after they had time for it."""
+        for pipe in self.parent_pipes:
+            with suppress(OSError):  # of a process that has died, or whose fault is told
+                pipe.send(("close", None))
+        end_processes(self.processes, 0.0 if terminate else _PATIENCE)
+        for pipe in self.parent_pipes:
+            pipe.close()
+        self.closed = True
+        if not self.error_queue.empty():
+            raise self._told(1)
+
+
+def _checked(factory: Factory, index: int) -> CheckedEnv:
+    return CheckedEnv(factory(), index)
+
+
+def _run_environment(
+    parent: int,
+    by_signal: bool,
+    index: int,
+    factory: Factory,
+    pipe: Any,
+    parent_pipe: Any,
+    shared: Any,
+    errors: Any,
+    mode: AutoresetMode,
+    semaphore: Any,
+) -> None:
+    """Run one environment as Gymnasium does, and say what it does wrong."""
+    end_with_parent(parent, by_signal)
+    # Ctrl-C reaches the whole process group; the parent ends the processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faults: Any = _Faults(errors)
+    try:
+        env = factory()
+    except Exception as error:
+        faults.put((index, type(error), error, ""))
+        pipe.recv()
+        pipe.send((None, False))
+        return
+    try:
+        with blaming("close", f"environment {index}"):
+            _async_worker(index, lambda: env, pipe, parent_pipe, shared, faults, mode, semaphore)
+    except EnvironmentFault as fault:
+        faults.put((index, type(fault), fault, ""))
+
+
+class _Faults:
+    """Sends what an environment did wrong, in the place of what Gymnasium caught."""
+
+    def __init__(self, errors: Any) -> None:
+        self._errors = errors
+
+    def put(self, caught: tuple[int, type[Exception], Exception, str]) -> None:
+        index, kind, error, _ = caught
+        try:
+            blame(error, "step", f"environment {index}")
+            if not isinstance(error, EnvironmentFault):
+                error = WorkerFault(f"the process of environment {index} failed: {kind.__name__}: {error}")
+        except EnvironmentFault as fault:
+            error = fault
+        self._errors.put((index, error.sent()))
