@@ -75,8 +75,11 @@ _KINDS = (
 )
 _ENVIRONMENTS = ("torchrl.envs.GymEnv", "torchrl.envs.DMControlEnv")
 _RECIPE = "torchrl_lightning.EnvironmentRecipe"
-# Arguments that name what is called, and the only values of them that may be.
-_CALLED = {("torchrl.envs.EndOfLifeTransform", "eol_attribute"): ("unwrapped.ale.lives",)}
+# Arguments that name what is called or imported, and the only values of them that may be.
+_CALLED = {
+    ("torchrl.envs.EndOfLifeTransform", "eol_attribute"): ("unwrapped.ale.lives",),
+    (_RECIPE, "module"): MODULES,
+}
 _DIRECTIVES: dict[str, Any] = {
     "_target_": lambda value: isinstance(value, str),
     "_partial_": lambda value: isinstance(value, bool),

@@ -24,6 +24,7 @@ from kit.images import CountedImages
 from kit.store import composed
 from torchrl_lightning import ExperienceDataModule, FrameStack, ReplayDataModule, write_demonstration
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
+from torchrl_lightning.environments.vector_env import check_env_source
 from torchrl_lightning.trust import check_config
 
 PRIMARY = ("train", "evaluate", "record")
@@ -122,6 +123,21 @@ def select(cfg: DictConfig, key: str) -> object:
     for part in key.split("."):
         node = node.get(part, "absent") if isinstance(node, dict) else "absent"
     return node
+
+
+@pytest.mark.parametrize(
+    ("env", "module", "id"),
+    [
+        ("minigrid", "minigrid", "MiniGrid-FourRooms-v0"),
+        ("atari", "ale_py", "ALE/Breakout-v5"),
+        ("robotics", "gymnasium_robotics", "FetchPush-v4"),
+    ],
+)
+def test_a_preset_knows_the_module_of_its_ids(compose_train, env, module, id):
+    need_extra(env)
+    ids = [instantiate(compose_train(f"env={env}", f"data.env.id={it}").data.env).id for it in (id, f"{module}:{id}")]
+    assert ids == [f"{module}:{id}"] * 2
+    check_env_source(ids[0])
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))

@@ -115,5 +115,6 @@ TYPES = (
     *refused(build_q_network, r"got MultiDiscrete\(\[2, 3\]\); use", specs=CHOICES),
     *refused(build_q_network, r"got MultiBinary\(3\); use SAC.*DiscretizeAction", specs=BITS),
     *refused(build_squashed_actor, r"got Discrete\(3\); use DQN", specs=DISCRETE),
-    *refused(build_squashed_actor, r"\(2,\) and dtype float32 without bounds", specs=UNBOUNDED),
+    *refused(build_squashed_actor, r"\(2,\) and dtype float32 without bounds; use PPO, or .*Trans", specs=UNBOUNDED),
+    *refused(build_squashed_actor, r"got Box of shape \(2, 2\) and dtype float32; convert .*TransformA", specs=SQUARE),
 )

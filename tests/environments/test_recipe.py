@@ -105,6 +105,23 @@ def test_a_vector_environment_steps_as_single_ones() -> None:
         assert np.array_equal(env.reset(seed=seed)[0], shown)
 
 
+def test_a_module_registers_the_ids_that_do_not_name_it(tmp_path, monkeypatch) -> None:
+    (tmp_path / "registering.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('OwnPole-v0', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = EnvironmentRecipe("OwnPole-v0", module="registering", vectorization="async")
+    vector = make_vector_env(recipe)  # steps in a process that has imported nothing yet
+    assert vector.reset(seed=0)[0].shape == (1, 4)
+    vector.close()
+    assert repr(recipe) == "EnvironmentRecipe('registering:OwnPole-v0', vectorization='async')"
+    assert repr(recipe) == repr(EnvironmentRecipe("registering:OwnPole-v0", vectorization="async"))
+    assert recipe.with_settings(id="Other-v0").id == "registering:Other-v0"
+    assert recipe.with_settings(id="ale_py:ALE/Pong-v5").id == "ale_py:ALE/Pong-v5"
+    assert EnvironmentRecipe(CartPoleEnv, module="registering")().spec is None
+
+
 def made(given: Any = Mission, /, **settings: Any) -> Any:
     return EnvironmentRecipe(given, **settings)()
 

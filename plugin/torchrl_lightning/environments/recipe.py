@@ -77,6 +77,7 @@ class EnvironmentRecipe(Settings, Nameable):
 
     Args:
         id: an environment id, also ``module:id``, or a factory of one environment, Gymnasium's or TorchRL's.
+        module: the module that registers the id, where the id does not name it.
         env_kwargs: passed on to :func:`gymnasium.make`, or to the factory.
         time_limit: steps after which an episode is truncated; the environment's own limit if None.
         action_repeat: steps for which each action is taken; their rewards are added.
@@ -107,12 +108,15 @@ class EnvironmentRecipe(Settings, Nameable):
         (5,)
         >>> EnvironmentRecipe("CartPole-v1", observe=[0, 2])
         EnvironmentRecipe('CartPole-v1', observe=[0, 2])
+        >>> EnvironmentRecipe("ALE/Pong-v5", module="ale_py")
+        EnvironmentRecipe('ale_py:ALE/Pong-v5')
     """
 
     CONFIG_NAME: ClassVar[str | None] = "recipe"
 
     id: Annotated[Factory, _name_or_named] = setting(kw_only=False)
     env_kwargs: Annotated[Mapping[str, Any], _dict] = setting(default=None, kw_only=False)
+    module: str | None = None
     time_limit: Count | None = None
     action_repeat: Count = 1
     wrappers: Annotated[Sequence[Wrapper | Mapping[str, Any]], _all_named] = ()
@@ -129,6 +133,9 @@ class EnvironmentRecipe(Settings, Nameable):
         super().__post_init__()
         if self.keep is not None and self.drop:
             raise ValueError(f"keep={self.keep} and drop={self.drop} say the same in two ways; give one of them.")
+        # Said in one way, which Gymnasium imports by, in worker processes, too.
+        if self.module and isinstance(self.id, str) and ":" not in self.id:
+            self.id = f"{self.module}:{self.id}"
 
     def __call__(self, **kwargs: Any) -> Any:
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
@@ -201,6 +208,7 @@ class EnvironmentRecipe(Settings, Nameable):
         """
         defaults = {name: each.usual for name, each in EnvironmentRecipe.settings_of_class.items()}
         given = {name: plain(value) for name, value in vars(self).items() if value and value != defaults[name]}
+        given.pop("module", None)  # the id names it
         # As classes and functions, however they are given.
         if not isinstance(self.id, str):
             given["id"] = _target(_resolved(self.id, "id"))

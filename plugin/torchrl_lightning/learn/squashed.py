@@ -30,11 +30,14 @@ def action_range(spec: TensorSpec) -> tuple[Tensor, Tensor]:
         low, high = bounds_of(spec)
         if bool((low.isfinite() & high.isfinite()).all()):
             return (high + low) / 2, (high - low) / 2
-    unbounded = " without bounds" if isinstance(spec, Bounded | Unbounded) else ""
+    convert = "convert them by a wrapper, such as gymnasium.wrappers.TransformAction"
+    unbounded, mend = "", "use DQN for Discrete, PPO for these and other choices"
+    if isinstance(spec, Bounded | Unbounded):
+        is_vector = spec.dtype.is_floating_point and len(spec.shape) == 1
+        unbounded, mend = (" without bounds", f"use PPO, or {convert}") if is_vector else ("", convert)
     raise TypeError(
         "SAC and TD3 need one vector of floating-point actions within finite bounds (Box), got "
-        f"{action_name(spec)}{unbounded}; use DQN for Discrete and PPO for any, and "
-        "gymnasium.wrappers.RescaleAction or ClipAction to bound others"
+        f"{action_name(spec)}{unbounded}; {mend}"
     )
 
 
