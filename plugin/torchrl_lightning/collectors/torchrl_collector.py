@@ -18,7 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.collectors._base import RECURRENT_STATES, CollectorBase
 from torchrl_lightning.entries import join, next_key
-from torchrl_lightning.environments.faults import blame, frames_of
+from torchrl_lightning.environments.faults import EnvironmentFault, blame, frames_of
 from torchrl_lightning.environments.policies import (
     Policy,
     acted,
@@ -165,9 +165,11 @@ class TorchRLCollector(CollectorBase):
         try:
             return call()
         except (Exception, SystemExit) as error:
-            if any(frame.f_code is TorchRLCollector._act.__code__ for frame in frames_of(error)):
-                raise  # the policy's
-            blame(error, "step", place=f"At step {max(0, self._acted - 1)} of the rollout, ")
+            place = f"At step {max(0, self._acted - 1)} of the rollout, "
+            if isinstance(error, EnvironmentFault):  # found by who acts
+                raise error.within(place) from error.__cause__
+            if not any(frame.f_code is TorchRLCollector._act.__code__ for frame in frames_of(error)):
+                blame(error, "step", place=place)
             raise
 
     def _number_trajectories(self, ids: Tensor, begin_anew: bool) -> None:

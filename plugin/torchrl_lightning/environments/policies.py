@@ -115,7 +115,7 @@ def check_finite(values: Mapping[str, Tensor], rollout: bool = False) -> None:
     for name, value in values.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             place = (~value.isfinite()).nonzero()[0].tolist()
-            where = f"At step {place[1]} of the rollout, environment {place[0]}" if rollout else "The environment"
+            where = f"At step {place[1]} of the rollout, environment {place[0]}" if rollout else "the environment"
             raise EnvironmentFault(
                 f"{where} returned {name} with {value[tuple(place)].item()}, expected finite numbers. Mend the "
                 "environment or the transform that computes it."
