@@ -172,7 +172,7 @@ class EnvironmentRecipe(Settings, Nameable):
         # Imported here: a process that only steps Gymnasium's environments needs no torch.
         from torchrl_lightning.environments.torchrl_recipe import transformed
 
-        apart = ("id", "env_kwargs", "wrappers", "vectorization")
+        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization")
         wrappers = {
             f"wrappers[{number}]={plain(each)}": _resolved(each, f"wrappers[{number}]")
             for number, each in enumerate(self.wrappers)
