@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from opcode import opmap
 from pathlib import Path
 from typing import Any
+
+from torchrl_lightning.suggestions import did_you_mean
 
 
 @cache
@@ -24,6 +27,11 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def lazy_getattr(name: str) -> Any:
         if name not in module_of:
+            caller = sys._getframe(1)
+            # An AttributeError gets Python's own suggestion, which `from package import name` takes away.
+            if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"] and f"{package}.{name}" not in sys.modules:
+                meant = did_you_mean(name, module_of)
+                raise ImportError(f"cannot import name {name!r} from {package!r}{meant}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)

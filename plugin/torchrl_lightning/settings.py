@@ -23,6 +23,7 @@ from torchrl_lightning.ranges import (
     positive,
     share,
 )
+from torchrl_lightning.suggestions import did_you_mean
 
 Positive = Annotated[float, positive]
 NotNegative = Annotated[float, not_negative]
@@ -189,7 +190,11 @@ def _constructor(cls: type) -> Callable[..., None]:
         try:
             given = usual | signature.bind(self, *args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
+            unknown = [name for name in kwargs if name not in settings]
+            if not unknown:
+                raise TypeError(f"{cls.__name__}: {error}; its settings are {', '.join(settings)}") from None
+            meant = did_you_mean(unknown[0], settings)
+            raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{meant}") from None
         values, handed_on = {}, {}
         for name, each in settings.items():
             value = given[name] if name in given else each.usual  # noqa: SIM401  # it may have to be made

@@ -70,7 +70,7 @@ def test_a_part_is_trained_resumed_and_evaluated(part, folder):
             "data.buffer.sampler: TournamentSampler.__init__() got an un",
         ),
         ("agent", "model.temperature=-1", "model.temperature=-1: temperature must be above 0, got -1."),
-        ("agent", "+model.temprature=1", "model: AWRModule: got an unexpected keyword argument 'temprature'; its se"),
+        ("agent", "+model.temprature=1", "model: AWRModule has no setting 'temprature'; did you mean temperature?"),
         (
             "agent",
             "data=uniform",
@@ -86,7 +86,7 @@ def test_a_part_is_trained_resumed_and_evaluated(part, folder):
         (
             "buffer",
             "+data.buffer.lambds=[1]",
-            "data.buffer: MixedGAEBuffer: got an unexpected keyword argument",
+            "data.buffer: MixedGAEBuffer has no setting 'lambds'; did you mean lambdas?",
         ),
         (
             "buffer",

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import own_run
 from torchrl_lightning.fitting import Fault
 
@@ -58,46 +57,10 @@ def one_line() -> Iterator[None]:
         sys.exit(128 + signal.SIGTERM)
 
 
-@contextmanager
-def explain_experiment() -> Iterator[None]:
-    """Add to Hydra's error how to mend it where the default experiment does not fit the chosen groups.
-
-    Hydra prints an error of composition and exits, so that only the exit can be caught.
-    """
-    try:
-        yield
-    except SystemExit as end:
-        said = str(end.__context__)
-        over_recipe = re.search(r"not a subclass of EnvironmentRecipeSchema\. value: (\S+)", said)
-        if over_recipe is not None:
-            print(
-                f"error: data.env is a recipe here, as env=recipe has it, not {over_recipe[1]}. Say "
-                f"`data: {{env: {{id: {over_recipe[1]}}}}}`, or choose a group without a recipe, such as env=cartpole.",
-                file=sys.stderr,
-            )
-        failed = re.match(r"In 'experiment/(\w+)'", said)
-        chosen = chosen_groups(sys.argv[1:])
-        if failed is not None and chosen and "experiment" not in chosen:
-            asked = " ".join(f"{group}={option}" for group, option in chosen.items())
-            print(
-                f"error: the default experiment={failed[1]} is still composed in, and sets what {asked} does not have. "
-                "Leave it out: '~experiment' data.total_frames=N" + _fitting_experiments(chosen) + ".",
-                file=sys.stderr,
-            )
-        raise
-
-
 def chosen_groups(overrides: Sequence[str]) -> dict[str, str]:
     """Find which options of ``data``, ``model`` and ``experiment`` a command line names; "" where it leaves one out."""
     found = (re.fullmatch(r"[+~]*(data|model|experiment)(?:=(.*))?", override) for override in overrides)
     return {match[1]: match[2] or "" for match in found if match is not None}
-
-
-def _fitting_experiments(chosen: Mapping[str, str]) -> str:
-    wanted = {f"  - override /{group}: {option}" for group, option in chosen.items()}
-    paths = sorted(CONF_DIR.glob("experiment/*.yaml"))
-    fitting = [f"experiment={path.stem}" for path in paths if wanted <= set(path.read_text().splitlines())]
-    return f"; or take one that fits: {', '.join(fitting)}" if fitting else ""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -144,8 +107,6 @@ def check_command(cfg: DictConfig) -> None:
         return
     hydra = HydraConfig.get()
     chosen, experiment = chosen_groups(hydra.overrides.task), hydra.runtime.choices.get("experiment")
-    if experiment and chosen and "experiment" not in chosen:
-        print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
     for override in hydra.overrides.task:
         added = re.match(rf"\+({'|'.join(_GROUPS)})=(.*)", override)
         if added is not None:
@@ -157,6 +118,8 @@ def check_command(cfg: DictConfig) -> None:
             f"--multirun with trainer.strategy={strategy} would start the whole sweep again in each process; "
             "take trainer.strategy=ddp_spawn, or one run at a time."
         )
+    if experiment and chosen and "experiment" not in chosen:
+        print(f"note: experiment={experiment} is composed in as well; '~experiment' leaves it out.", file=sys.stderr)
 
 
 def own_config(checkpoint: Path) -> DictConfig:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
@@ -28,20 +29,35 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     if {"--help", "-h"} & set(sys.argv[1:]):
         from torchrl_lightning.cli.help import help_text
 
-        print(help_text(name))
+        with whole_output():
+            print(help_text(name))
         return
     # The modules of the working directory can be imported, as with `python -m`; worker processes inherit it.
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)
     import hydra
 
-    from torchrl_lightning.cli.checks import explain_experiment, plain_errors
+    from torchrl_lightning.cli.checks import one_line, plain_errors
     from torchrl_lightning.cli.composing import resuming
+    from torchrl_lightning.cli.mistakes import check_dashes, plain_reports
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
-    with explain_experiment(), resuming() if resumes else nullcontext():
+    with one_line():
+        check_dashes(sys.argv[1:])
+    with plain_reports(), resuming() if resumes else nullcontext():
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Print to the end of a pipe, and end in silence where nobody reads on, as behind ``| head``."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def use_threads(number: int) -> None:

@@ -1,0 +1,35 @@
+"""Find what was meant by a name that is not there. Imports nothing before something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that a word is likely a misspelling of, if any.
+
+    Example:
+        >>> nearest("gama", ["size", "gamma", "gae_lambda"])
+        'gamma'
+        >>> nearest("colour", ["size", "gamma", "gae_lambda"])
+    """
+    from difflib import get_close_matches
+
+    known = {name.casefold(): name for name in names}
+    return next((known[found] for found in get_close_matches(word.casefold(), known, 1, 0.65)), None)
+
+
+def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
+    """End a message by the nearest of some names, behind what stands before it, or by all names if these are few.
+
+    Example:
+        >>> did_you_mean("gama", ["size", "gamma"], "data.buffer.")
+        '; did you mean data.buffer.gamma?'
+        >>> did_you_mean("colour", ["size", "gamma"])
+        '; known are gamma, size.'
+    """
+    names = sorted(names)
+    found = nearest(word, names)
+    if found is not None:
+        return f"; did you mean {before}{found}?"
+    return f"; known are {', '.join(names)}." if 0 < len(names) <= 40 else "."
