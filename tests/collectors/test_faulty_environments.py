@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,10 +14,10 @@ from torchrl.envs import GymWrapper
 
 from kit.counting import still_policy
 from kit.forks import forked_workers
-from kit.misbehaving import FAULTS, Fault, Misbehaving, dies
+from kit.misbehaving import FAULTS, Fault, Misbehaving, dies, insists, sleeps
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector, TorchRLCollector, play_episodes
 from torchrl_lightning.demonstrations import record_demonstrations
-from torchrl_lightning.environments import make_environment
+from torchrl_lightning.environments import EnvironmentRecipe, make_environment
 from torchrl_lightning.environments.faults import EnvironmentFault
 
 SIZES: dict[str, Any] = {"frames_per_batch": 16, "seed": 0}
@@ -82,4 +83,30 @@ def test_a_process_that_dies_is_told_with_its_exit_code(way: str, call: str) -> 
     with forked_workers(), pytest.raises(EnvironmentFault, match="died with exit code 3") as error:
         WAYS[way](partial(Misbehaving, Fault(call, "", dies)))
     assert isinstance(error.value, RuntimeError)
+    assert not multiprocessing.active_children()
+
+
+def timed(fault: Fault) -> EnvironmentRecipe:
+    return EnvironmentRecipe(partial(Misbehaving, fault), step_timeout=0.2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", ["make", "reset", "step", "close"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_environment_that_hangs_is_interrupted(way: str, call: str) -> None:
+    began = time.monotonic()
+    with forked_workers(), pytest.raises(EnvironmentFault, match=r"step_timeout=0.2") as error:
+        WAYS[way](timed(Fault(call, "", sleeps)))
+    line = str(error.value)
+    assert re.search(rf"environment.* in {call} \(misbehaving.py, line", line)
+    assert "\n" not in line
+    assert time.monotonic() - began < 5
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("way", ["async", "workers"])
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_process_whose_environment_cannot_be_interrupted_is_ended(way: str, call: str) -> None:
+    with forked_workers(), pytest.raises(EnvironmentFault, match=r"environment 0 did not return in step_timeout=0.2"):
+        WAYS[way](timed(Fault(call, "", insists)))
     assert not multiprocessing.active_children()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
+from torchrl_lightning.environments.time_limits import tell_by
 from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
 from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
 
@@ -93,6 +94,7 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
     again, a tensor of bytes that are pickled news of what is replayed, or ``None`` to end the worker.
     """
     end_with_parent(task.parent, task.by_signal)
+    tell_by(lambda line: connection.send(("fault", WorkerFault(line))))
     # Ctrl-C reaches the whole process group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -86,7 +86,7 @@ line ...): Cannot choose from an empty sequence. Mend the environment there.
         return  # known already; a signal's
     frames, trace = list(frames_of(error)), error.__traceback__
     number = numbered(frames)[0]
-    if call == "make" and (
+    if (call == "make" and not isinstance(error, TimeoutError)) and (
         isinstance(error, ImportError | gymnasium.error.Error) or _is_of(frames[-1], ("gymnasium", "torchrl", _OURS))
     ):
         return  # told where it is made

@@ -18,6 +18,7 @@ from gymnasium.wrappers import ClipReward, FilterObservation, FlattenObservation
 
 from torchrl_lightning.environments.frame_stack import FrameStack
 from torchrl_lightning.environments.rename import RenameObservation, check_rename
+from torchrl_lightning.environments.time_limits import TimedCalls, TimedEnv
 from torchrl_lightning.settings import Count, Positive, Settings, among, setting
 from torchrl_lightning.trust import Nameable
 
@@ -94,6 +95,10 @@ class EnvironmentRecipe(Settings, Nameable):
             rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
             of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``). Evaluation stays in this process.
+        step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; any number if None. What takes
+            longer is interrupted by an error that names it; where it does not return to Python, the process ends with
+            status 1 (143 after SIGTERM). After SIGTERM it has 5 seconds at most. In the process that steps it, code
+            that keeps Python's other threads from running cannot be timed.
 
     Raises:
         ValueError: a number is out of range, or a target is unknown; when the environment is made, a setting that it
@@ -128,6 +133,7 @@ class EnvironmentRecipe(Settings, Nameable):
     frame_stack: Count = 1
     clip_reward: Positive | None = None
     vectorization: Annotated[str, among("sync", "async")] = "sync"
+    step_timeout: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,6 +146,14 @@ class EnvironmentRecipe(Settings, Nameable):
     def __call__(self, **kwargs: Any) -> Any:
         """Make the environment; ``kwargs``, e.g. ``render_mode``, override those of the recipe."""
         kwargs = {**self.env_kwargs, **kwargs}
+        if self.step_timeout is None:
+            return self._made(kwargs, None)
+        calls = TimedCalls(self.step_timeout)
+        with calls.running():
+            env = self._made(kwargs, calls)
+        return TimedEnv(env, calls) if isinstance(env, gym.Env) else env
+
+    def _made(self, kwargs: dict[str, Any], calls: TimedCalls | None) -> Any:
         env: Environment
         if isinstance(self.id, str):
             limit = {} if self.time_limit is None else {"max_episode_steps": self.time_limit}
@@ -147,7 +161,7 @@ class EnvironmentRecipe(Settings, Nameable):
         else:
             env = _resolved(self.id, "id")(**kwargs)
             if not isinstance(env, gym.Env):
-                return self._around_torchrl(env)
+                return self._around_torchrl(env, calls)
             if self.time_limit is not None:
                 env = TimeLimit(env, self.time_limit)
         if self.action_repeat > 1:
@@ -168,17 +182,17 @@ class EnvironmentRecipe(Settings, Nameable):
             env = ClipReward(env, -self.clip_reward, self.clip_reward)
         return env
 
-    def _around_torchrl(self, env: Any) -> Any:
+    def _around_torchrl(self, env: Any, calls: TimedCalls | None) -> Any:
         # Imported here: a process that only steps Gymnasium's environments needs no torch.
         from torchrl_lightning.environments.torchrl_recipe import transformed
 
-        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization")
+        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization", "step_timeout")
         wrappers = {
             f"wrappers[{number}]={plain(each)}": _resolved(each, f"wrappers[{number}]")
             for number, each in enumerate(self.wrappers)
         }
         others = {name: value for name, value in vars(self).items() if name not in apart}
-        return transformed(env, wrappers=wrappers, **others)
+        return transformed(env, wrappers=wrappers, calls=calls, **others)
 
     def for_evaluation(self) -> EnvironmentRecipe:
         """Return the recipe with unclipped rewards."""

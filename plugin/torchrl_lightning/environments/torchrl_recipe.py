@@ -22,6 +22,7 @@ from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.environments.rename import WITHIN, new_names
 from torchrl_lightning.environments.specs import layers, torchrl_specs
 from torchrl_lightning.environments.threads import close_environment, note_threads
+from torchrl_lightning.environments.time_limits import TimedCalls, time_calls
 from torchrl_lightning.keys import NEXT
 
 
@@ -38,11 +39,12 @@ def transformed(
     flatten: bool,
     frame_stack: int,
     clip_reward: float | None,
+    calls: TimedCalls | None,
 ) -> EnvBase:
     """Lay a recipe's settings around the TorchRL environment that it made, from the inside out.
 
-    ``wrappers`` are what makes each transform, by the words that name it in a message; the other arguments are those of
-    :class:`~torchrl_lightning.EnvironmentRecipe`.
+    ``wrappers`` are what makes each transform, by the words that name it in a message, and ``calls`` times those of the
+    environment; the other arguments are those of :class:`~torchrl_lightning.EnvironmentRecipe`.
 
     Raises:
         ValueError: a setting does not fit; the message names it and what to take instead.
@@ -52,6 +54,8 @@ def transformed(
         raise TypeError(f"id made a {type(made).__name__}; expected a gymnasium.Env or a torchrl EnvBase.")
     note_threads(made)
     env = TransformedEnv(made, Compose(), auto_unwrap=True)
+    if calls is not None:
+        time_calls(env.base_env, calls)
     try:
         if time_limit is not None:
             _lay(env, StepCounter(time_limit), f"time_limit={time_limit}")

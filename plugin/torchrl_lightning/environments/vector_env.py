@@ -90,7 +90,8 @@ def make_vector_env(
     num_envs = 1 if num_envs is None else integer(num_envs, "num_envs")
     factory = SingleEnv(env, dict(env_kwargs or {}), tuple(wrappers))
     if vectorization == "async":
-        return WorkerVectorEnv([factory] * num_envs)
+        step_timeout = env.step_timeout if isinstance(env, EnvironmentRecipe) else None
+        return WorkerVectorEnv([factory] * num_envs, step_timeout)
     # copy=False: the caller copies each observation into its own memory immediately.
     return ResumableVectorEnv([factory] * num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 

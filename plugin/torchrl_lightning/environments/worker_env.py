@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from operator import itemgetter
@@ -16,6 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
 from torchrl_lightning.environments.faults import CheckedEnv, EnvironmentFault, WorkerFault, blame, blaming
+from torchrl_lightning.environments.time_limits import OverdueError, TimedCalls, tell_by
 from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
 
 _PATIENCE = 5.0  # seconds that a process has for closing its environment
@@ -25,10 +26,13 @@ Factory = Callable[[], gymnasium.Env[Any, Any]]
 class WorkerVectorEnv(AsyncVectorEnv):
     """An ``AsyncVectorEnv`` in mode ``SAME_STEP`` that tells in one line which environment failed, and how.
 
-    Its processes end when this one does. They have five seconds for closing their environments.
+    Its processes end when this one does. They have five seconds for closing their environments. With ``step_timeout``
+    nobody waits for ever for one that has stopped.
     """
 
-    def __init__(self, factories: Sequence[Factory]) -> None:
+    def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
+        # A process ends a call that takes too long, if it can; else this one does not wait for it.
+        self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
             with blaming("close"):  # one is made and closed here
@@ -54,7 +58,10 @@ class WorkerVectorEnv(AsyncVectorEnv):
     def reset_wait(self, timeout: float | None = None) -> Any:
         """Wait for the resets."""
         try:
-            return super().reset_wait(timeout)
+            with nullcontext() if self._waiting is None else self._waiting.running():
+                return super().reset_wait(timeout)
+        except OverdueError as error:
+            raise self._silent("reset") from error
         except (EOFError, OSError) as error:
             raise self._dead() from error
 
@@ -68,7 +75,10 @@ class WorkerVectorEnv(AsyncVectorEnv):
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for the steps."""
         try:
-            return super().step_wait(timeout)
+            with nullcontext() if self._waiting is None else self._waiting.running():
+                return super().step_wait(timeout)
+        except OverdueError as error:
+            raise self._silent("step") from error
         except (EOFError, OSError) as error:
             raise self._dead() from error
 
@@ -85,6 +95,14 @@ class WorkerVectorEnv(AsyncVectorEnv):
             return self._told(1)
         index = next(index for index, process in enumerate(self.processes) if process.sentinel in ended)
         return WorkerFault(f"the process of environment {index} {how_it_died(self.processes[index])}")
+
+    def _silent(self, call: str) -> EnvironmentFault:
+        index = next((index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll()), 0)
+        end_processes(self.processes, 0.0)
+        return WorkerFault(
+            f"the process of environment {index} did not return from {call} in time, and was ended. Mend the "
+            "environment, or give it more seconds by step_timeout of its recipe."
+        )
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         failed = [index for index, success in enumerate(successes) if not success]
@@ -134,6 +152,14 @@ def _run_environment(
     # Ctrl-C reaches the whole process group; the parent ends the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faults: Any = _Faults(errors)
+
+    def tell(line: str) -> None:
+        faults.put((index, WorkerFault, WorkerFault(line), ""))
+        errors.close()
+        errors.join_thread()
+        pipe.send((None, False))
+
+    tell_by(tell)
     try:
         env = factory()
     except Exception as error:
