@@ -1,0 +1,57 @@
+"""An environment that hangs ends the run, also where nothing interrupts it, and after SIGTERM with its status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kit.forks import Forked
+from kit.misbehaving import Fault, Misbehaving, insists, sleeps
+from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.environments import EnvironmentRecipe
+
+
+def collecting(does: Callable[[], None], seconds: float) -> None:
+    """Hang in the fourth step, in a run that takes note of SIGTERM alone, as Lightning does."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def hang() -> None:
+        sys.stdout.write("hangs\n")
+        does()
+
+    recipe = EnvironmentRecipe(partial(Misbehaving, Fault("step", "", hang, at=4)), step_timeout=seconds)
+    GymnasiumCollector(recipe, num_envs=2, frames_per_batch=16, seed=0).rollout()
+
+
+def test_what_cannot_be_interrupted_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    process = Forked(partial(collecting, insists, 0.2), tmp_path)
+    assert process.ends(20) == 1
+    assert process.said == (
+        "hangs\nerror: At step 3 of the rollout, environment 0 did not return in step_timeout=0.2 seconds. Mend the "
+        "environment, or give it more seconds by step_timeout of its recipe.\n"
+    )
+
+
+@pytest.mark.parametrize("does", [sleeps, insists])
+def test_sigterm_ends_a_process_whose_environment_hangs(does: Callable[[], None], tmp_path: Path) -> None:
+    process = Forked(partial(collecting, does, 1.0), tmp_path)
+    process.waits_for(lambda: "hangs" in process.said, 20)
+    process.send(signal.SIGTERM)
+    assert process.ends(20) == 143
+    assert "environment 0 did not return when the process was to end" in process.said
+    assert "Traceback" not in process.said
+
+
+def test_what_returns_in_time_is_left_alone() -> None:
+    recipe = EnvironmentRecipe("CartPole-v1", step_timeout=0.05)
+    collector = GymnasiumCollector(recipe, num_envs=2, frames_per_batch=2000, seed=0)
+    plain = GymnasiumCollector("CartPole-v1", num_envs=2, frames_per_batch=2000, seed=0)
+    for batch, other in zip((collector.rollout() for _ in range(3)), (plain.rollout() for _ in range(3)), strict=True):
+        assert (batch == other).all()
+    collector.shutdown()
+    plain.shutdown()

@@ -1,0 +1,82 @@
+"""Processes end with the one that started them, whatever their environments do, and when they are told to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.forks import Forked, forked_workers
+from kit.misbehaving import Fault, Misbehaving, insists
+from kit.processes import members
+from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
+from torchrl_lightning.processes import end_processes
+
+
+def hangs_in_a_worker(make: Callable[[Any], Any], in_thread: bool) -> None:
+    def hang() -> None:
+        sys.stdout.write("hangs\n")
+        sys.stdout.flush()
+        insists()
+
+    def collect() -> None:
+        with forked_workers():
+            make(partial(Misbehaving, Fault("step", "", hang))).rollout()
+
+    if in_thread:
+        thread = threading.Thread(target=collect)
+        thread.start()
+        thread.join()
+    else:
+        collect()
+
+
+COLLECTORS: dict[str, Callable[[Any], Any]] = {
+    "async": lambda env: GymnasiumCollector(env, frames_per_batch=4, vectorization="async"),
+    "workers": lambda env: AsynchronousCollector(env, num_workers=1, frames_per_batch=4),
+}
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_workers_end_with_their_parent_while_an_environment_hangs(kind: str, in_thread: bool, tmp_path: Path) -> None:
+    process = Forked(partial(hangs_in_a_worker, COLLECTORS[kind], in_thread), tmp_path, session=True)
+    try:
+        process.waits_for(lambda: "hangs" in process.said, 30)
+        assert len(members(process.pid)) > 1
+        process.send(signal.SIGKILL)
+        process.ends(10)
+        deadline = time.monotonic() + 10
+        while members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert members(process.pid) == []
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _ignores_what_it_is_told() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def test_a_process_that_does_not_end_is_killed() -> None:
+    processes = [
+        multiprocessing.get_context("fork").Process(target=does, daemon=True)
+        for does in (_ignores_what_it_is_told, lambda: None)
+    ]
+    for process in processes:
+        process.start()
+    time.sleep(0.1)
+    end_processes(processes, 0.1)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
