@@ -137,10 +137,12 @@ def test_runs_are_told_apart_by_their_overrides_and_not_by_their_folder(tmp_path
         keep(write_run(tmp_path / "ppo_cartpole" / f"{i}", seed=i), *overrides, seed=seed)
     alone = {"experiment": "", "model": "a2c", "env": "cartpole"}
     keep(write_run(tmp_path / "ppo_cartpole" / "9"), "~experiment", "model=a2c", **alone)
+    keep(write_run(tmp_path / "ppo_cartpole" / "10"), "env=mujoco", "data.env.id=Hopper-v5", "model.gamma=0.9")
     plot_runs([tmp_path], tmp_path / "curve.png")
     assert set(lines(figures[0])) == {
+        "mujoco Hopper-v5 by ppo_cartpole model.gamma=0.9",
         "ppo_cartpole (2 runs)",
-        "ppo_cartpole env=acrobot",
+        "acrobot by ppo_cartpole",
         "ppo_cartpole data.num_epochs=4 model.clip_epsilon=0.1",
         "a2c_cartpole",
     }

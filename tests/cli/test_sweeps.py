@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from matplotlib.image import imread
 
 from cli.written_runs import keep
@@ -82,7 +83,43 @@ def test_what_is_no_number_lies_in_categories(tmp_path, figures):
     categories = [text.get_text() for text in panels["model.network.hidden_sizes"].get_xticklabels()]
     assert categories == ["[32,32]", "[64]"]
     assert len(panels["env"].containers) == 3
-    assert len(panels["model.gamma"].containers) == 2  # one run does not set it
+    assert len(panels["model.gamma"].containers) == 3  # one run does not set it
+
+
+def test_runs_at_defaults_stay_and_budgets_are_told_apart(tmp_path, figures):
+    rates = ("model.learning_rate=0.0001",), ("model.learning_rate=0.001",), ()
+    for number, (frames, rate) in enumerate([(frames, rate) for frames in (1000, 9000) for rate in rates]):
+        folder = made(tmp_path / str(number), float(number), *rate)  # the later ones are resumed: told nothing of it
+        config = folder / ".hydra" / "config.yaml"
+        given = {"model": {"learning_rate": 0.0003}, "data": {"total_frames": frames}}
+        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **given}))
+    trials = read_trials([tmp_path])
+    shown = [tuple(trial.settings.values()) for trial in trials]
+    assert shown[0] == ("9000", "0.0003")
+    assert len(set(shown)) == 6
+    draw_trials(trials, tmp_path / "sweep.png")
+    frames, rates = figures[0].axes
+    assert (frames.get_xscale(), rates.get_xscale()) == ("linear", "log")
+    assert len(rates.containers) == 6
+    markers = {container.get_label(): container[0].get_marker() for container in rates.containers}
+    assert markers["data.total_frames=1000"] != markers["data.total_frames=9000"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_logarithmic"),
+    [
+        ([1e-4, 3e-4, 1e-3], True),
+        ([0.0001, 0.03], True),
+        ([0.9, 0.99, 0.999], False),
+        ([1.0, 5.0, 10.0], False),
+        ([0.0, 0.1, 1.0], False),
+        ([8.0, 16.0, 32.0, 64.0, 128.0], True),
+    ],
+)
+def test_an_axis_is_logarithmic_where_values_are(tmp_path, figures, numbers, is_logarithmic):
+    trials = [Trial({"model.x": str(number)}, [], np.array([number])) for number in numbers]
+    draw_trials(trials, tmp_path / "sweep.png")
+    assert (figures[0].axes[0].get_xscale() == "log") == is_logarithmic
 
 
 def test_a_run_without_a_score_is_left_out(sweep, caplog):

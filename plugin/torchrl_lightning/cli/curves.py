@@ -6,8 +6,8 @@ import csv
 import logging
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _SEED = re.compile(r"[-_ ]?seed[-_=]?\d+$", re.IGNORECASE)
 _SERIAL = re.compile(r"(version_)?\d[\d_\-:.T]*$")  # version_3, 2026-11-20_10-30-00, the job numbers of a sweep
+_ENVIRONMENT = ("env", "data.env", "data.env.id")  # what a run is of, whatever experiment it began with
 _LOGGER_FOLDERS = {"csv", "csv_logs", "lightning_logs", "logs", "metrics"}
 
 
@@ -47,11 +48,28 @@ class Run:
     settings: dict[str, str]
     seed: Any
     origin: Run | None
+    config: Any = None
+    choices: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Name and changed settings; runs of one label differ in their seed alone."""
-        return " ".join((self.name, *self.settings.values()))
+        """Name and changed settings, another environment first; runs of one label differ in their seed alone."""
+        others = {key: text for key, text in self.settings.items() if key not in _ENVIRONMENT}
+        moved = [self.settings[key].partition("=")[2] for key in _ENVIRONMENT if key in self.settings]
+        return " ".join((*moved, *["by"] * bool(moved), self.name, *others.values()))
+
+    def composed(self, key: str) -> str | None:
+        """Return a choice of a group, or the value of a setting, as the run had it; None where it was not recorded."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        if key in self.choices:
+            return self.choices[key]
+        try:
+            value = OmegaConf.select(self.config, key)
+        except OmegaConfBaseException:
+            return None
+        return None if value is None else str(value)
 
 
 def read_source(source: Path, metric: str, x: str, label: str | None = None) -> list[Curve]:
@@ -137,7 +155,7 @@ def _run_of(path: Path, continued_by: frozenset[Path] = frozenset()) -> Run | No
         seed = seed if any(override.startswith("seed=") for override in overrides) else origin.seed
         ends = {key: value for key, value in origin.settings.items() if key in ENDS}
         settings = in_order({key: value for key, value in settings.items() if key not in ENDS} | ends)
-    return Run(folder, base_name(choices) or default_label(path), settings, seed, origin)
+    return Run(folder, base_name(choices) or default_label(path), settings, seed, origin, config, choices)
 
 
 def _continued_points(path: Path, run: Run | None, metric: str, x: str) -> tuple[dict[float, float], set[str]]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning.cli.curves import Curve, read_source, runs_by_label
-from torchrl_lightning.cli.names import SCORE, run_folder
+from torchrl_lightning.cli.curves import Curve, Run, read_source, runs_by_label
+from torchrl_lightning.cli.names import ENDS, SCORE, run_folder
 from torchrl_lightning.cli.panels import panel_grid, save_figure
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-UNSET = "-"  # a setting that other runs change has its default
+_MARKERS = "osD^v"
+UNSET = "-"  # a setting that other runs change has a default that was not recorded
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
         KeyError: No run of a source has the metric; the message names the columns there are.
         ValueError: The runs differ in no setting.
     """
-    groups = runs_by_label(curve for source in sources for curve in read_source(Path(source), metric, "step"))
+    read = [curve for source in sources for curve in read_source(Path(source), metric, "step")]
+    # A resumed run has the label of the one that it continues; its score is that of its own, later end.
+    read = [replace(curve, label=" ".join((curve.label, *_ends(curve)))) for curve in read]
+    groups = runs_by_label(read)
     found = [_settings(curves[0]) for curves in groups.values()]
     if len(found) < 2:
         runs = sum(map(len, groups.values()))
@@ -74,7 +78,7 @@ def read_trials(sources: Sequence[str | Path], metric: str = SCORE) -> list[Tria
     varied = [key for key in keys if len({settings.get(key) for settings in found}) > 1]
     trials = [
         Trial(
-            {key: settings.get(key, UNSET) for key in varied},
+            {key: settings.get(key) or _default(curves[0], key) for key in varied},
             [run_folder(curve.path) or curve.path.parent for curve in curves],
             np.array([curve.y[-1] for curve in curves]),
         )
@@ -111,8 +115,8 @@ def table(trials: Sequence[Trial], metric: str = SCORE) -> str:
 def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE, title: str | None = None) -> Path:
     """Draw the score over each setting that varies, with its deviation over the seeds; the best trial stands out.
 
-    Numbers lie on an axis, which is logarithmic where they span more than two decades; all else lies in categories.
-    Trials that do not set a number are not in its panel.
+    Numbers lie on an axis, which is logarithmic where that spreads them more evenly; all else lies in categories, and
+    so does a setting whose default was not recorded. Trials of one budget have one marker, beside those of others.
     """
     keys = list(trials[0].settings)
     figure, grid = panel_grid(len(keys), (4.2, 3.1))
@@ -125,20 +129,51 @@ def draw_trials(trials: Sequence[Trial], output: str | Path, metric: str = SCORE
 def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
     values = [trial.settings[key] for trial in trials]
     places = [_number(value) for value in values]
-    numbers = {place for place in places if place is not None}
-    if len(numbers) < 2 or any(_number(value) is None for value in {*values} - {UNSET}):
+    numbers = sorted({place for place in places if place is not None})
+    if len(numbers) < 2 or None in places:
         names = sorted({*values})
         places = [names.index(value) for value in values]
         axes.set_xticks(range(len(names)), names, rotation=0 if len(names) < 4 else 30)
         axes.margins(x=0.2)
-    elif min(numbers) > 0 and max(numbers) > 100 * min(numbers):
+    elif _is_logarithmic(numbers):
         axes.set_xscale("log")
     else:
         axes.ticklabel_format(axis="x", scilimits=(-2, 5))  # 0.00045 leaves no room between the ticks
+    budgets = [", ".join(f"{end}={trial.settings[end]}" for end in ENDS if end in trial.settings) for trial in trials]
     for i, (place, trial) in reversed([*enumerate(zip(places, trials, strict=True))]):
-        if place is not None:
-            spread = trial.spread if len(trial.scores) > 1 else None
-            axes.errorbar(place, trial.score, spread, fmt="o", capsize=3, alpha=0.8, color="C0" if i else "C1")
+        spread = trial.spread if len(trial.scores) > 1 else None
+        marker = _MARKERS[sorted({*budgets}).index(budgets[i]) % len(_MARKERS)]
+        color = "C1" if i == 0 else "C0"
+        label = budgets[i] if budgets.index(budgets[i]) == i else None
+        axes.errorbar(place, trial.score, spread, fmt=marker, capsize=3, alpha=0.8, color=color, label=label)
+    if any(budgets) and key not in ENDS:
+        axes.legend(frameon=False, fontsize="small")
+
+
+def _is_logarithmic(numbers: list[float]) -> bool:
+    """Return whether ascending numbers span a decade and lie more evenly by their logarithms."""
+    if numbers[0] <= 0 or numbers[-1] < 10 * numbers[0]:
+        return False
+    widest, widest_log = (max(np.diff(each)) / (each[-1] - each[0]) for each in (np.array(numbers), np.log(numbers)))
+    return len(numbers) == 2 or bool(widest_log < widest)
+
+
+def _default(curve: Curve, key: str) -> str:
+    """Return what a run had of a setting that it was not told: what Hydra composed, a choice of a group or a value."""
+    if curve.run is None:
+        return UNSET
+    value = curve.run.composed(key)
+    return UNSET if value is None else value
+
+
+def _ends(curve: Curve) -> list[str]:
+    return [] if curve.run is None else [f"{end}={value}" for end, value in _own_ends(curve.run).items()]
+
+
+def _own_ends(run: Run) -> dict[str, str]:
+    """Return what ended a run, of all that may, as it was composed; as it was told where that was not recorded."""
+    told = {key: override.partition("=")[2] for key, override in run.settings.items() if key in ENDS}
+    return told | {key: value for key in sorted(ENDS) if (value := run.composed(key)) is not None}
 
 
 def _settings(curve: Curve) -> dict[str, str]:
@@ -146,7 +181,7 @@ def _settings(curve: Curve) -> dict[str, str]:
     if curve.run is None:
         return {"experiment": curve.label}
     values = {key: override.partition("=")[2] or "none" for key, override in curve.run.settings.items()}
-    return {"experiment": curve.run.name} | values
+    return {"experiment": curve.run.name} | values | _own_ends(curve.run)
 
 
 def _number(text: str) -> float | None:
