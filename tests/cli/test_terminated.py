@@ -168,3 +168,50 @@ def test_an_interactive_session_is_no_job(name, job, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NAME", name)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert (job_id(), is_requeued()) == (job, job is not None)
+
+
+HANGING = """
+import pathlib
+import time
+
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class Hanging(CartPoleEnv):
+    def step(self, action):
+        if pathlib.Path("hang").exists():
+            while True:
+                try:
+                    time.sleep(60)
+                except Exception:
+                    pass
+        if pathlib.Path("raise").exists():
+            raise KeyError("pole")
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+def test_a_run_whose_environment_fails_keeps_what_was_saved(fault, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    env = [
+        "env=recipe",
+        "data.env.id={_target_:hanging.Hanging}",
+        "data.env.time_limit=20",
+        "data.env.step_timeout=0.5",
+    ]
+    process = start("train", *ENDLESS, *env, "trainer.check_val_every_n_epoch=1", cwd=tmp_path)
+    try:
+        process.waits_for(lambda: any(tmp_path.glob("logs/**/best.ckpt")), 100)
+        (tmp_path / fault).touch()
+        assert process.ends(60) == 1
+    finally:
+        process.kill()
+    assert process.said.count("error: ") == 1, process.said
+    told = {"raise": r"KeyError in step \(hanging.py, line 17\): 'pole'", "hang": r"did not return in step_timeout=0.5"}
+    (line,) = [line for line in process.said.splitlines() if line.startswith("error: ")]
+    assert re.match(rf"error: (At step \d+ of the rollout, )?environment \d .*{told[fault]}", line)
+    assert "Traceback" not in process.said
+    saved = list(tmp_path.glob("logs/**/*.ckpt"))
+    assert {path.name for path in saved} >= ({"best.ckpt", "last.ckpt"} if fault == "raise" else {"best.ckpt"})
+    assert all(frames_in(path) > 0 for path in saved)

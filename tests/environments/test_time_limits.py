@@ -32,7 +32,7 @@ def test_what_cannot_be_interrupted_ends_the_process_with_one_line(tmp_path: Pat
     process = Forked(partial(collecting, insists, 0.2), tmp_path)
     assert process.ends(20) == 1
     assert process.said == (
-        "hangs\nerror: At step 3 of the rollout, environment 0 did not return in step_timeout=0.2 seconds. Mend the "
+        "hangs\n\nerror: At step 3 of the rollout, environment 0 did not return in step_timeout=0.2 seconds. Mend the "
         "environment, or give it more seconds by step_timeout of its recipe.\n"
     )
 

@@ -138,7 +138,7 @@ class _Watch:
 
 
 def _write(line: str) -> None:
-    os.write(2, f"error: {line}\n".encode())
+    os.write(2, f"\nerror: {line}\n".encode())  # a progress bar may be in the midst of its line
 
 
 _watch = _Watch()
