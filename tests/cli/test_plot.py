@@ -37,6 +37,15 @@ def test_a_run_without_frames_is_drawn_over_updates(tmp_path, figures):
     assert figures[0].axes[0].get_xlabel() == "updates"
 
 
+def test_a_star_shows_the_score_of_the_evaluation_after_training(tmp_path, figures):
+    for name, score in (("one", 8), ("two", 6)):
+        (tmp_path / f"{name}.csv").write_text(f"step,eval/return,final/return\n10,9,\n20,1,\n20,,{score}\n")
+    plot_runs([tmp_path / "one.csv", tmp_path / "two.csv"], tmp_path / "curve.png", labels=["same", "same"])
+    curve, star = figures[0].axes[0].get_lines()
+    assert curve.get_xydata().tolist() == [[10, 9], [20, 1]]
+    assert star.get_xydata().tolist() == [[20, 7]]
+
+
 def test_seeds_share_a_line_with_mean_and_range(tmp_path, figures):
     for seed in range(3):
         write_run(tmp_path / "ppo" / f"seed_{seed}" / "2026-01-01_00-00-00", seed=seed)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchrl_lightning.cli.names import ENDS, base_name, changed_settings, in_order, recorded_command, run_folder
+from torchrl_lightning.cli.names import ENDS, SCORE, base_name, changed_settings, in_order, recorded_command, run_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class Curve:
     seed: Any = None  # None where it is unknown or does not matter
     run: Run | None = None  # None where Hydra recorded none
     unit: str = "environment frames"  # of Lightning's `step`
+    score: float | None = None  # of the evaluation after training, which may be that of the best checkpoint
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,11 @@ def read_source(source: Path, metric: str, x: str, label: str | None = None) -> 
             seed = None if run is None or label else run.seed
             # Lightning adds the epoch to what it counts by updates itself.
             by_updates = "updates_per_second" in header or _is_filled(path, metric, "epoch")
-            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit))
+            score = None
+            if metric == "eval/return" and SCORE in header:
+                last = _read_points(path, SCORE, x)[0]
+                score = last[max(last)] if last else None
+            curves.append(Curve(name, path, xs, ys, seed, run, "updates" if by_updates else Curve.unit, score))
     if not curves:
         missing = [name for name in (metric, x) if name not in columns]
         if missing:

@@ -38,7 +38,8 @@ def plot_runs(
 
     Runs that differ in their seed alone share a label; of several with one seed the latest is drawn. A resumed run
     continues the curve of the run whose checkpoint it began with. Runs of one label are interpolated to their common
-    points; where some have ended, the rest goes on.
+    points; where some have ended, the rest goes on. Beside the end of a curve of ``eval/return`` a star shows the mean
+    score of the evaluation after training, which is that of the best checkpoint where a run keeps one.
 
     Args:
         sources: CSV files, or folders that are searched for ``metrics.csv`` to any depth.
@@ -119,6 +120,9 @@ def _draw_group(axes: Any, label: str, curves: list[Curve], band: Band, color: s
     grid, values = _together(curves)
     mean = np.nanmean(values, axis=0)
     axes.plot(grid, mean, color=color, label=label, linewidth=1.8, marker="o" if len(grid) == 1 else None)
+    scores = [curve.score for curve in curves if curve.score is not None]
+    if scores:  # what a table of the runs reports
+        axes.plot(grid[-1], np.mean(scores), color=color, marker="*", markersize=11, clip_on=False, zorder=3)
     if len(curves) == 1 or band == "none":
         return
     if band == "range":

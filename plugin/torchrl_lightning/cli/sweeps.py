@@ -147,7 +147,7 @@ def _draw_setting(axes: Any, key: str, trials: Sequence[Trial]) -> None:
         label = budgets[i] if budgets.index(budgets[i]) == i else None
         axes.errorbar(place, trial.score, spread, fmt=marker, capsize=3, alpha=0.8, color=color, label=label)
     if any(budgets) and key not in ENDS:
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))  # above the marks
 
 
 def _is_logarithmic(numbers: list[float]) -> bool:
