@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists
 from kit.processes import members
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.processes import end_processes
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 
 
 def hangs_in_a_worker(make: Callable[[Any], Any], in_thread: bool) -> None:
@@ -50,7 +53,11 @@ COLLECTORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("kind", COLLECTORS)
 def test_workers_end_with_their_parent_while_an_environment_hangs(kind: str, in_thread: bool, tmp_path: Path) -> None:
-    process = Forked(partial(hangs_in_a_worker, COLLECTORS[kind], in_thread), tmp_path, session=True)
+    end_with_its_leader(Forked(partial(hangs_in_a_worker, COLLECTORS[kind], in_thread), tmp_path, session=True))
+
+
+def end_with_its_leader(process: Forked) -> None:
+    """Kill the first process of a session when another one hangs."""
     try:
         process.waits_for(lambda: "hangs" in process.said, 30)
         assert len(members(process.pid)) > 1
@@ -63,6 +70,25 @@ def test_workers_end_with_their_parent_while_an_environment_hangs(kind: str, in_
     finally:
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def reads_and_hangs() -> None:
+    def read(buffer: ExperienceBuffer) -> None:
+        buffer.sample(1)
+        sys.stdout.write("hangs\n")
+        sys.stdout.flush()
+        insists()
+
+    buffer = ExperienceBuffer(storage=RingStorage(4), batch_size=1)
+    buffer.extend(TensorDict({"a": torch.zeros(2)}, [2]))
+    process = multiprocessing.get_context("fork").Process(target=read, args=(buffer.share(),))
+    process.start()
+    process.join()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_a_reader_of_a_shared_buffer_ends_with_its_parent(tmp_path: Path) -> None:
+    end_with_its_leader(Forked(reads_and_hangs, tmp_path, session=True))
 
 
 def _ignores_what_it_is_told() -> None:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import current_process
+from multiprocessing import current_process, parent_process
 from multiprocessing.reduction import DupFd
 from random import Random
 from typing import Any, ClassVar, Self, TypeVar
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torchrl_lightning._compat import BufferBase
 from torchrl_lightning.parts import is_spawning
+from torchrl_lightning.processes import end_with_parent
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
@@ -321,7 +322,8 @@ class ShareableBuffer(BufferBase):
 
         Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
         (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
-        the rings of these environments, log a warning that names them, and begin new episodes there.
+        the rings of these environments, log a warning that names them, and begin new episodes there. A process of
+        multiprocessing that has used the buffer ends within seconds when the one that started it is killed.
 
         Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
         new data. Another process draws from a generator of its own, seeded by what this process's one would give at
@@ -373,6 +375,8 @@ class ShareableBuffer(BufferBase):
         """Take note of what other processes did; done on entering the lock between them."""
         if self._drawing != processes.current:
             self._drawing = processes.current
+            if parent_process() is not None:
+                end_with_parent(os.getppid(), by_signal=False)
             start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
             self.generator.manual_seed(Random(f"{start} {current_process().name}").getrandbits(63))
         if (done := self._rings.follow()) is None:
