@@ -22,7 +22,7 @@ def integer(value: Any, name: str, least: int = 1) -> int:
         number = least - 1
     if number < least:
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}.")
     return number
 
 
@@ -38,28 +38,28 @@ def budget(value: Any, name: str) -> int:
 def positive(value: Any, name: str, hint: str = "") -> float:
     """Return a number above 0, infinity included; the message ends with the hint."""
     if not (number := _number(value)) > 0.0:
-        raise ValueError(f"{name} must be above 0, got {value!r}{hint and '; '}{hint}.")
+        raise ValueError(f"{name} must be above 0, got {_shown(value)}{hint and '; '}{hint}.")
     return number
 
 
 def not_negative(value: Any, name: str) -> float:
     """Return a finite number of at least 0."""
     if not 0.0 <= (number := _number(value)) < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {_shown(value)}.")
     return number
 
 
 def fraction(value: Any, name: str) -> float:
     """Return a number in ``[0, 1]``, such as a discount."""
     if not 0.0 <= (number := _number(value)) <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value!r}.")
+        raise ValueError(f"{name} must be between 0 and 1, got {_shown(value)}.")
     return number
 
 
 def share(value: Any, name: str) -> float:
     """Return a number in ``(0, 1]``, such as a part of what is there."""
     if not 0.0 < (number := _number(value)) <= 1.0:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
+        raise ValueError(f"{name} must be above 0 and at most 1, got {_shown(value)}.")
     return number
 
 
@@ -84,6 +84,10 @@ def optional(check: Callable[..., Any]) -> Callable[..., Any]:
         return None if value is None else check(value, name, *here)
 
     return checked
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r}, which is a text, not a number" if isinstance(value, str) else repr(value)
 
 
 def _number(value: Any) -> float:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.sparse import SparseCallback
+from torchrl_lightning.fitting import Fault
+from torchrl_lightning.suggestions import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +150,11 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the checkpoint if it is among the best; do nothing where no episodes were played."""
-        kind = "eval/"
+        kind, known = "eval/", trainer.callback_metrics
+        if self.monitor is not None and self.monitor not in known and trainer.state.fn == TrainerFn.FITTING:
+            played = [name for name in known if name.startswith(kind)]
+            if played and not trainer.sanity_checking:
+                raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, known)}")
         if not str(self.monitor).startswith(kind) or any(name.startswith(kind) for name in trainer.callback_metrics):
             super().on_validation_end(trainer, pl_module)
 

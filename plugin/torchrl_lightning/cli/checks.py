@@ -16,10 +16,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import own_run
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.suggestions import did_you_mean
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
+_FLUSHED = "logger.csv.flush_logs_every_n_steps"  # Lightning divides by it
 
 
 class UsageError(Fault):
@@ -75,9 +78,12 @@ def check_config(cfg: DictConfig) -> None:
             )
         if "_target_" not in node:
             raise UsageError(f"{group} names no class (_target_); select one as {group}=NAME, --help lists the names.")
-    for name in ("seed", "torch_threads", "eval_episodes"):
-        if not isinstance(cfg.get(name), int):
-            raise UsageError(f"{name}={cfg.get(name)!s}: expected a whole number.")
+    for name, least in (("seed", 0), ("torch_threads", 1), ("eval_episodes", 1), (_FLUSHED, 1)):
+        value = OmegaConf.select(cfg, name, default=1)
+        if not isinstance(value, int):
+            raise UsageError(f"{name}={value!s}: expected a whole number.")
+        if value < least:
+            raise UsageError(f"{name}={value}: expected a whole number of at least {least}.")
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
     except OmegaConfBaseException as error:
@@ -86,7 +92,9 @@ def check_config(cfg: DictConfig) -> None:
         raise UsageError(f"the config has no value for {', '.join(missing)}; give each one, as {missing[0]}=VALUE.")
     network = cfg.model.get("network")
     if isinstance(network, str):
-        raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={network}.")
+        known = [path.stem for path in CONF_DIR.glob("model/network/*.yaml")]
+        chosen = f"{network}." if network in known else f"NAME{did_you_mean(network, known)}"
+        raise UsageError(f"model.network is {network!r}, expected a config; select it as model/network={chosen}")
     if cfg.eval_checkpoint not in ("best", "last"):
         raise UsageError(f"eval_checkpoint is {cfg.eval_checkpoint!r}; expected 'best' or 'last'.")
     # Values of the trainer that end a run; Lightning reads -1 as never.
@@ -112,6 +120,10 @@ def check_command(cfg: DictConfig) -> None:
         if added is not None:
             # Hydra would merge it over the group's first choice, and over what the experiment says.
             raise UsageError(f"{override} would add to what is there; select a group as {added[1]}={added[2]}.")
+        own = re.match(r"\+(\w+)=", override)
+        if own is not None and f"${{{own[1]}" not in OmegaConf.to_yaml(cfg):
+            others = [str(name) for name in cfg if name != own[1]]
+            raise UsageError(f"{override}: nothing reads a setting {own[1]}{did_you_mean(own[1], others)}")
     strategy = str(cfg.trainer.get("strategy", "auto")) if isinstance(cfg.get("trainer"), DictConfig) else "auto"
     if hydra.mode == RunMode.MULTIRUN and strategy.startswith("ddp") and not re.search("spawn|fork", strategy):
         raise UsageError(

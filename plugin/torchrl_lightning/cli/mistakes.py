@@ -14,6 +14,7 @@ from hydra._internal import utils as _utils
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from torchrl_lightning._conf import CONF_DIR, EXPORT_DIR
 from torchrl_lightning.cli.checks import UsageError, chosen_groups, one_line, plain_errors
@@ -41,6 +42,8 @@ def _reported(step: Callable[[], Any]) -> Any:
             raise
         except HydraException as error:
             raise UsageError(explained(error, sys.argv[1:])) from error
+        except YAMLError as error:
+            raise UsageError(" ".join(str(error).split())) from error
         except (OSError, ValueError) as error:
             task = plain_errors.__name__.replace("errors", "task")
             frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
@@ -166,6 +169,8 @@ def _wrong_value(cause: OmegaConfBaseException) -> str:
             f"data.env is a recipe here, as env=recipe has it, not {over_recipe[1]}. Say "
             f"`data: {{env: {{id: {over_recipe[1]}}}}}`, or choose a group without a recipe, such as env=cartpole."
         )
+    if (value := re.match(r"Value '(.*)' is not a valid bool", text)) is not None:
+        return f"{key}={value[1]}: expected true or false, got {value[1]!r}."
     if "is not a ListConfig" in text:
         return f"{key}: expected a list, as {key}=[VALUE]."
     if "Cannot merge DictConfig" in text:

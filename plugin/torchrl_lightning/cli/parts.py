@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torchrl_lightning.cli.resuming import COMMAND, changes_rates, plain
 from torchrl_lightning.fitting import MisfitError, require_fit
 from torchrl_lightning.learn.agents import AgentModule
 from torchrl_lightning.learn.loading import CONFIG
+from torchrl_lightning.suggestions import did_you_mean
 
 # What constructors raise for a bad argument; anything else is a fault of the program and keeps its traceback.
 MISTAKES = (ValueError, TypeError, KeyError, ImportError)
@@ -69,6 +71,9 @@ def named(cfg: DictConfig, key: str) -> Iterator[None]:
 def describe(cfg: DictConfig, key: str, error: BaseException) -> str:
     """Name the setting that an error is about, as far as its message begins with it, before that message."""
     text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    misspelt = re.search(r"that '(\w+)' is importable from module '(torchrl_lightning[\w.]*)'", text)
+    if misspelt is not None:
+        text = f"{misspelt[2]} has no {misspelt[1]}{did_you_mean(misspelt[1], dir(import_module(misspelt[2])))}"
     begin = re.match(r"(\w+)(\[\d+\])?", text)
     # A mistake that shows in the environment may be in a setting beside it.
     for holder in filter(None, (key, key.rpartition(".")[0])):

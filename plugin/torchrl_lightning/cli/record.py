@@ -66,6 +66,8 @@ def _played(cfg: DictConfig, env: Any) -> Iterable[Demonstration]:
     from torchrl_lightning.demonstrations import play_demonstrations
 
     settings: Any = OmegaConf.to_container(cfg)
+    if not isinstance(settings["keys"], dict | None):
+        raise UsageError(f"keys={settings['keys']}: expected an action for each key, such as 'keys={{a: 0, d: 1}}'.")
     try:
         return list(play_demonstrations(env, cfg.episodes, keys=settings["keys"], noop=settings["noop"], seed=cfg.seed))
     except MISTAKES as error:

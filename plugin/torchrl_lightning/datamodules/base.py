@@ -125,6 +125,9 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not callable(self.make_buffer):
+            kind = type(self.make_buffer).__name__
+            raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.num_envs, self.reset_at_each_batch)
         self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)

@@ -21,11 +21,11 @@ from torchrl_lightning.keys import INTRINSIC_TARGET, INTRINSIC_VALUE, TARGET, VA
 from torchrl_lightning.learn.actors import Actor, Critic, build_actor, build_critic
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.losses import Distance, critic_loss, standardized
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation
 from torchrl_lightning.learn.schedules import Schedule, as_schedule
 from torchrl_lightning.learn.transitions import missing
-from torchrl_lightning.settings import Positive, Switch, otherwise, setting
+from torchrl_lightning.settings import Positive, Switch, setting
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ActorCriticModule(TermsModule):
     learns_from = "rollouts"
     stream_for_it = "data=gae (OnPolicyDataModule)"
 
-    network: Annotated[Network, otherwise(MLPNetwork)] = setting(default=None, kw_only=False)
+    network: Annotated[Network, described_network(MLPNetwork)] = setting(default=None, kw_only=False)
     critic_coeff: float = 0.5
     loss_critic_type: Distance = "l2"
     clip_value: Positive | None = None

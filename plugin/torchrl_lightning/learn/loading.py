@@ -176,7 +176,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         # Not torch's advice to load it all the same.
         reason = str(error).split("WeightsUnpickler error:")[-1].strip().split("\n")[0]
         raise ValueError(
-            f"{path} is no whole checkpoint of plain data: {type(error).__name__}: {reason[:200]}"
+            f"{path} is no whole checkpoint of plain data: {type(error).__name__}: {reason[:200]}; "
+            "name one that a run has written, such as RUN/checkpoints/best.ckpt"
         ) from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds a {type(stored).__name__}, which is no checkpoint")

@@ -19,7 +19,7 @@ from torchrl.data import MultiCategorical as MultiCategoricalSpec
 
 from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
-from torchrl_lightning.ranges import one_of
+from torchrl_lightning.ranges import Check, one_of
 from torchrl_lightning.trust import Nameable
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -213,6 +213,23 @@ class Network(Protocol):
 
     def trunk(self, keys: Sequence[Any], specs: Sequence[Any]) -> TensorDictModuleBase:
         """Build the TensorDict module from observation keys to features."""
+
+
+def described_network(make: Callable[[], Network]) -> Check:
+    """Return a check of a network, for an annotation; ``make`` builds that which stands for None."""
+
+    def checked(value: Any, name: str) -> Network:
+        if value is None:
+            return make()
+        if isinstance(value, type) or not all(callable(getattr(value, each, None)) for each in ("encoder", "trunk")):
+            got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r:.40}"
+            raise TypeError(
+                f"{name} must describe how networks are built, such as MLPNetwork([64, 64]) or an object of your own "
+                f"with the methods encoder(specs) and trunk(keys, specs), got {got}."
+            )
+        return value
+
+    return checked
 
 
 @dataclass

@@ -22,11 +22,11 @@ from torchrl_lightning.learn.actors import observation_entries
 from torchrl_lightning.learn.agents import OptimizerFactory, TermsModule
 from torchrl_lightning.learn.exploration import ExploringPolicy
 from torchrl_lightning.learn.memory import refreshed_states, remember
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
 from torchrl_lightning.learn.target_networks import TargetNetworks
 from torchrl_lightning.learn.transitions import Entries, Transitions, read_transitions
 from torchrl_lightning.learn.trunks import RecurrentTrunk
-from torchrl_lightning.settings import Count, Fraction, Share, otherwise, setting
+from torchrl_lightning.settings import Count, Fraction, Share, setting
 from torchrl_lightning.updates import UpdateBatches, updates_of
 
 STATE = "off_policy"
@@ -64,7 +64,7 @@ class OffPolicyModule(TermsModule):
     stream_for_it = "data=uniform (ReplayDataModule)"
     followed: ClassVar[Sequence[str]]
 
-    network: Annotated[Network, otherwise(lambda: MLPNetwork([256, 256], "relu"))] = setting(
+    network: Annotated[Network, described_network(lambda: MLPNetwork([256, 256], "relu"))] = setting(
         default=None, kw_only=False
     )
     gamma: Fraction = 0.99

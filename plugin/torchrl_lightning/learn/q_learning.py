@@ -20,12 +20,12 @@ from torchrl_lightning.learn.losses import (
     temperature_loss,
     value_of_action,
 )
-from torchrl_lightning.learn.networks import MLPNetwork, Network
+from torchrl_lightning.learn.networks import MLPNetwork, Network, described_network
 from torchrl_lightning.learn.off_policy import OffPolicyModule, Terms
 from torchrl_lightning.learn.q_networks import ActionValue, CriticEnsemble, build_q_network
 from torchrl_lightning.learn.squashed import build_deterministic_actor, build_squashed_actor
 from torchrl_lightning.learn.transitions import Transitions
-from torchrl_lightning.settings import Count, Fraction, Positive, derived, otherwise, setting
+from torchrl_lightning.settings import Count, Fraction, Positive, derived, setting
 
 
 class DQNModule(OffPolicyModule):
@@ -57,7 +57,9 @@ class DQNModule(OffPolicyModule):
 
     followed = ("q_network",)
 
-    network: Annotated[Network, otherwise(lambda: MLPNetwork([64, 64], "relu"))] = setting(default=None, kw_only=False)
+    network: Annotated[Network, described_network(lambda: MLPNetwork([64, 64], "relu"))] = setting(
+        default=None, kw_only=False
+    )
     double_q: bool = setting(default=True, alias="double")
     dueling: bool = False
     loss_function: Distance = "smooth_l1"

@@ -1,0 +1,101 @@
+"""What is said of each mistake in a table of them: one line, which names what was meant where that can be known."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli.commands import unchanged_process
+from kit.processes import environment
+
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "mistakes.yaml").read_text())
+
+
+def cases(kind: str) -> list[Any]:
+    return [pytest.param(row["mistake"], row["now"], id=row["mistake"]) for row in TABLE[kind]]
+
+
+def matches(said: str, expected: str) -> bool:
+    return said.startswith(expected.removesuffix("...")) if expected.endswith("...") else said == expected
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("# hello\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_table_is_large_enough():
+    assert len(TABLE["command_line"]) >= 50
+    assert len(TABLE["python"]) >= 30
+
+
+@pytest.mark.parametrize(("mistake", "now"), cases("command_line"))
+def test_a_mistake_on_the_command_line_is_told_in_one_line(mistake, now, run, here):
+    name, *arguments = shlex.split(mistake)
+    if "wandb" in mistake and find_spec("wandb") is not None:
+        pytest.skip("the extra is there")
+    done = run(name, *arguments, expect=2 if name == "plot" else 1)
+    said = [line for line in done.stderr.splitlines() if line and not line.startswith(("training:", "note:"))]
+    assert len(said) == 1, done.stderr
+    assert matches(said[0], now), said[0]
+
+
+@pytest.mark.parametrize(("mistake", "now"), cases("python"))
+def test_a_mistake_in_python_is_told_in_one_line(mistake, now, here, monkeypatch):
+    monkeypatch.setattr(warnings, "warn", lambda *_, **__: None)
+    with unchanged_process(), pytest.raises(Exception) as error:  # noqa: PT011
+        exec(mistake, {})
+    said = f"{type(error.value).__name__}: {error.value}"
+    assert "\n" not in said
+    assert matches(said, now), said
+
+
+YAML = "# @package _global_\ndefaults: [{defaults}]\n{settings}\n"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "settings", "now"),
+    [
+        ("override /data: gea", "", "data=gea: there is no such option; did you mean gae?"),
+        ("override /dat: gae", "", "in experiment/mine: dat: there is no such group or setting; did you mean data?"),
+        (
+            "",
+            "data: {buffer: {gama: 1}}",
+            "in experiment/mine: data.buffer.gama: GAEBuffer has no such setting; did you mean data.buffer.gamma?",
+        ),
+        ("", "seed: [", "while parsing a flow..."),
+        (
+            "",
+            "model: {learning_rate: fast}",
+            "in experiment/mine: model.learning_rate=fast: expected a number, got 'fast'.",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_with_the_file(defaults, settings, now, run, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(YAML.format(defaults=defaults, settings=settings))
+    said = run("train", "--config-dir", str(tmp_path), "experiment=mine", expect=1).stderr
+    assert matches(said.rstrip("\n"), f"error: {now}"), said
+
+
+def test_a_setting_of_the_users_that_others_interpolate_may_be_added(run):
+    width = ["+width=32", "model.network.hidden_sizes=[${width}]", "eval_checkpoint=bset"]
+    assert "eval_checkpoint is 'bset'" in run("train", *width, expect=1).stderr
+
+
+def test_a_pipe_that_nobody_reads_on_ends_help_in_silence(tmp_path):
+    script = (
+        "import os, sys; sys.argv = ['x', '--help']; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+        "from torchrl_lightning.cli.train import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
