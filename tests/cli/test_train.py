@@ -95,6 +95,13 @@ def test_powers_of_ten_are_integers_where_frames_are_counted(run, tmp_path):
     assert not (tmp_path / "run/train.log").exists()
 
 
+def test_another_class_of_an_environment_gets_the_arguments_that_it_knows(run, tmp_path):
+    other = ["env=torchrl", "data.env.id._target_=torchrl.envs.PendulumEnv", "data.env.time_limit=9"]
+    run("train", *TINY, *other, "hydra.run.dir=run")
+    there = yaml.safe_load((tmp_path / "run/.hydra/config.yaml").read_text())["data"]["env"]["id"]
+    assert there == {"_target_": "torchrl.envs.PendulumEnv"}
+
+
 def test_every_logger_gets_the_resolved_settings_and_counts_in_frames(trained):
     folder, _ = trained
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

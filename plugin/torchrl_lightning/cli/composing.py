@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
@@ -60,12 +62,13 @@ class ResumingLoader(ConfigLoaderImpl):
         # Hydra first asks whether the config says that it is a sweep, and mostly composes the same one again.
         if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
             try:
-                self._asked = overrides, self._load(config_name, overrides, RunMode.RUN, from_shell)
+                config = self._load(config_name, overrides, RunMode.RUN, from_shell)
+                self._asked = overrides, _of_own_class(config)
                 return self._asked[1]
             except HydraException as error:
                 if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
                     raise
-        return self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        return _of_own_class(self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides))
 
     def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
         given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
@@ -159,6 +162,29 @@ def _resumed(
         trusted=config.get("trusted") is True,
     )
     keep_settings(config, before, record, mine)
+    return config
+
+
+def _of_own_class(config: DictConfig) -> DictConfig:
+    """Take from an environment whose class is told anew what the preset gives to its own and the new one lacks.
+
+    What a checkpoint says was checked before: the class is imported here.
+    """
+    told = {line.lstrip("+~").partition("=")[0] for line in config.hydra.overrides.task}
+    if "data.env.id._target_" not in told:
+        return config
+    node = OmegaConf.select(config, "data.env.id")
+    try:
+        made = get_object(node["_target_"])
+        # TorchRL's metaclass hides the constructor's own arguments.
+        arguments = signature(vars(made).get("__init__", made) if isinstance(made, type) else made).parameters
+    except Exception:  # whatever an import raises; told where it is built
+        return config
+    if not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
+        with open_dict(node):
+            for name in [name for name in node if not str(name).startswith("_") and name not in arguments]:
+                if f"data.env.id.{name}" not in told:
+                    del node[name]
     return config
 
 
