@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.envs import GymEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from datamodules.conftest import TinyActorCritic
+from kit.actor_critic import TinyActorCritic
 from kit.replay import dqn, fit, replay_data
 from kit.runs import trainer
 from torchrl_lightning import EnvironmentRecipe, LoadedPolicy, OnPolicyDataModule, load_policy, play_episodes

@@ -112,8 +112,15 @@ def test_choices_are_planned_by_random_shooting() -> None:
     specs = specs_of(Categorical(4), observation=Unbounded(2))
     env = env_of(targets_of(specs, reward=lambda observation, action, following: action[:, 2]))
     assert RandomShootingPlanner(env, horizon=2, candidates=80)(observed(5))["action"].tolist() == [2] * 5
-    with pytest.raises(TypeError, match=r"got Discrete\(4\); use RandomShootingPlanner"):
+    with pytest.raises(TypeError, match=r"got Discrete\(4\); for others within bounds use RandomShooting"):
         CrossEntropyPlanner(env)
+
+
+@pytest.mark.parametrize("planner", [CrossEntropyPlanner, RandomShootingPlanner])
+def test_actions_without_bounds_are_not_planned(planner: Any) -> None:
+    env = env_of(targets_of(specs_of(Unbounded(1), observation=Unbounded(2)), reward=lambda *_: torch.zeros(1)))
+    with pytest.raises(TypeError, match=r"within finite bounds, got Box of shape \(1,\)"):
+        planner(env)
 
 
 class Counting(WorldModel):

@@ -238,10 +238,10 @@ def test_zero_priorities_are_never_drawn_and_nothing_but_zeros_is_an_error() -> 
     buffer.update_priority(index, torch.tensor([0.0, 1.0, 0.0, 1.0]))
     assert set(draw(buffer, 50, 10).tolist()) == {1, 3}
     buffer.update_priority(index, 0.0)
-    before = plain(buffer.state_dict())
+    before = plain(buffer.sampler.state_dict())
     with pytest.raises(RuntimeError, match="All 4 stored priorities are zero"):
         buffer.sample(2)
-    assert not differences(plain(buffer.state_dict()), before)
+    assert not differences(plain(buffer.sampler.state_dict()), before)
 
 
 @pytest.mark.parametrize("filled", [0, 3])

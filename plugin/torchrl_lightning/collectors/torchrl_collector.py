@@ -213,6 +213,7 @@ class TorchRLCollector(CollectorBase):
             if self.policy is not None:
                 self._unsaid = unsaid(self.policy, step, policy_device(self.policy), self._next_states)
         self.env.rand_action(step)
+        step["action"] = step["action"].to(self.specs.action.dtype)
         # The recurrent states keep their initial values, so that the batch has its usual keys.
         for key, state in {**self._unsaid, **self._next_states}.items():
             step.set(key, state.reshape(*step.shape, *state.shape[1:]).clone())

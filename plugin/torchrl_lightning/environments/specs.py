@@ -58,6 +58,7 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
     They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
+    But actions of any floating-point type are float32 in what is collected, and cast where an environment is stepped.
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
@@ -94,7 +95,12 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"Action space {action_space} starts at {action_space.start}, but actions count from 0. "  # type: ignore[union-attr]
             "Shift it by gymnasium.wrappers.TransformAction."
         )
-    return EnvironmentSpecs(observation, space_to_spec(action_space, "action"), env.num_envs)
+    return EnvironmentSpecs(observation, _single(space_to_spec(action_space, "action")), env.num_envs)
+
+
+def _single(action: TensorSpec) -> TensorSpec:
+    """Return a spec of actions as networks compute them; who steps an environment casts them to its space's type."""
+    return action.to(torch.float32) if action.dtype.is_floating_point else action
 
 
 def space_to_spec(space: spaces.Space[Any], name: str) -> TensorSpec:
@@ -182,7 +188,7 @@ def torchrl_specs(env: EnvBase) -> EnvironmentSpecs:
     for key, spec in list(observation.items()):
         if isinstance(spec, Composite) and spec.is_empty():
             del observation[key]
-    return EnvironmentSpecs(observation, env.action_spec_unbatched, max(1, env.batch_size.numel()))
+    return EnvironmentSpecs(observation, _single(env.action_spec_unbatched), max(1, env.batch_size.numel()))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import (
+    DoubleToFloat,
     EnvBase,
     FrameSkipTransform,
     InitTracker,
@@ -100,13 +101,15 @@ def make_environment(
 
 
 def with_bookkeeping(env: EnvBase, policy: object) -> EnvBase:
-    """Lay around an environment what marks the starts of episodes and carries a policy's recurrent states.
+    """Lay around an environment what marks the starts of episodes, carries recurrent states and casts actions.
 
     What is there already is not added. The environment itself stays as it is.
     """
     there = set(env.observation_spec.keys(True, True)) | set(env.full_state_spec.keys(True, True))
     added: list[Transform] = [] if "is_init" in there else [InitTracker()]
     added += [primer for primer in recurrent_primers(policy) if not there.issuperset(primer.primers.keys(True, True))]
+    if env.action_spec.dtype == torch.float64:  # policies compute in float32
+        added.append(DoubleToFloat(in_keys_inv=["action"]))
     for transform in added:
         env = TransformedEnv(env, transform, auto_unwrap=False)
     return env

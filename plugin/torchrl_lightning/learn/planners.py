@@ -20,7 +20,7 @@ from torchrl.data import TensorSpec
 from torchrl_lightning._modules import hold
 from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.environments.seeds import IsolatedRng, numbered_seed
-from torchrl_lightning.learn.action_heads import action_name
+from torchrl_lightning.learn.action_heads import action_name, bounds_of
 from torchrl_lightning.learn.exploration import DETERMINISTIC
 from torchrl_lightning.learn.squashed import action_range
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
@@ -127,7 +127,17 @@ class RandomShootingPlanner(ShootingPlanner):
 
     Raises:
         ValueError: A number is out of range.
+        TypeError: The actions have no finite bounds.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spec = self.action_spec
+        if spec.dtype.is_floating_point and not bool(torch.stack(bounds_of(spec)).isfinite().all()):
+            raise TypeError(
+                f"RandomShootingPlanner draws actions evenly within finite bounds, got {action_name(spec)}; "
+                "bound them by gymnasium.wrappers.TransformAction."
+            )
 
     def plan(self, observation: Tensor, starts: Tensor | None) -> Tensor:
         """Return the action ``[N, *A]``."""
@@ -179,7 +189,7 @@ class CrossEntropyPlanner(ShootingPlanner):
         except TypeError:
             raise TypeError(
                 "CrossEntropyPlanner needs one vector of floating-point actions within finite bounds, got "
-                f"{action_name(self.action_spec)}; use RandomShootingPlanner"
+                f"{action_name(self.action_spec)}; for others within bounds use RandomShootingPlanner"
             ) from None
         self.register_buffer("center", center, persistent=False)
         self.register_buffer("half_range", half_range, persistent=False)
