@@ -166,3 +166,13 @@ class WithoutPolicy(TinyActorCritic):
 def test_what_cannot_be_trained_is_refused(data, module, settings, error, message, tmp_path):
     with pytest.raises(error, match=message):
         fit(tmp_path, rollouts(**data), module(), **settings)
+
+
+def test_a_rollout_that_memory_cannot_hold_is_refused_before_anything_is_collected(tmp_path):
+    data = rollouts(frames_per_batch=2**50)
+    with pytest.raises(
+        ValueError, match=rf"rollout of {2**50} frames needs .* free in the memory.*lower frames_per_ba"
+    ):
+        fit(tmp_path, data, Recorder())
+    assert data.frames == 0
+    assert data.collector is None
