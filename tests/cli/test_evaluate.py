@@ -31,7 +31,7 @@ def test_a_checkpoint_is_played_and_its_returns_drawn(trained, run, tmp_path):
         ([], "error: no checkpoint given; say ckpt_path=RUN/checkpoints/best.ckpt."),
         (["ckpt_path=nowhere.ckpt"], "error: ckpt_path=nowhere.ckpt is not a file"),
         (["ckpt_path=other.ckpt"], "error: other.ckpt holds no config"),
-        (["episode=5"], "Key 'episode' is not in struct"),
+        (["episode=5"], "error: episode: there is no such setting; did you mean episodes?"),
     ],
 )
 def test_a_mistake_is_named(arguments, message, run, tmp_path):

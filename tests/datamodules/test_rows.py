@@ -20,6 +20,7 @@ from kit.replay import replay_data
 from kit.runs import trainer
 from kit.states import differences
 from torchrl_lightning import GymnasiumCollector, ReplayDataModule
+from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.replay import ExperienceBuffer, PrioritizedSampler, RingStorage, UniformSampler
 
 ENVS, LENGTH = 4, 9
@@ -218,7 +219,7 @@ def test_a_step_that_fails_leaves_the_buffer_as_it_was(how: Any) -> None:
         data.buffer.storage.attach(marks)
         kept.append(data.buffer.state_dict())
 
-    with pytest.raises((SystemExit, ArithmeticError)):
+    with pytest.raises(EnvironmentFault, match=r"At step 0 of the rollout, environment 1 raised \w+ in step"):
         collect(data, still_policy(), 7, {6: keep})
     assert not differences(data.buffer.state_dict(), *kept)
     assert marks.cells == []

@@ -98,6 +98,8 @@ class RolloutLoop:
                 completed = t + 1
                 yield t
         except EnvironmentFault as fault:
+            if fault.__cause__ is not None:  # an environment may have raised because of what it had computed before
+                memory.check_part(completed, before)
             raise fault.within(f"At step {before + completed} of the rollout, ") from fault.__cause__
         except Exception:
             # A policy may have failed because of what it read.
