@@ -126,6 +126,13 @@ def collector_options(
     return options
 
 
+def check_builds(buffer: Any) -> None:
+    """Refuse a ready buffer, or anything else that builds none."""
+    if not callable(buffer):
+        kind = type(buffer).__name__
+        raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
+
+
 def check_frames(frames_per_batch: int, num_envs: int, reset_at_each_batch: bool) -> None:
     """Refuse rollouts of no whole number of steps, and of a single one where each begins with a reset."""
     if frames_per_batch % num_envs:

@@ -21,6 +21,7 @@ from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector, p
 from torchrl_lightning.datamodules.adapters import Batches, is_there, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
     call_with_policy,
+    check_builds,
     check_fingerprint,
     check_frames,
     collector_options,
@@ -66,8 +67,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             environment that TorchRL steps as a batch has its own number, which is to be given here.
         frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
         total_frames: frames of the environment, summed over ranks, after which training stops, also as ``1e5``; -1 for
-            never. Rollouts are collected whole. Steps that are replayed in its place, such as a demonstration's, are
-            none, and counted apart; after as many of them without a single frame it stops, too.
+            never. Rollouts are whole. Replayed steps are counted apart; after as many without a frame it stops, too.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
@@ -125,9 +125,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.make_buffer):
-            kind = type(self.make_buffer).__name__
-            raise TypeError(f"buffer must be what builds one, as a class or a partial does, got an object of {kind}.")
+        check_builds(self.make_buffer)
         self._run = RunState(self)
         check_frames(self.frames_per_batch, self.num_envs, self.reset_at_each_batch)
         self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)
