@@ -95,7 +95,13 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("data.buffer.sampler.recent_data_ratio=2", "data.buffer.sampler.recent_data_ratio=2.0: recent_data_ratio mu"),
     ],
     "data=frames model=dqn": [("", "data.buffer.storage.frame_stack=4: frame_stack=4 keeps stacks of images, but the")],
-    "data=hindsight model=dqn": [("", "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key name")],
+    "data=hindsight model=dqn": [
+        ("", "data.buffer.transform.achieved_goal_key=achieved_goal: achieved_goal_key name"),
+        (
+            "data.buffer.transform.strategy=past",
+            "data.buffer.transform.strategy=past: strategy must be one of 'future'",
+        ),
+    ],
     "env=recipe": [
         ("data.env.id=Nope-v0", "data.env: Gymnasium does not know the environment 'Nope-v0'"),
         ("data.env.frame_stack=2", "data.env.frame_stack=2: frame_stack=2 stacks images, but"),

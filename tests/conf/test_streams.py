@@ -92,6 +92,14 @@ def test_hindsight(fit):
         assert torch.equal(after["reward"], near.float() - 1)
 
 
+def test_hindsight_of_returns_of_several_steps(fit):
+    settings = ("data.buffer.transform={her_proportion: 1.0, strategy: final}", "data.buffer.n_steps=3", "model=ddpg")
+    _, module, served = fit("data=hindsight", *settings, *GOALS, *REPLAY)
+    assert module.updates == len(served) == 6
+    assert all(set(batch["steps_to_next_obs"].tolist()) >= {3} for batch in served)
+    assert all((batch["desired_goal"] == batch["next", "desired_goal"]).all() for batch in served)
+
+
 def test_l2r_rollouts(fit):
     data, _, served = fit("data=ppo", "model=ppo", "data.frames_per_batch=32", "data.mini_batch_size=8")
     assert len(served) == 16

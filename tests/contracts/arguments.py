@@ -162,7 +162,7 @@ VALUES = (
         ),
     ),
     *named(MinibatchSampler, by="frames"),
-    *named(HindsightRelabel, her_proportion=1.5),
+    *named(HindsightRelabel, her_proportion=1.5, strategy="past"),
     *named(FrameStackTransform, frame_stack=0),
     *named(FrameStorage, frame_stack=0),
     *refused(

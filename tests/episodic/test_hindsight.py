@@ -120,6 +120,40 @@ def test_future_goals_are_uniform_over_the_rest_of_the_episode():
             assert chi_square(goal[step == begin], likely) < len(likely) + 5 * (2 * len(likely)) ** 0.5
 
 
+def test_episode_goals_are_uniform_over_all_of_the_episode_and_final_ones_its_end():
+    buffer = relabelling(32, [3, 8, 5], 40_000, strategy="episode")
+    batch = buffer.sample()
+    step, goal = batch["index"], batch["desired_goal"].squeeze(-1).long() - 1
+    for first, end in ((0, 3), (3, 11), (11, 16)):
+        for begin in range(first, end):
+            likely = dict.fromkeys(range(first, end), 1.0)
+            assert chi_square(goal[step == begin], likely) < len(likely) + 5 * (2 * len(likely)) ** 0.5
+    batch = relabelling(32, [3, 8, 5], 100, strategy="final").sample()
+    last = torch.tensor([2, 10, 15])
+    ends = last[torch.bucketize(batch["index"], last)]
+    assert torch.equal(batch["desired_goal"].squeeze(-1).long() - 1, ends)
+    reached = batch["next", "achieved_goal"] == batch["desired_goal"]
+    assert torch.equal(batch["next", "reward"], reached.float() - 1)
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode", "final"])
+@pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
+def test_the_goals_of_each_strategy_are_those_of_a_brute_force_twin(strategy, sampler):
+    lengths = [3, 8, 5]
+    transform = Injected(1.0, strategy=strategy)
+    buffer = ring(32, 1, sampler, transform=transform, batch_size=200, data=walk(lengths))
+    numbers = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):  # the first batch is checked
+        transform.inject(torch.zeros(200), numbers)
+        batch = buffer.sample()
+    bounds = [(0, 3), (3, 11), (11, 16)]
+    for row, cells in enumerate(batch["index"].view(200, -1).tolist()):
+        (first, end), draw = next(pair for pair in bounds if pair[0] <= cells[0] < pair[1]), float(numbers[row])
+        choices = {"future": range(cells[-1], end), "episode": range(first, end), "final": [end - 1]}[strategy]
+        goal = choices[int(draw * len(choices))] + 1
+        assert (batch["desired_goal"][row] == goal).all()
+
+
 def test_her_proportion_of_the_samples_are_relabelled_and_the_others_stay():
     buffer = relabelling(32, [3, 8, 5], 10_000, her_proportion=0.25)
     batch = buffer.sample()
@@ -153,14 +187,58 @@ def test_a_window_has_one_goal_unless_it_straddles_the_end_of_an_episode(ends):
     assert torch.equal(batch["next", "reward"][whole], reached[whole].float() - 1)
 
 
-def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored():
-    buffer = relabelling(8, [6], 1000)
+@pytest.mark.parametrize("strategy", ["future", "episode", "final"])
+def test_an_unfinished_and_a_headless_episode_count_as_far_as_they_are_stored(strategy):
+    buffer = relabelling(8, [6], 1000, strategy=strategy)
     buffer.extend(walk([6, 6])[6:10])  # the first two steps of the first episode go; the second has four steps so far
     batch = buffer.sample()
     place, goal = batch["achieved_goal"].squeeze(-1), batch["desired_goal"].squeeze(-1)
     assert set(place.tolist()) == set(range(2, 10))
-    assert set(goal[place < 6].tolist()) == {3.0, 4.0, 5.0, 6.0}
-    assert set(goal[place >= 6].tolist()) == {7.0, 8.0, 9.0, 10.0}
+    assert set(goal[place < 6].tolist()) == ({6.0} if strategy == "final" else {3.0, 4.0, 5.0, 6.0})
+    assert set(goal[place >= 6].tolist()) == ({10.0} if strategy == "final" else {7.0, 8.0, 9.0, 10.0})
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode", "final"])
+@pytest.mark.parametrize("ends_at_goal", [False, True])
+@pytest.mark.parametrize("sampler", [None, SequenceSampler(3)])
+def test_returns_of_several_steps_are_those_of_a_brute_force_twin(strategy, ends_at_goal, sampler):
+    def reward(achieved, desired, info):
+        return (achieved - desired).abs() * 0.1
+
+    def terminated(achieved, desired, info):
+        return achieved == desired
+
+    lengths, n_steps, gamma = [3, 8, 5], 4, 0.9
+    data = walk(lengths)
+    data["next", "reward"] = reward(data["next", "achieved_goal"], data["desired_goal"], {})
+    data["next", "terminated"][10] = not ends_at_goal  # as it is stored: one that hindsight cannot tell from goals
+    functions = {"compute_reward": reward, "compute_terminated": terminated if ends_at_goal else None}
+    transform = HindsightRelabel(0.7, strategy=strategy, **functions)
+    steps = {"n_steps": n_steps, "gamma": gamma}
+    buffer = ring(32, 1, sampler, transform=transform, batch_size=60, data=data, **steps)
+    for _ in range(2):
+        batch = buffer.sample().flatten()
+        end = torch.tensor([3, 11, 16])[torch.bucketize(batch["index"], torch.tensor([2, 10, 15]))]
+        relabelled = batch["desired_goal"].squeeze(-1) != -5
+        assert 0.4 < relabelled.float().mean() < 0.95
+        for row, cell in enumerate(batch["index"].tolist()):
+            goal = float(batch["desired_goal"][row])
+            total, discount, count, over = 0.0, 1.0, 0, False
+            while count < n_steps and cell + count < int(end[row]) and not over:
+                place = cell + count + 1
+                total += discount * abs(place - goal) * 0.1
+                over = place == goal if ends_at_goal else place == 11
+                discount, count = discount * gamma, count + 1
+            found = batch[row]
+            assert float(found["next", "reward"]) == pytest.approx(total, abs=1e-5)
+            assert int(found["steps_to_next_obs"]) == count
+            assert float(found["gamma"]) == pytest.approx(discount)
+            assert float(found["next", "achieved_goal"]) == cell + count
+            assert float(found["achieved_goal"]) == cell
+            assert float(found["next", "desired_goal"]) == goal
+            assert bool(found["next", "terminated"]) == over
+            assert bool(found["next", "done"]) == (over or cell + count == int(end[row]))
+    assert (buffer.storage.get(torch.arange(16)) == data).all()
 
 
 def test_flags_stay_or_are_made_anew():
@@ -196,12 +274,10 @@ def test_what_cannot_be_relabelled_is_refused():
     transform = HindsightRelabel(1.0)
     with pytest.raises(ValueError, match="it is in none: give it to an ExperienceBuffer"):
         transform(walk([4]).set("index", torch.arange(4)))
-    buffer = ring(32, transform=transform, batch_size=4, n_steps=2)
+    buffer = ring(32, transform=transform, batch_size=4)
     with pytest.raises(ValueError, match="where episodes end"):
         transform(walk([4]).set("index", torch.arange(4)))
     buffer.extend(walk([4]))
-    with pytest.raises(ValueError, match="n_steps=1"):
-        buffer.sample()
     with pytest.raises(KeyError, match="the cells that a batch was read from"):
         transform(walk([4]))
     with pytest.raises(KeyError, match=r"HindsightRelabel needs the entry .*desired_goal"):
@@ -210,3 +286,16 @@ def test_what_cannot_be_relabelled_is_refused():
     ring(32, transform=three).extend(walk([4]))
     with pytest.raises(ValueError, match=r"is \[4, 1\], got \[3\]"):
         three(walk([4]).set("index", torch.arange(4)))
+
+
+def test_folded_rewards_whose_single_steps_are_not_stored_are_refused():
+    folded = walk([4]).set("steps_to_next_obs", torch.ones(4, dtype=torch.long)).set("gamma", torch.full((4,), 0.99))
+    buffer = ring(32, transform=HindsightRelabel(1.0), batch_size=4, data=folded)
+    with pytest.raises(ValueError, match="folded rewards whose single steps are not stored: store transitions"):
+        buffer.sample()
+    other = walk([4])
+    other["next", "other"] = other["next", "reward"]
+    transform = HindsightRelabel(1.0, reward_key=("next", "other"))
+    buffer = ring(32, transform=transform, batch_size=4, n_steps=2, data=other)
+    with pytest.raises(ValueError, match="let the buffer fold them by n_steps="):
+        buffer.sample()

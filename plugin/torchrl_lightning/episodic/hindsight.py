@@ -1,4 +1,4 @@
-"""Hindsight: some of what is sampled aims at a goal that was reached later in the same episode."""
+"""Hindsight: some of what is sampled aims at a goal that was reached in the same episode."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_lightning._compat import attached
-from torchrl_lightning.entries import entry_of, nested_key, next_key
+from torchrl_lightning.entries import entry_of, keys_below, nested_key, next_key
 from torchrl_lightning.environments.goals import EnvironmentGoals, GoalFunction
 from torchrl_lightning.episodic.goal_functions import EnvironmentFunction, GivenFunction, check_recomputed, is_near
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import FIRST, LAST, MID, TIME_STEPS, TRANSITIONS
-from torchrl_lightning.keys import DONE, TERMINATED, TRUNCATED
-from torchrl_lightning.ranges import fraction
+from torchrl_lightning.keys import DONE, NEXT, REWARD, TERMINATED, TRUNCATED
+from torchrl_lightning.ranges import fraction, one_of
 from torchrl_lightning.replay.episode_transform import EpisodeTransform
 
+STRATEGIES = "future", "episode", "final"
 Function = EnvironmentFunction | GivenFunction
 _Functions = tuple[Function, Function | None, dict[str, float]]
 """Of rewards and of flags, and the returns of other goals by their names."""
 
 
 class HindsightRelabel(EpisodeTransform):
-    """Replace goals of sampled steps by goals that were achieved later in their episodes (Andrychowicz et al. 2017).
+    """Replace goals of sampled steps by goals that were achieved in their episodes (Andrychowicz et al. 2017).
 
     A transform on read, for the ``transform=`` of an :class:`ExperienceBuffer` whose writer tracks episodes: what is
     stored never changes, and random numbers come from the buffer's generator. A share of the samples gets as its goal
-    what was achieved after one of the steps from its own to the last one that is stored of its episode, each equally
-    likely (the strategy *future*); its reward is computed anew. Samples are single steps ``[B]`` or windows ``[B, T]``.
-    A window gets one goal, achieved after its last step or later; one that straddles the end of an episode keeps its
-    own.
+    what was achieved after one of the steps of its episode, which the ``strategy`` chooses; its reward is computed
+    anew. Of an episode that goes on, or lost its first steps, those count that are stored. Samples are single steps
+    ``[B]`` or windows ``[B, T]``. A window gets one goal, with *future* achieved after its last step or later; one that
+    straddles the end of an episode keeps its own.
+
+    With ``n_steps`` of the buffer, all rewards of a step's return are computed anew for its one goal, from the single
+    steps that are stored, and the return ends where ``compute_terminated`` ends the episode. Of several transforms,
+    this one is then the first.
 
     What is achieved after a step is read under ``"next"``; where the stored steps have no such entry, they are time
     steps as of dm_env, whose reward is that of the step before, and what is achieved stands beside the goal.
@@ -48,6 +53,9 @@ class HindsightRelabel(EpisodeTransform):
 
     Args:
         her_proportion: probability with which a sample is relabelled.
+        strategy: of which step a goal is what was achieved after it: ``"future"``, of one from the sample's own to the
+            last of its episode, each equally likely; ``"episode"``, of any of its episode, each equally likely;
+            ``"final"``, of the last one.
         achieved_goal_key: what a goal is read from.
         desired_goal_key: the goal, replaced also under ``"next"``.
         reward_key: the reward; of time steps ``"reward"``, unless another is given.
@@ -62,9 +70,9 @@ class HindsightRelabel(EpisodeTransform):
             Where it ends at the goal, give it, else a value is bootstrapped from behind the goal.
 
     Raises:
-        ValueError: ``her_proportion`` is no probability; when sampling: it is in no buffer, nothing tracks episodes,
-            steps are folded (``n_steps``), a function gives another number of values than there are steps, or other
-            numbers for stored steps than they have.
+        ValueError: ``her_proportion`` is no probability, or there is no such strategy; when sampling: it is in no
+            buffer, nothing tracks episodes, the single steps of n-step returns are not stored, a function gives another
+            number of values than there are steps, or other numbers for stored steps than they have.
         KeyError: when sampling: an entry is missing.
 
     Example:
@@ -86,6 +94,7 @@ class HindsightRelabel(EpisodeTransform):
         self,
         her_proportion: float = 0.8,
         *,
+        strategy: str = "future",
         achieved_goal_key: NestedKey = "achieved_goal",
         desired_goal_key: NestedKey = "desired_goal",
         reward_key: NestedKey = ("next", "reward"),
@@ -95,6 +104,7 @@ class HindsightRelabel(EpisodeTransform):
     ) -> None:
         super().__init__()
         self.her_proportion = fraction(her_proportion, "her_proportion")
+        self.strategy = one_of(strategy, "strategy", STRATEGIES)
         self.achieved_goal_key, self.desired_goal_key = nested_key(achieved_goal_key), nested_key(desired_goal_key)
         self.reward_key = nested_key(reward_key)
         self.goal = goal
@@ -119,30 +129,69 @@ class HindsightRelabel(EpisodeTransform):
         self._environment, self._functions = goals, None
 
     def draw(self, count: int) -> Tensor:
-        """Draw uniform numbers from [0, 1): one for each sample, then one for each that is relabelled."""
+        """Draw uniform numbers from [0, 1): one for each sample, then one for each that is relabelled, if need be."""
         rng = self.storage.generator
         return torch.rand(count, dtype=torch.float64, generator=rng, device="cpu" if rng is None else rng.device).cpu()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Relabel a batch, which has an entry ``index``, ``[B]`` or ``[B, T]``."""
         episodes = self.episodes
-        if "steps_to_next_obs" in tensordict:
-            raise ValueError("HindsightRelabel cannot relabel the rewards of folded steps; sample with n_steps=1.")
-        places = self.cells_of(tensordict).numpy().reshape(len(tensordict), -1)
+        is_folded = "steps_to_next_obs" in tensordict
+        index = self.cells_of(tensordict)
+        places = index.numpy().reshape(len(tensordict), -1)
         (first_env, first), (env, last) = episodes.steps_of(places[:, 0]), episodes.steps_of(places[:, -1])
-        begin, end = episodes.bounds(torch.from_numpy(env), torch.from_numpy(last), clip=False)
-        is_whole = (first_env == env) & (begin.numpy() <= first) & (first <= last)
+        begin, end = (each.numpy() for each in episodes.bounds(torch.from_numpy(env), torch.from_numpy(last)))
+        is_whole = (first_env == env) & (begin <= first) & (first <= last)
         batches = self._batches
         batches[0] += 1
         if batches[0] == batches[1] and self.her_proportion:
             batches[1] *= 2
-            self._check(tensordict)
+            self._check(self._single_steps(tensordict, index).set("index", index) if is_folded else tensordict)
         rows = np.flatnonzero((self.draw(len(places)).numpy() < self.her_proportion) & is_whole)
         if len(rows):
-            env, last, left = env[rows], last[rows], (end.numpy() - last)[rows]
-            future = last + np.minimum(self.draw(len(rows)).numpy() * (left + 1), left).astype(np.int64)
-            self._relabel(tensordict, torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, future)))
+            env, goal = env[rows], end[rows]
+            if self.strategy != "final":
+                low = (last if self.strategy == "future" else begin)[rows]
+                left = goal - low
+                goal = low + np.minimum(self.draw(len(rows)).numpy() * (left + 1), left).astype(np.int64)
+            relabel = self._relabel_folded if is_folded else self._relabel
+            relabel(tensordict, torch.from_numpy(rows), torch.from_numpy(episodes.cells_of(env, goal)))
         return tensordict
+
+    def _single_steps(self, batch: TensorDictBase, cells: Tensor) -> TensorDictBase:
+        """Read the steps of which a batch has n-step returns."""
+        single = self.storage.get(cells)
+        if "steps_to_next_obs" in single or self._layout(batch)[1:] != (REWARD, False):
+            raise ValueError(
+                "HindsightRelabel cannot relabel folded rewards whose single steps are not stored: store transitions "
+                f"with {REWARD!r}, and let the buffer fold them by n_steps=, or sample with n_steps=1."
+            )
+        return single
+
+    def _relabel_folded(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
+        """Relabel each step of n-step returns, and fold them again."""
+        folded = self.cells_of(batch), batch["steps_to_next_obs"], batch["gamma"]
+        index, steps, gamma = (_rows(entry, rows).flatten().cpu() for entry in folded)
+        ahead, discount = torch.arange(int(steps.max())), gamma.double() ** (1 / steps)
+        env, position = self.episodes.steps_of(index.numpy())
+        following = position[:, None] + torch.minimum(ahead, steps[:, None] - 1).numpy()
+        single = self._single_steps(batch, torch.from_numpy(self.episodes.cells_of(env[:, None], following)))
+        every = torch.arange(len(index))
+        self._relabel(single, every, cells.repeat_interleave(len(index) // len(rows)))
+        if (terminated := entry_of(single, TERMINATED)) is not None:
+            ends = terminated.reshape(*single.shape, -1).any(-1).cpu()
+            steps = torch.where(ends.any(1), 1 + ends.int().argmax(1), steps)
+        first, last = single[:, 0], single[every, steps - 1]
+        rewards, weights = single[REWARD], torch.where(ahead < steps[:, None], discount[:, None] ** ahead, 0.0)
+        weights = weights.to(rewards.device).view(*weights.shape, *[1] * (rewards.ndim - 2))
+        last.set(REWARD, (weights * rewards).sum(1).to(rewards.dtype))
+        for key in (self.desired_goal_key, *(self._functions or self._computing())[2]):
+            if entry_of(batch, key) is not None:
+                _replace(batch, key, rows, entry_of(first, key))
+        for key in keys_below(last, NEXT):
+            _replace(batch, key, rows, entry_of(last, key))
+        _replace(batch, "steps_to_next_obs", rows, steps)
+        _replace(batch, "gamma", rows, discount**steps)
 
     def _relabel(self, batch: TensorDictBase, rows: Tensor, cells: Tensor) -> None:
         achieved_key, reward_key, time_steps = self._layout(batch)
