@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,6 +213,36 @@ def test_stop_wakes_those_that_wait(verb: str) -> None:
     assert buffer.writer.positions.tolist() == before
     assert buffer.add_batch(rows(torch.arange(ENVS), 9))
     assert buffer.dequeue(torch.tensor([0]))["code"].tolist() == [[[9]]]
+
+
+@pytest.mark.parametrize("verb", ["add_batch", "dequeue"])
+def test_waiting_for_others_ends_after_the_timeout(verb: str) -> None:
+    buffer = build(max_length=1).share(timeout=0.2)
+    env = torch.tensor([3])
+    if verb == "add_batch":
+        buffer.add_batch(rows(env, 0), env)
+    held = len(buffer)
+    act = partial(buffer.add_batch, rows(env, 1), env) if verb == "add_batch" else partial(buffer.dequeue, env)
+    with pytest.raises(TimeoutError) as raised:
+        act(blocking=True)
+    said = str(raised.value)
+    assert said.startswith("No other process made room or brought steps within timeout=0.2 seconds")
+    assert f"{held} of {ENVS} cells" in said
+    assert "\n" not in said
+    assert len(buffer) == held
+
+
+def test_processes_wait_again_after_a_revival() -> None:
+    buffer = build(max_length=3)
+    buffer.stop()
+    buffer.revive()
+    with Crew() as crew:
+        worker = crew.start(take, buffer, [0, 1])
+        assert not worker.pipe.poll(0.1)
+        assert crew.answer(crew.start(write, buffer, [0, 1], range(3), True)) == 3
+        until(lambda: not len(buffer))
+        buffer.stop()
+        assert sorted(crew.answer(worker)) == [0, 1, 2, 1_000_000, 1_000_001, 1_000_002]
 
 
 def lead(pickled: bytes, pipe: Any) -> None:

@@ -7,20 +7,24 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from kit.forks import as_started
 from kit.rings import ring
 from kit.rows import numbered
 from torchrl_lightning import PrioritizedSampler
-from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter, sharing
-from torchrl_lightning.replay.sharing import SharedLock
+from torchrl_lightning.replay import ExperienceBuffer, RingStorage, RingWriter, shared_lock
+from torchrl_lightning.replay.shared_lock import SharedLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SECONDS = 60  # after which a test fails instead of hanging
@@ -103,6 +107,58 @@ def test_a_forked_process_does_not_hold_what_a_thread_of_its_parent_holds() -> N
     assert child.exitcode == 0
 
 
+@contextmanager
+def stopped_holder(lock: Any) -> Iterator[int]:
+    """Let another process hold a lock, or what has one, and stop it there; it is killed in the end."""
+    held = FORK.Event()
+    holder = started(hold, lock, held)
+    try:
+        assert held.wait(SECONDS)
+        os.kill(holder.pid, signal.SIGSTOP)
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.join(SECONDS)
+
+
+@pytest.mark.parametrize("way", ["forked", "pickled"])
+def test_a_stopped_holder_is_named_after_the_timeout_until_it_goes_on_or_ends(way: str) -> None:
+    lock = SharedLock(nothing, nothing, timeout=0.2)
+    if way == "pickled":
+        lock = pickle.loads(as_started(lock))
+    with stopped_holder(lock) as pid:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(TimeoutError) as raised, lock:
+                pass
+            assert 0.2 < time.monotonic() - began < 5
+            said = str(raised.value)
+            for part in (f"Process {pid} has the lock", "timeout=0.2 ", f"kill -CONT {pid}", f"kill -KILL {pid}"):
+                assert part in said
+            assert "\n" not in said
+        os.kill(pid, signal.SIGKILL)
+        lock.timeout = SECONDS
+        with lock:
+            pass
+
+
+def test_whoever_goes_on_in_time_is_waited_for() -> None:
+    lock, held, go_on = SharedLock(nothing, nothing, timeout=SECONDS), FORK.Event(), FORK.Event()
+
+    def work() -> None:
+        with lock:
+            held.set()
+            go_on.wait(SECONDS)
+
+    child = started(work)
+    assert held.wait(SECONDS)
+    threading.Timer(0.1, go_on.set).start()
+    with lock:
+        assert go_on.is_set()
+    child.join(SECONDS)
+    assert child.exitcode == 0
+
+
 def test_an_error_on_entering_gives_the_lock_back() -> None:
     def fail() -> None:
         raise KeyError("no")
@@ -124,7 +180,7 @@ def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.M
             raise errors.pop(0)
 
     lock = SharedLock(nothing, nothing)
-    monkeypatch.setattr(sharing.fcntl, "lockf", lockf)
+    monkeypatch.setattr(shared_lock.fcntl, "lockf", lockf)
     with pytest.raises(OSError, match="none left"), lock:
         pass
     with lock:
@@ -132,7 +188,7 @@ def test_what_the_kernel_takes_for_a_circle_is_tried_again(monkeypatch: pytest.M
 
 
 def test_a_system_without_such_locks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "fcntl", None)
+    monkeypatch.setattr(shared_lock, "fcntl", None)
     buffer = ExperienceBuffer(storage=RingStorage(4))
     with pytest.raises(RuntimeError, match="fcntl"):
         buffer.share()
@@ -308,6 +364,88 @@ def test_processes_draw_differently_and_again_the_same() -> None:
     assert first == drawn("first")
     assert first[1] == second[1]
     assert len({tuple(each) for each in (*first, second[0])}) == 3
+
+
+def test_a_buffer_whose_lock_is_held_by_a_stopped_process_stays_as_it_was() -> None:
+    buffer = shared(PrioritizedSampler(ENVS * LENGTH, 1.0, 1.0)).share(timeout=0.1)
+    batch, before = buffer.sample(), stored(buffer)
+    calls: list[Callable[[], Any]] = [
+        buffer.sample,
+        buffer.empty,
+        buffer.revive,
+        lambda: buffer.extend(step(20)),
+        lambda: buffer.write_back(batch, ["a"]),
+    ]
+    with stopped_holder(buffer.locked()) as pid:
+        for call in calls:
+            with pytest.raises(TimeoutError, match=f"^Process {pid} has the lock"):
+                call()
+        buffer.stop()  # waits for nobody
+        os.kill(pid, signal.SIGKILL)
+        buffer.share(timeout=SECONDS)
+        buffer.sample()
+    assert buffer.is_stopped
+    assert stored(buffer) == before
+    assert len(buffer.write_back(batch, ["a"]))
+    buffer.extend(step(20))
+    assert [len(each) for each in stored(buffer)] == [3] * ENVS
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "soon", float("nan")])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    buffer = ring(LENGTH, ENVS)
+    with pytest.raises(ValueError, match="timeout must be above 0"):
+        buffer.share(timeout=timeout)
+    assert not buffer.shared
+    with pytest.raises(ValueError, match="timeout must be above 0"):
+        buffer.share().share(timeout=timeout)
+
+
+def test_a_timeout_needs_a_shared_buffer() -> None:
+    with pytest.raises(ValueError, match=r"timeout=2.0 has no effect with shared=False"):
+        ring(LENGTH, ENVS).share(False, timeout=2.0)
+
+
+def begins(buffer: ExperienceBuffer, env: int) -> list[int]:
+    """Return where the episode of each stored step begins."""
+    positions = torch.arange(int(buffer.writer.oldest[env]), int(buffer.writer.positions[env]))
+    return buffer.writer.index.begin(torch.full_like(positions, env), positions, clip=False).tolist()
+
+
+def test_a_new_process_never_joins_the_episode_of_a_dead_one(caplog: Any) -> None:
+    buffer, ids = shared(), torch.tensor([0, 2])
+
+    def act(*values: float) -> None:
+        for value in values:
+            buffer.extend(step(value)[:2], env_ids=ids)
+        die()
+
+    died(partial(act, 20))
+    assert begins(buffer, 0) == [0, 1, 2]
+    died(partial(act, 30))
+    assert begins(buffer, 0) == [0, 1, 2, 3]
+    died(partial(act, 40, 50))  # its rows are one episode
+    assert begins(buffer, 0) == begins(buffer, 2) == [2, 3, 4, 4]
+    assert begins(buffer, 1) == [0, 1]
+    buffer.extend(step(60, ends=True))
+    assert begins(buffer, 0) == [3, 4, 4, 6]
+    assert begins(buffer, 1) == [0, 1, 1]  # this process goes on with its own
+    ends = buffer.writer.index.end(ids, torch.tensor([3, 4]))
+    assert ends.tolist() == [3, 5]
+    assert not caplog.records  # nothing was torn
+
+
+def test_a_process_that_starts_its_environments_again_begins_episodes() -> None:
+    buffer = shared()
+    buffer.stop()
+    buffer.revive()
+    assert not buffer.is_stopped
+    for value in (20, 30):
+        buffer.extend(step(value))
+    assert begins(buffer, 1) == [0, 1, 2, 2]
+    unshared = ring(LENGTH, ENVS)
+    unshared.revive()
+    assert not unshared.is_stopped
 
 
 def test_a_writer_may_refuse_to_overwrite() -> None:

@@ -39,6 +39,7 @@ def work(buffers: list[ExperienceBuffer], inbox: Any, outbox: Any) -> None:
 
 
 def write(ours: ExperienceBuffer) -> Any:
+    ours.extend(rows(90))
     ours.extend(rows(100, ends=True))
     ours.extend(rows(1)[:1], env_ids=torch.tensor([1]))
     return len(ours), ours.writer.positions.tolist(), ours.writer.write_count
@@ -89,20 +90,23 @@ def test_processes_share_a_buffer(method: str) -> None:
     buffers = [filled(sampler).share() for sampler in samplers]
     other = Other(method, buffers)
     for which, ours in enumerate(buffers):
-        assert other.do(write, which) == (7, [2, 3, 2], 7)
-        assert len(ours) == 7
-        assert ours.writer.positions.tolist() == [2, 3, 2]
-        assert ours.writer.write_count == 7
+        assert other.do(write, which) == (10, [3, 4, 3], 10)
+        assert len(ours) == 10
+        assert ours.writer.positions.tolist() == [3, 4, 3]
+        assert ours.writer.write_count == 10
         assert not ours.writer.is_even
         index = ours.writer.index
-        assert index.finished(torch.arange(ENVS), torch.zeros(ENVS, dtype=torch.long)).all()
+        env, first = torch.arange(ENVS), torch.zeros(ENVS, dtype=torch.long)
+        assert index.begin(env, first + 2).tolist() == [1] * ENVS  # what another process writes begins an episode
+        assert index.end(env, first).tolist() == [0] * ENVS
+        assert index.finished(env, first + 1).all()
         if which != 1:  # TorchRL's RandomSampler refuses uneven rings
-            assert set(ours.sample()["a"].flatten().tolist()) >= {0.0, 1.0, 2.0, 100.0, 101.0, 102.0}
+            assert set(ours.sample()["a"].flatten().tolist()) >= {90.0, 91.0, 92.0, 100.0, 101.0, 102.0}
         ours.extend(rows(50))
-        ours.extend(rows(60)[:2], env_ids=torch.tensor([0, 2]))
+        ours.extend(rows(60))
         length, positions, found = other.do(report, which)
-        assert (length, positions) == (12, [4, 4, 4])
-        assert {50.0, 51.0, 52.0, 60.0, 61.0} <= set(found)
+        assert (length, positions) == (12, [5, 6, 5])
+        assert {50.0, 51.0, 52.0, 60.0, 61.0, 62.0} <= set(found)
         # What was drawn before another process overwrote it is left alone.
         batch = ours.sample()
         assert other.do(overwrite, which) == 12

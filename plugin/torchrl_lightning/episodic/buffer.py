@@ -55,7 +55,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             :meth:`ExperienceBuffer.share`), and wait for each other. Needs a ``data_spec``. Priorities are each
             process's own: what one of them updates the others do not see, and new steps have the priority of new data
             in all. So update and draw in the same one. To load a state, build the buffer without, load, and call
-            ``share()``, which is all that this argument does.
+            ``share()``, which is all that this argument does; ``share(timeout=...)`` limits how long processes wait.
         keep_episodic_info: keep the index of episodes. ``None`` does so where the data say how episodes end, which they
             must if returns are recorded.
         record_episodic_return: keep the return of every step; see :class:`EpisodicReturn`, here and below.
@@ -197,6 +197,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
         Raises:
             KeyError: an entry is missing that the index or the returns need.
+            TimeoutError: nobody made room within the timeout of :meth:`share`.
             TypeError: it is not a TensorDict.
             ValueError: ids are out of range or come twice, the batch has another size or schema than expected, or more
                 steps than a ring; there is no room, and ``overwrite=False``; or it shall wait for other processes, and
@@ -237,6 +238,7 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             The steps; None if waiting was stopped (:meth:`stop`). No other process gets them, even if this one dies.
 
         Raises:
+            TimeoutError: nobody brought them within the timeout of :meth:`share`.
             ValueError: an environment holds fewer steps, or can never hold so many; ids are out of range or come twice;
                 or it shall wait for other processes, and there are none. Nothing is taken out.
         """

@@ -1,4 +1,4 @@
-"""Buffers that processes share: a lock, rings in shared memory, and what is mended behind a process that dies.
+"""Buffers that processes share: rings in shared memory, and what is mended behind a process that dies.
 
 Ordinary rings know nothing of this. ``share()`` puts the same rings into shared memory, and from then on whoever
 writes or samples holds a lock between the processes.
@@ -6,19 +6,14 @@ writes or samples holds a lock between the processes.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import current_process, parent_process
-from multiprocessing.reduction import DupFd
 from random import Random
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,108 +25,12 @@ from torchrl_lightning.processes import end_with_parent
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
-from torchrl_lightning.replay.steps import Ints, steps_between
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from torchrl_lightning.replay.shared_lock import LONGEST_PAUSE, PAUSE, SharedLock
+from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 
 T = TypeVar("T")
-PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
 UNLOCKED = nullcontext()
 _logger = logging.getLogger(__name__)
-
-
-# ---------------------------------------------------------------------- the lock
-
-_locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for lock in list(_locks):
-        lock.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
-
-
-class SharedLock:
-    """A lock between processes, and between their threads, that the kernel frees when the process that holds it dies.
-
-    A record lock of POSIX on a file without a name. A process has its record locks in common and loses them with any
-    descriptor of the file that it closes, and a forked process has none: hence another lock between threads, one
-    descriptor, and a fresh start after a fork. Who enters again what it holds already just goes on.
-
-    Args:
-        entered: called when the lock is held: time to see what others did.
-        leaving: called before it is given back.
-
-    Raises:
-        RuntimeError: the system has no such locks (Windows).
-    """
-
-    def __init__(self, entered: Callable[[], None], leaving: Callable[[], None]) -> None:
-        if fcntl is None:
-            raise RuntimeError(
-                "This system has no locks that outlive a process that dies (fcntl), so that buffers "
-                "cannot be shared; give each process a buffer of its own."
-            )
-        file, name = tempfile.mkstemp()
-        os.unlink(name)
-        self._open(file, (entered, leaving))
-
-    def _open(self, file: int, calls: tuple[Callable[[], None], Callable[[], None]]) -> None:
-        self._file, self._calls = file, calls
-        weakref.finalize(self, os.close, file).atexit = False
-        _locks.add(self)
-        self.renew()
-
-    def renew(self) -> None:
-        """Forget what threads of this process hold, which in a forked one are those of its parent."""
-        self._threads, self._depth = threading.RLock(), 0
-
-    def __enter__(self) -> None:
-        self._threads.acquire()
-        self._depth += 1
-        if self._depth > 1:
-            return
-        try:
-            self._seize()
-            self._calls[0]()
-        except BaseException:
-            self._release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            if self._depth == 1:
-                self._calls[1]()
-        finally:
-            self._release()
-
-    def _seize(self) -> None:
-        while True:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX)
-                return
-            except OSError as error:  # the kernel sees no threads, and takes two of a process for a circle
-                if error.errno != errno.EDEADLK:
-                    raise
-                time.sleep(1e-3)
-
-    def _release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
-        self._threads.release()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"file": DupFd(self._file), "calls": self._calls}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._open(state["file"].detach(), state["calls"])
 
 
 # ---------------------------------------------------------------------- rings in shared memory
@@ -193,16 +92,19 @@ class SharedRings(_SharedArrays, Rings):
     """
 
     ORDINARY = Rings
-    OWN = ("_marks", "_pending", "_seen", "_is_locked")
-    ARRAYS = ("_positions", "_floor", "_counters", "_marks", "_pending")
+    OWN = ("_marks", "_pending", "_writers", "_number", "_seen", "_is_locked")
+    ARRAYS = ("_positions", "_floor", "_counters", "_marks", "_pending", "_writers")
     is_shared = True
 
     def __init__(self, rings: Rings) -> None:
         vars(self).update(vars(rings))
-        # How many changes were made, whether one is under way, and whether nobody waits any more.
-        self._marks: Ints = np.zeros(3, np.int64)
+        # How many changes were made, whether one is under way, whether nobody waits any more, and the newest number.
+        self._marks: Ints = np.zeros(4, np.int64)
         # Which steps of a ring, all those below a position, are lost if the process dies that is at it.
         self._pending: Ints = np.zeros(self.num_envs, np.int64)
+        # Who has written last to a ring; by numbers, as the system gives the id of a dead process to a new one.
+        self._writers: Ints = np.zeros(self.num_envs, np.int64)
+        self._number = 0
         self._is_locked = False  # whether this process holds the lock
         self._share()
         self._share_index()
@@ -227,6 +129,20 @@ class SharedRings(_SharedArrays, Rings):
         """Keep an index of episodes from now on."""
         super().make_index()
         self._share_index()
+
+    def enroll(self) -> None:
+        """Count this process as a new one, under the lock: what it writes continues nobody's episodes."""
+        self._marks[3] += 1
+        self._number = self._marks.item(3)
+
+    def write(self, leaves: tuple[Ints, Ints], ids: Ints | None, steps: int, done: Flags, init: Flags) -> Ints:
+        """Write steps; see :meth:`Rings.write`. They do not continue an episode that another process has written."""
+        env = self._ids if ids is None else ids
+        taken = env[self._writers[env] != self._number]
+        if taken.size:
+            self.cut(taken)
+            self._writers[taken] = self._number
+        return super().write(leaves, ids, steps, done, init)
 
     def before(self, env: Any, below: Any = EVERYTHING) -> None:
         """Note which steps are lost if this process dies before it leaves the lock."""
@@ -303,6 +219,10 @@ class SharedRings(_SharedArrays, Rings):
         """Let nobody wait any more, in any process."""
         self._marks[2] = 1
 
+    def revive(self) -> None:
+        """Let them wait again."""
+        self._marks[2] = 0
+
     @property
     def is_stopped(self) -> bool:
         """Whether nobody shall wait any more."""
@@ -317,13 +237,19 @@ class ShareableBuffer(BufferBase):
 
     shared = False
 
-    def share(self, shared: bool = True) -> Self:
+    def share(self, shared: bool = True, *, timeout: float | None = None) -> Self:
         """Move what is stored into memory that other processes share, forked or spawned; call before they start.
 
         Whoever writes or samples holds a lock between the processes and sees what the others wrote. If a process dies
         (is killed) while it holds the lock, the others go on. What it was writing may be half done, so that they drop
         the rings of these environments, log a warning that names them, and begin new episodes there. A process of
         multiprocessing that has used the buffer ends within seconds when the one that started it is killed.
+
+        A ring has one writer at a time. Where another process writes to it, be it in the place of a dead one, its
+        first row begins an episode, whether or not rows have an ``is_init``: two processes never share an episode.
+
+        A process that is stopped (SIGSTOP, a debugger) while it holds the lock holds up the others until it goes on or
+        is killed. With a ``timeout``, each of them raises a TimeoutError that names it; the buffer is as it was.
 
         Samplers, priorities among them, and transforms stay each process's own; new steps of others get the priority of
         new data. Another process draws from a generator of its own, seeded by what this process's one would give at
@@ -332,14 +258,16 @@ class ShareableBuffer(BufferBase):
 
         Args:
             shared: False does nothing to a buffer that is not shared.
+            timeout: seconds to wait for the lock, and in calls that wait for what other processes do; for ever if None.
+                For a buffer that is shared already, this process's own from now on; None leaves it.
 
         Returns:
             The buffer itself.
 
         Raises:
             RuntimeError: the system has no locks that outlive a process that dies (Windows).
-            ValueError: the cells are memory-mapped files, batches are prefetched, or the buffer is shared and shall not
-                be any more.
+            ValueError: the timeout is not above 0, or comes with ``shared=False``, the cells are memory-mapped files,
+                batches are prefetched, or the buffer is shared and shall not be any more.
 
         Example:
             >>> import torch
@@ -347,18 +275,22 @@ class ShareableBuffer(BufferBase):
             >>> from torchrl_lightning import ExperienceBuffer, RingStorage
             >>> buffer = ExperienceBuffer(storage=RingStorage(4))
             >>> _ = buffer.extend(TensorDict({"a": torch.zeros(1)}, [1]))
-            >>> buffer.share().storage.is_shared
+            >>> buffer.share(timeout=30.0).storage.is_shared
             True
         """
         if not shared:
+            if timeout is not None:
+                raise ValueError(f"timeout={timeout!r} has no effect with shared=False; drop one of them.")
             if self.shared:
                 raise ValueError("A shared buffer stays shared; copy.deepcopy(buffer) gives one that is not.")
             return super().share(False)
         if self.prefetches:
             raise ValueError("A buffer that prefetches batches cannot be shared; build it with prefetch=0.")
         if self.shared:
+            if timeout is not None:
+                self._lock.timeout = timeout
             return self  # others may use the lock
-        lock = SharedLock(self._enter, self._leave)
+        lock = SharedLock(self._enter, self._leave, timeout)
         self.storage.share()
         self.writer.share()
         super().share(True)
@@ -371,10 +303,15 @@ class ShareableBuffer(BufferBase):
         rings: SharedRings = self.writer.rings
         return rings
 
+    @property
+    def _lock(self) -> SharedLock:
+        return cast("SharedLock", self._write_lock)
+
     def _enter(self) -> None:
         """Take note of what other processes did; done on entering the lock between them."""
         if self._drawing != processes.current:
             self._drawing = processes.current
+            self._rings.enroll()
             if parent_process() is not None:
                 end_with_parent(os.getppid(), by_signal=False)
             start = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
@@ -408,6 +345,7 @@ class ShareableBuffer(BufferBase):
             What the attempt returned; None where waiting was stopped.
 
         Raises:
+            TimeoutError: the timeout of :meth:`share` is over.
             ValueError: the buffer is not shared, so that nobody else could change anything.
         """
         # By looking again and again: conditions of multiprocessing hang when a process dies that waits for them.
@@ -416,12 +354,18 @@ class ShareableBuffer(BufferBase):
                 "Nobody else could make room or bring steps: this buffer serves one process (allow_multiprocess=False)."
                 " Drop blocking=True."
             )
-        pause = PAUSE
+        pause, began, timeout = PAUSE, time.monotonic(), self._lock.timeout
         while not self.is_stopped:
             with self.locked():
                 found = attempt()
             if found is not None:
                 return found
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise TimeoutError(
+                    f"No other process made room or brought steps within timeout={timeout:g} seconds "
+                    f"({len(self.storage)} of {self.storage.max_size} cells are filled). Look whether those that write "
+                    "and take out are alive, start them again, or call share(timeout=...) with more seconds."
+                )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return None
@@ -429,10 +373,41 @@ class ShareableBuffer(BufferBase):
     def stop(self) -> None:
         """Let no process wait any more: calls that wait, now or later, do nothing and return.
 
-        This lasts, also after the buffer is emptied; what is stored stays, and all other calls work on.
+        This lasts until :meth:`revive`, also after the buffer is emptied; what is stored stays, and all other calls
+        work on. It takes no lock, so that it never waits itself. Who waits for a lock that a stopped process holds goes
+        on waiting, up to the timeout of :meth:`share`.
         """
         if self.shared:
             self._rings.stop()
+
+    def revive(self) -> None:
+        """Let processes wait again after :meth:`stop`, and let this one take its place anew.
+
+        What this process writes next begins episodes, also where the rows have no ``is_init``. A process that takes the
+        place of a dead one does that by itself, with its first row; it calls this if waiting was stopped, and a process
+        that lives on calls it when it has started its environments again.
+
+        Raises:
+            TimeoutError: another process holds the lock longer than the timeout of :meth:`share`.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl_lightning import ExperienceBuffer, RingStorage
+            >>> buffer = ExperienceBuffer(storage=RingStorage(4))
+            >>> row = TensorDict({"next": {"done": torch.zeros(1, 1, dtype=torch.bool)}}, [1])
+            >>> _ = buffer.extend(row)
+            >>> _ = buffer.share().extend(row)
+            >>> buffer.stop()
+            >>> buffer.revive()
+            >>> _ = buffer.extend(row)
+            >>> buffer.is_stopped, buffer.writer.index.begin(torch.zeros(3).long(), torch.arange(3)).tolist()
+            (False, [0, 0, 2])
+        """
+        if self.shared:
+            with self.locked():
+                self._rings.enroll()
+                self._rings.revive()
 
     @property
     def is_stopped(self) -> bool:

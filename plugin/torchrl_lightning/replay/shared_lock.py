@@ -1,0 +1,153 @@
+"""A lock between processes that outlives whoever holds it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from torchrl_lightning.ranges import positive
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
+# How C lays out what the kernel says of a lock: its kind, whence, start, length, and the process that holds it.
+_LAYOUT, _KIND, _HOLDER = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
+_locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for lock in list(_locks):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+class SharedLock:
+    """A lock between processes, and between their threads, that the kernel frees when the process that holds it dies.
+
+    A record lock of POSIX on a file without a name. A process has its record locks in common and loses them with any
+    descriptor of the file that it closes, and a forked process has none: hence another lock between threads, one
+    descriptor, and a fresh start after a fork. Who enters again what it holds already just goes on.
+
+    A process that is stopped (SIGSTOP, a debugger) keeps what it holds, and the others wait until it goes on or ends.
+    With a timeout, they say so instead. It is no good for processes that may be suspended together: time goes on.
+
+    Args:
+        entered: called when the lock is held: time to see what others did.
+        leaving: called before it is given back.
+        timeout: seconds to wait for another process that holds it; for ever if None. Entering is a TimeoutError then.
+
+    Raises:
+        RuntimeError: the system has no such locks (Windows).
+        ValueError: the timeout is not above 0.
+
+    Example:
+        >>> lock = SharedLock(lambda: print("in"), lambda: print("out"), timeout=5.0)
+        >>> with lock, lock:
+        ...     print("once")
+        in
+        once
+        out
+    """
+
+    def __init__(self, entered: Callable[[], None], leaving: Callable[[], None], timeout: float | None = None) -> None:
+        self.timeout = timeout
+        if fcntl is None:
+            raise RuntimeError(
+                "This system has no locks that outlive a process that dies (fcntl), so that buffers "
+                "cannot be shared; give each process a buffer of its own."
+            )
+        file, name = tempfile.mkstemp()
+        os.unlink(name)
+        self._open(file, (entered, leaving))
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that this process waits for another one; for ever if None."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._timeout = None if seconds is None else positive(seconds, "timeout")
+
+    def _open(self, file: int, calls: tuple[Callable[[], None], Callable[[], None]]) -> None:
+        self._file, self._calls = file, calls
+        weakref.finalize(self, os.close, file).atexit = False
+        _locks.add(self)
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget what threads of this process hold, which in a forked one are those of its parent."""
+        self._threads, self._depth = threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        self._depth += 1
+        if self._depth > 1:
+            return
+        try:
+            self._seize()
+            self._calls[0]()
+        except BaseException:
+            self._release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._depth == 1:
+                self._calls[1]()
+        finally:
+            self._release()
+
+    def _seize(self) -> None:
+        # The kernel wakes who waits in it, but cannot be told for how long: with a timeout, look again and again.
+        timeout, pause, began = self._timeout, PAUSE, time.monotonic()
+        how = fcntl.LOCK_EX if timeout is None else fcntl.LOCK_EX | fcntl.LOCK_NB
+        while True:
+            try:
+                fcntl.lockf(self._file, how)
+                return
+            except OSError as error:  # the kernel sees no threads, and takes two of a process for a circle
+                if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
+                    raise
+            if timeout is not None and time.monotonic() - began > timeout and (holder := self._holder()):
+                raise TimeoutError(
+                    f"Process {holder} has the lock of a shared buffer, which was not free within timeout={timeout:g} "
+                    f"seconds. If it is stopped, let it go on (kill -CONT {holder}) or end it (kill -KILL {holder}), "
+                    "and the others go on; if it is only slow, call share(timeout=...) with more seconds."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _holder(self) -> int | None:
+        asked: list[int] = [0] * len(struct.unpack(_LAYOUT, bytes(struct.calcsize(_LAYOUT))))
+        asked[_KIND] = fcntl.F_WRLCK
+        found = struct.unpack(_LAYOUT, fcntl.fcntl(self._file, fcntl.F_GETLK, struct.pack(_LAYOUT, *asked)))
+        return None if found[_KIND] == fcntl.F_UNLCK else found[_HOLDER]
+
+    def _release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": DupFd(self._file), "calls": self._calls, "timeout": self._timeout}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.timeout = state["timeout"]
+        self._open(state["file"].detach(), state["calls"])
