@@ -38,6 +38,12 @@ def test_the_latest_of_the_best_is_kept(scores, kept, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
+def test_a_monitor_that_is_no_name_is_refused_before_training(tmp_path):
+    run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=3)])
+    with pytest.raises(ValueError, match="monitor=3 must be the name of a metric, such as eval/return"):
+        run.fit(Scored([1.0]), train_dataloaders=[0], val_dataloaders=[0])
+
+
 def test_validations_without_episodes_are_passed_over(tmp_path):
     class Fitted(Scored):
         def validation_step(self, batch, batch_idx):

@@ -72,8 +72,11 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("model.optimizer=Adam", "model.optimizer=Adam: optimizer is 'Adam'; expected a callable"),
         ("model.loss_critic_type=l3", "model.loss_critic_type=l3: loss_critic_type must be one of 'l1', 'l2',"),
         ("model.schedule=cubic", "model: unknown schedule 'cubic'; known are constant, linear, cosine"),
-        ("model.network.hidden_sizes=[0]", "model: hidden_sizes is [0]; every layer must have at least 1 unit."),
-        ("model.network.activation=swash", "model: activation must be one of 'elu', 'gelu',"),
+        (
+            "model.network.hidden_sizes=[0]",
+            "model.network: Each width in hidden_sizes=[0] must be a positive integer, got 0",
+        ),
+        ("model.network.activation=swash", "model.network.activation=swash: activation must be one of 'elu', 'gelu',"),
         ("trainer.precision=99", "trainer: Precision 99 is invalid."),
         ("trainer.max_epochs=-5", "trainer: `max_epochs` must be a non-negative integer or -1. You passed in -5."),
         ("callbacks.checkpoint.mode=best", "callbacks.checkpoint: `mode` can be min, max but got best"),

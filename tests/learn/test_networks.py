@@ -34,3 +34,18 @@ def test_lightnings_cli_chooses_a_network(model, data, kind):
         network = LightningCLI(model, data, run=False, save_config_callback=None, args=args).model.network
     assert type(network) is kind
     assert {name: getattr(network, name) for name in CHOSEN[kind]} == CHOSEN[kind]
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"head_sizes": 64}, r"head_sizes must list the width of each layer, such as \[64, 64\], got 64"),
+        ({"head_sizes": "64"}, "head_sizes must list the width of each layer"),
+        ({"head_sizes": [64, 0]}, r"Each width in head_sizes=\[64, 0\] must be a positive integer, got 0"),
+        ({"activation": "swash"}, "activation must be one of 'elu', 'gelu'"),
+    ],
+)
+def test_layers_that_cannot_be_built_are_refused_at_once(kind, given, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        kind(**given)

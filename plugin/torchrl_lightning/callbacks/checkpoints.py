@@ -145,6 +145,8 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
+        if not isinstance(self.monitor, str | None):
+            raise Fault(f"monitor={self.monitor!r} must be the name of a metric, such as eval/return.")
         write_atomically(trainer)
         super().setup(trainer, pl_module, stage)
 

@@ -23,10 +23,23 @@ from torchrl_lightning.learn.planners import CrossEntropyPlanner, ShootingPlanne
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_env import WorldModelEnvironment
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
-from torchrl_lightning.settings import Count, otherwise, setting
+from torchrl_lightning.settings import Count, setting
 
 STATE = "dynamics_ensemble"
 Planner = Callable[[WorldModelEnvironment], TensorDictModuleBase]
+
+
+def plans(value: Any, name: str) -> Planner:
+    """Return what makes a planner, that of cross entropy for None; a TypeError if it cannot be called."""
+    if value is None:
+        return CrossEntropyPlanner
+    if not callable(value):
+        raise TypeError(
+            f"{name} is {value!r}; expected a callable that makes a planner of a world model, such as "
+            "functools.partial(CrossEntropyPlanner, horizon=20)."
+        )
+    made: Planner = value
+    return made
 
 
 class DynamicsEnsemble(WorldModelSettings, TermsModule):
@@ -70,7 +83,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     stream_for_it = "data=model_based (DynamicsDataModule)"
 
     num_elites: Count | None = None
-    planner: Annotated[Planner, otherwise(lambda: CrossEntropyPlanner)] = setting(default=None)
+    planner: Annotated[Planner, plans] = setting(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ from torchrl.data import MultiCategorical as MultiCategoricalSpec
 
 from torchrl_lightning.environments.frame_stack import channels_are_last
 from torchrl_lightning.learn.trunks import RecurrentTrunk, Trunk
-from torchrl_lightning.ranges import Check, one_of
+from torchrl_lightning.ranges import Check, integer, one_of
 from torchrl_lightning.trust import Nameable
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -69,12 +69,27 @@ class MLP(nn.Sequential):
         return input
 
 
+def check_widths(value: Any, name: str) -> None:
+    """Refuse anything but widths of layers, by an error that names them."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must list the width of each layer, such as [64, 64], got {value!r}.")
+    for width in value:
+        integer(width, f"Each width in {name}={list(value)}")
+
+
+def check_layers(network: Any) -> None:
+    """Refuse a description whose layers cannot be built."""
+    for name in ("hidden_sizes", "head_sizes"):
+        check_widths(getattr(network, name, ()), name)
+    one_of(network.activation, "activation", ACTIVATIONS)
+    one_of(getattr(network, "initialization", "orthogonal"), "initialization", INITIALIZATIONS)
+
+
 def mlp(
     in_features: int, hidden_sizes: Sequence[int], activation: str = "tanh", initialization: str = "orthogonal"
 ) -> MLP:
     """Build hidden layers, initialised as :class:`MLPNetwork` says; without hidden sizes it is the identity."""
-    if any(width < 1 for width in hidden_sizes):
-        raise ValueError(f"hidden_sizes is {list(hidden_sizes)}; every layer must have at least 1 unit.")
+    check_widths(hidden_sizes, "hidden_sizes")
     act, layers = ACTIVATIONS[one_of(activation, "activation", ACTIVATIONS)], []
     initialize = INITIALIZATIONS[one_of(initialization, "initialization", INITIALIZATIONS)]
     for width in hidden_sizes:
@@ -238,7 +253,7 @@ class MLPNetwork(Network, Nameable):
 
     Args:
         hidden_sizes: Width of each hidden layer.
-        activation: Name of the activation.
+        activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share the hidden layers.
         head_sizes: Width of further layers, which actor and critic do not share.
         initialization: First weights of these layers: ``"orthogonal"`` with gain sqrt(2), and biases of zero; or both
@@ -255,6 +270,9 @@ class MLPNetwork(Network, Nameable):
     shared: bool = False
     head_sizes: Sequence[int] = ()
     initialization: str = "orthogonal"
+
+    def __post_init__(self) -> None:
+        check_layers(self)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
@@ -274,7 +292,7 @@ class CNNNetwork(Network, Nameable):
         kernels: Kernel size of each convolution.
         strides: Stride of each convolution.
         hidden_sizes: Width of each hidden layer after the convolutions.
-        activation: Name of the activation.
+        activation: Name of the activation: elu, gelu, leaky_relu, relu, silu or tanh.
         shared: Whether actor and critic share all of these layers.
         head_sizes: Width of further layers, which actor and critic do not share.
 
@@ -291,6 +309,9 @@ class CNNNetwork(Network, Nameable):
     activation: str = "relu"
     shared: bool = True
     head_sizes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        check_layers(self)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder of these entries."""
@@ -332,6 +353,9 @@ class RecurrentNetwork(Network, Nameable):
     head_sizes: Sequence[int] = field(default_factory=lambda: [64])
     activation: str = "tanh"
     shared: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        check_layers(self)
 
     def encoder(self, specs: Sequence[Any]) -> nn.Module:
         """Build the encoder that comes before the recurrent layers."""
