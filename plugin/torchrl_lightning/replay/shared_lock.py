@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PAUSE, LONGEST_PAUSE = 2e-4, 5e-3  # seconds between looks at what others did
+PAUSE = 2e-4  # seconds between looks at what others do
 # How C lays out what the kernel says of a lock: its kind, whence, start, length, and the process that holds it.
 _LAYOUT, _KIND, _HOLDER = ("hhqqi4x", 0, 4) if sys.platform == "linux" else ("qqihhi", 3, 2)
 _locks: weakref.WeakSet[SharedLock] = weakref.WeakSet()
@@ -44,7 +44,8 @@ class SharedLock:
     descriptor, and a fresh start after a fork. Who enters again what it holds already just goes on.
 
     A process that is stopped (SIGSTOP, a debugger) keeps what it holds, and the others wait until it goes on or ends.
-    With a timeout, they say so instead. It is no good for processes that may be suspended together: time goes on.
+    With a timeout, they say so instead; a few percent of a core go into looking at the lock while they wait. It is no
+    good for processes that may be suspended together, because time goes on for them.
 
     Args:
         entered: called when the lock is held: time to see what others did.
@@ -115,7 +116,7 @@ class SharedLock:
 
     def _seize(self) -> None:
         # The kernel wakes who waits in it, but cannot be told for how long: with a timeout, look again and again.
-        timeout, pause, began = self._timeout, PAUSE, time.monotonic()
+        timeout, began = self._timeout, time.monotonic()
         how = fcntl.LOCK_EX if timeout is None else fcntl.LOCK_EX | fcntl.LOCK_NB
         while True:
             try:
@@ -130,8 +131,7 @@ class SharedLock:
                     f"seconds. If it is stopped, let it go on (kill -CONT {holder}) or end it (kill -KILL {holder}), "
                     "and the others go on; if it is only slow, call share(timeout=...) with more seconds."
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            time.sleep(PAUSE)
 
     def _holder(self) -> int | None:
         asked: list[int] = [0] * len(struct.unpack(_LAYOUT, bytes(struct.calcsize(_LAYOUT))))

@@ -25,10 +25,11 @@ from torchrl_lightning.processes import end_with_parent
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.rings import EVERYTHING, Rings
-from torchrl_lightning.replay.shared_lock import LONGEST_PAUSE, PAUSE, SharedLock
+from torchrl_lightning.replay.shared_lock import PAUSE, SharedLock
 from torchrl_lightning.replay.steps import Flags, Ints, steps_between
 
 T = TypeVar("T")
+LONGEST_PAUSE = 5e-3  # seconds between looks for room or steps
 UNLOCKED = nullcontext()
 _logger = logging.getLogger(__name__)
 
