@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
+from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.envs import PendulumEnv
 from torchrl.modules import GRUModule
 
 from kit.counting import CountingEnv, RandomEnv, still_policy, vector_env
 from kit.rollouts import categorical_actor
+from torchrl_lightning import EnvironmentRecipe
 from torchrl_lightning.collectors import play_episodes
 
 STILL = still_policy()
@@ -106,3 +109,11 @@ def test_bad_input() -> None:
         play_episodes(CountingEnv, STILL, 0)
     with pytest.raises(ValueError, match="seed"):
         play_episodes(CountingEnv, STILL, 1, seed=-2)
+
+
+def test_an_evaluation_without_an_end_is_told_of(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("torchrl_lightning.collectors.episodes.MANY_TORCHRL_STEPS", 3)
+    rest = TensorDictModule(lambda angle: torch.zeros(len(angle), 1), in_keys=["th"], out_keys=["action"])
+    for time_limit, told in ((2, 0), (5, 1)):
+        play_episodes(EnvironmentRecipe(PendulumEnv, time_limit=time_limit), rest, 1, num_envs=1, seed=0)
+        assert caplog.text.count("no episode has ended after 3 steps: an environment without an end needs") == told

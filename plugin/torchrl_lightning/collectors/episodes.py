@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ENVS = 32
 MANY_STEPS = 100_000
+MANY_TORCHRL_STEPS = 2_000  # each of which may take some hundredths of a second
 
 
 def play_episodes(
@@ -120,7 +121,7 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
     env = with_bookkeeping(env, policy)
     if seed is not None:
         env.set_seed(spawn_seed(seed, "episodes"))
-    record = _Record(num_episodes, env.batch_size.numel())
+    record = _Record(num_episodes, env.batch_size.numel(), MANY_TORCHRL_STEPS)
     device = policy_device(policy)
     with blaming("reset"):
         step = env.reset()
@@ -143,7 +144,8 @@ def _play_torchrl(env: EnvBase, policy: Policy, num_episodes: int, seed: int | N
 class _Record:
     """What the first episodes of each of ``count`` environments came to, as many of each as make ``num_episodes``."""
 
-    def __init__(self, num_episodes: int, count: int) -> None:
+    def __init__(self, num_episodes: int, count: int, many_steps: int = MANY_STEPS) -> None:
+        self._many_steps = many_steps  # those after which it is told that no episode has ended
         self._quota = num_episodes // count + (np.arange(count) < num_episodes % count)
         self._first_row = np.concatenate([[0], np.cumsum(self._quota)[:-1]])
         self._played = np.zeros(count, dtype=np.int64)
@@ -166,11 +168,11 @@ class _Record:
         self._returns += rewards
         self._lengths += 1
         if not done.any():
-            if not self._played.any() and (self._lengths == MANY_STEPS).all():
+            if not self._played.any() and (self._lengths == self._many_steps).all():
                 logger.warning(
                     "no episode has ended after %d steps: an environment without an end needs a time limit "
                     "(time_limit= of an EnvironmentRecipe).",
-                    MANY_STEPS,
+                    self._many_steps,
                 )
             return
         counted = np.flatnonzero(done & (self._played < self._quota))
