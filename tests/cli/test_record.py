@@ -56,13 +56,15 @@ def test_the_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
     arrays = {"Observation": np.zeros((2, 3)), "Action": [[0], [1]], "Reward": [[0.0], [1.5]], "FrameSkip": 1}
     np.savez(tmp_path / "demos" / "other.npz", **arrays)
     head, ours, other, torn = run("record", "table=demos", "hydra.run.dir=run").stdout.splitlines()[-4:]
-    assert head.split() == ["file", "length", "return", "by", "environment", "check"]
-    assert ours.split()[3:] == ["agent", "CartPole-v1", "whole"]
-    assert other.split() == ["other.npz", "2", "1.5", "agent", "unknown", "whole"]
+    assert head.split() == ["file", "length", "return", "by", "environment", "recipe", "check"]
+    assert ours.split()[3:] == ["agent", "CartPole-v1", "id", "whole"]
+    assert other.split() == ["other.npz", "2", "1.5", "agent", "unknown", "unknown", "whole"]
     assert "torn.npz was refused: it is no whole .npz file" in torn
     ours, other = run("record", "table=demos", "env=cartpole", "hydra.run.dir=run").stdout.splitlines()[-3:-1]
     assert ours.endswith("fits")
     assert "[3]" in other
+    (ours,) = run("record", "table=demos", "env=acrobot", "hydra.run.dir=run").stdout.splitlines()[-3:-2]
+    assert "was recorded with id='CartPole-v1', the environment has id='Acrobot-v1'; take" in ours
 
 
 CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}

@@ -92,11 +92,21 @@ def test_it_fits_its_environment() -> None:
         (torch.tensor([[0, 2], [1, 1], [1, 0]]), MultiCategorical([2, 3])),
         (torch.tensor([[0, 1], [1, 1], [1, 0]], dtype=torch.int8), Binary(2, (2,), dtype=torch.int8)),
         (torch.eye(3, dtype=torch.bool), OneHot(3)),
-        (torch.rand(3, 2) * 9, Bounded(-1, 1, (2,))),  # an agent's action is clipped by its environment
+        (torch.tensor([[-1, 1], [1 + 1e-6, 0], [0, 0]]), Bounded(-1, 1, (2,))),  # but for rounding
     ],
 )
 def test_all_kinds_of_actions_fit(actions: torch.Tensor, spec: Any) -> None:
     Demonstration(steps(action=actions)).fits(specs(action=spec))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int32])
+def test_an_action_outside_of_its_box_is_named_with_its_bounds(kind: torch.dtype) -> None:
+    found = Demonstration(steps(action=torch.tensor([[0, 1], [1, 0], [0, 9]]).to(kind)), name="a.npz")
+    found.fits(specs(action=Unbounded((2,), dtype=kind)))
+    with pytest.raises(
+        ValueError, match=r"^Demonstration 'a.npz': 'action'\[2, 1\] is 9, outside of \[-1, 2\], the b.*"
+    ):
+        found.fits(specs(action=Bounded(torch.tensor([0, -1]), torch.tensor([1, 2]), (2,), dtype=kind)))
 
 
 @pytest.mark.parametrize(

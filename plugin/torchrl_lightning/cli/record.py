@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from torchrl_lightning.demonstrations import Demonstration
-    from torchrl_lightning.environments import EnvironmentSpecs
+    from torchrl_lightning.environments import EnvironmentRecipe, EnvironmentSpecs
     from torchrl_lightning.environments.policies import Policy
 
 
@@ -176,12 +177,13 @@ def show_table(folder: Path, env: Any) -> float:
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations.files import SUFFIXES
     from torchrl_lightning.demonstrations.recording import demonstration_specs
+    from torchrl_lightning.demonstrations.tasks import given_recipe
 
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in SUFFIXES)
     if not paths:
         raise UsageError(f"table={folder}: no demonstration is there; it needs a {' or '.join(SUFFIXES)} file.")
-    fitting = (None, 1) if env is None else demonstration_specs(env)
-    lines: list[tuple[str, ...]] = [("file", "length", "return", "by", "environment", "check")]
+    fitting = (None, 1, None) if env is None else (*demonstration_specs(env), given_recipe(env))
+    lines: list[tuple[str, ...]] = [("file", "length", "return", "by", "environment", "recipe", "check")]
     returns = []
     for path in paths:
         told, total = _line(path, *fitting)
@@ -193,19 +195,25 @@ def show_table(folder: Path, env: Any) -> float:
     return sum(returns) / len(returns) if returns else float("nan")
 
 
-def _line(path: Path, specs: EnvironmentSpecs | None, frame_skip: int) -> tuple[tuple[str, ...], float | None]:
+def _line(
+    path: Path, specs: EnvironmentSpecs | None, frame_skip: int, recipe: EnvironmentRecipe | None
+) -> tuple[tuple[str, ...], float | None]:
     from torchrl_lightning.demonstrations import read_demonstration
+    from torchrl_lightning.demonstrations.tasks import recorded_recipe
 
     try:
         found = read_demonstration(path)
     except (OSError, ValueError, TypeError) as error:
-        return ("", "", "", "", str(error)), None
+        return ("", "", "", "", "", str(error)), None
     check = "whole" if specs is None else "fits"
     if specs is not None:
         try:
-            read_demonstration(path, specs).fits(specs, frame_skip)
+            read_demonstration(path, specs).fits(specs, frame_skip, recipe)
         except ValueError as error:
             check = str(error)
     by = "human" if found.is_human else "agent"
     where = str(found.metadata.get("environment", "unknown"))
-    return (str(found.length), f"{found.total_reward:g}", by, where, check), found.total_reward
+    known = recorded_recipe(found.metadata)
+    others = [] if known is None else [f"{name}={json.dumps(value)}" for name, value in known.items() if name != "id"]
+    told = "unknown" if known is None else ", ".join(others) or "id"
+    return (str(found.length), f"{found.total_reward:g}", by, where, told, check), found.total_reward

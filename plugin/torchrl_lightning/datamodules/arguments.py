@@ -28,7 +28,8 @@ def environment_name(env: Any) -> str:
 def environment_fields(env: Any) -> Any:
     """Return by what a checkpoint knows an environment: the settings of a recipe, else a name.
 
-    How its copies are stepped, and how long that may take, is not part of it. A recipe of an id alone is that id.
+    How its copies are stepped, how long that may take, and whose demonstrations it takes, is not part of it. A recipe
+    of an id alone is that id.
 
     Example:
         >>> environment_fields(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
@@ -36,7 +37,7 @@ def environment_fields(env: Any) -> Any:
     """
     if isinstance(env, EnvironmentRecipe):
         fields = env.settings()
-        for name in ("vectorization", "step_timeout"):
+        for name in ("vectorization", "demonstrations_of", "step_timeout"):
             fields.pop(name, None)
         return fields["id"] if list(fields) == ["id"] and isinstance(fields["id"], str) else fields
     return plain(env) if isinstance(env, partial) else environment_name(env)

@@ -15,6 +15,7 @@ from torchrl_lightning.demonstrations import Demonstration
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.dataset import read_dataset, transitions
 from torchrl_lightning.demonstrations.recording import demonstration_specs
+from torchrl_lightning.demonstrations.tasks import given_recipe
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.policies import recurrent_states
@@ -36,7 +37,9 @@ class BufferedDataset:
 
     def __init__(self, dataset: Any, env: Any, specs: EnvironmentSpecs, buffer: ExperienceBuffer) -> None:
         self._specs, self._buffer = specs, buffer
-        demonstrations = read_dataset(dataset, *((specs, 1) if is_ready(env) else demonstration_specs(env)))
+        demonstrations = read_dataset(
+            dataset, *((specs, 1) if is_ready(env) else demonstration_specs(env)), given_recipe(env)
+        )
         writer = buffer.parts[2]
         steps, self._placed = [0] * writer.num_envs, deque[tuple[int, Demonstration]]()
         for demonstration in demonstrations:

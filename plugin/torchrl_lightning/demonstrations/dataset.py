@@ -15,13 +15,16 @@ from torchrl_lightning.demonstrations.minari import minari_demonstrations
 from torchrl_lightning.demonstrations.players import Player
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.entries import path_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 
 MINARI = "minari:"
 
 
-def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> list[Demonstration]:
+def read_dataset(
+    dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1, recipe: EnvironmentRecipe | None = None
+) -> list[Demonstration]:
     """Read the demonstrations of a data set.
 
     Args:
@@ -29,6 +32,7 @@ def read_dataset(dataset: Any, specs: EnvironmentSpecs, frame_skip: int = 1) -> 
             a Minari data set on this machine; or a ``minari.MinariDataset``.
         specs: What the environment shows and takes, without a frame stack.
         frame_skip: How many frames the environment takes in one step.
+        recipe: That of the environment, if known.
 
     Raises:
         DemonstrationFault: There is no such data set, it holds no steps, or those of another environment.
@@ -45,14 +49,14 @@ name a directory that holds demonstrations, or a .npz or .safetensors file.
     try:
         if path is not None:
             if path.is_dir() or path.suffix not in SUFFIXES:
-                return list(DemonstrationDirectory(path, specs, frame_skip).initial)
+                return list(DemonstrationDirectory(path, specs, frame_skip, recipe=recipe).initial)
             found = [read_demonstration(path, specs)]
         else:
             found = list(
                 minari_demonstrations(dataset.removeprefix(MINARI) if isinstance(dataset, str) else dataset, specs)
             )
         for demonstration in found:
-            demonstration.fits(specs, frame_skip)
+            demonstration.fits(specs, frame_skip, recipe)
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise DemonstrationFault(f"dataset={dataset}: {error}") from error
     if not found:

@@ -17,6 +17,7 @@ from torchrl_lightning.demonstrations.files import (
     write_demonstrations,
 )
 from torchrl_lightning.demonstrations.trajectory import Demonstration
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.files import replaced_files
 from torchrl_lightning.ranges import integer, optional
@@ -40,6 +41,8 @@ class DemonstrationDirectory:
         may_be_empty: Whether none at start, or no directory, is no mistake.
         taken: Names of files that are left out, as those that were read before.
         limit: How many bytes a file, and all that it unpacks to, may have.
+        recipe: That of the environment, if known: what was recorded by another is left out, see
+            :meth:`Demonstration.fits`.
 
     Attributes:
         initial: The demonstrations that were there at start.
@@ -72,19 +75,21 @@ class DemonstrationDirectory:
         may_be_empty: bool = False,
         taken: Collection[str] = (),
         limit: int = LIMIT,
+        recipe: EnvironmentRecipe | None = None,
     ) -> None:
-        self.path, self.specs, self.human = Path(path), specs, human
+        self.path, self.specs, self.human, self.recipe = Path(path), specs, human, recipe
         self.frame_skip, self.limit = integer(frame_skip, "frame_skip"), integer(limit, "limit")
         optional(integer)(most, "most")
         if not may_be_empty and not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is no directory; name one that holds demonstrations.")
         self._known = set(taken)  # and what is saved here
+        self._first = ""  # why the first was refused
         self._refused: dict[str, tuple[_Stamp, bool]] = {}  # how each was, and whether that was said
         self.initial: tuple[Demonstration, ...] = tuple(self._read(at_start=True))
         if not self.initial and not may_be_empty:
             raise ValueError(
                 f"{self.path} holds no demonstration that can be used ({len(self._refused)} refused); it needs a "
-                f"{' or '.join(SUFFIXES)} file that was recorded in this environment."
+                f"{' or '.join(SUFFIXES)} file that was recorded in this environment.{self._first}"
             )
         if most is not None and len(self.initial) > most:
             raise ValueError(
@@ -120,6 +125,7 @@ class DemonstrationDirectory:
             try:
                 found.append(self._load(path))
             except (OSError, ValueError, TypeError) as error:
+                self._first = self._first or f" The first: {error}"
                 is_settled = at_start or self._refused.get(path.name) == (stamp, False)
                 if is_settled:
                     _logger.warning("A demonstration is left out: %s", error)
@@ -132,7 +138,7 @@ class DemonstrationDirectory:
         if not path.resolve().is_relative_to(self.path.resolve()):
             raise ValueError(f"{path} was refused: it is a link out of the directory, to {path.resolve()}.")
         demonstration = read_demonstration(path, self.specs, limit=self.limit)
-        demonstration.fits(self.specs, self.frame_skip)
+        demonstration.fits(self.specs, self.frame_skip, self.recipe)
         return demonstration if self.human is None else replace(demonstration, is_human=self.human)
 
     def save(self, demonstrations: Sequence[Demonstration], names: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
@@ -25,11 +24,12 @@ from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, Lo
 from torchrl_lightning.demonstrations.replay_transform import DemonstrationReplayTransform
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.saved_dtypes import check_saved_dtypes, with_saved_dtypes
+from torchrl_lightning.demonstrations.tasks import given_recipe, recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.origins import env_ids
-from torchrl_lightning.environments.recipe import recipe_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.keys import REPLAYED, VALUE
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
@@ -86,6 +86,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         """Frames of one step; None before :meth:`attach`, where that is up to the environment."""
         self._replay_in(1, 1)  # refuses options that make no sense
         self._specs: EnvironmentSpecs | None = None
+        self._recipe: EnvironmentRecipe | None = None
         self.replay: DemonstrationReplay | None = None
         """What a collector replays; None before :meth:`attach`."""
         self._miners: dict[int, DemonstrationMiner] = {}  # by the first environment of each worker
@@ -113,8 +114,8 @@ class DemonstrationHooks(Stated, RolloutHooks):
             self.frame_skip = of_env if told is None else integer(told, "frame_skip")
         check_saved_dtypes(self.settings.demo_dtypes, specs)
         self._specs = specs
-        frame_stack = 1 if isinstance(env, VectorEnv | EnvBase) else recipe_of(env).frame_stack
-        self.replay = self._replay_in(num_envs, frame_stack)
+        self._recipe = given_recipe(env)
+        self.replay = self._replay_in(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
         self.load_initial()
         self._look_for_supplementary()
 
@@ -182,7 +183,13 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self._success = (self.storage.successes - successes) / own if own else None
 
     def _miner(self, num_envs: int) -> DemonstrationMiner:
-        return DemonstrationMiner(self.writer, num_envs, specs=self.attached(), frame_skip=self.frame_skip or 1)
+        return DemonstrationMiner(
+            self.writer,
+            num_envs,
+            specs=self.attached(),
+            frame_skip=self.frame_skip or 1,
+            metadata=recipe_metadata(self._recipe),
+        )
 
     def collected(self, stored: TensorDictBase, value_key: NestedKey) -> TensorDictBase:
         """Return the stored rollout as it was collected, ``[T, N]``, with its values."""
@@ -205,13 +212,13 @@ class DemonstrationHooks(Stated, RolloutHooks):
         return self._specs
 
     def _directory(self, path: str, **options: Any) -> DemonstrationDirectory:
-        return DemonstrationDirectory(path, self.attached(), self.frame_skip or 1, **options)
+        return DemonstrationDirectory(path, self.attached(), self.frame_skip or 1, recipe=self._recipe, **options)
 
     def read(self, path: str | Path) -> Demonstration:
         """Read a demonstration, and refuse it if it does not fit the environment; it is not kept."""
         specs = self.attached()
         demonstration = read_demonstration(path, specs)
-        demonstration.fits(specs, self.frame_skip or 1)
+        demonstration.fits(specs, self.frame_skip or 1, self._recipe)
         return demonstration
 
     def load_initial(self) -> None:

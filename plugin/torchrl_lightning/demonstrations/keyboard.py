@@ -15,8 +15,9 @@ import numpy as np
 
 from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
+from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.environments.recipe import plain, recipe_of
+from torchrl_lightning.environments.recipe import recipe_of
 from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.ranges import integer
 
@@ -68,13 +69,13 @@ def play_demonstrations(
     finally:
         made.close()
     for number, (observations, actions, rewards, terminated, truncated) in enumerate(recorder.episodes):
-        name, seen = str(plain(recipe.id)), {}
+        metadata, seen = recipe_metadata(recipe), {}
         for path, key, _ in observation_leaves(made.observation_space):
             leaf = np.array([reduce(getitem, path, each) for each in observations])
             seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
         ended = {"terminated": terminated, "truncated": truncated}
-        known = {"is_human": True, "frame_skip": frame_skip, "metadata": {"environment": name}, **ended}
-        yield of_episode(specs, seen, actions, rewards, name=f"{name}, episode {number}", **known)
+        known = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
+        yield of_episode(specs, seen, actions, rewards, name=f"{metadata['environment']}, episode {number}", **known)
 
 
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):

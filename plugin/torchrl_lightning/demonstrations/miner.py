@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["DemonstrationMiner"]
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -96,6 +97,7 @@ class DemonstrationMiner(Stated):
             stacked images the newest is taken. None means the entry ``observation`` as it is.
         value_key: The values of the states; where a rollout has none, episodes have the value ``-inf``.
         frame_skip: How many frames of the environment one step takes.
+        metadata: What is known of each demonstration.
 
     Raises:
         ValueError: A number is not positive.
@@ -125,10 +127,12 @@ class DemonstrationMiner(Stated):
         specs: EnvironmentSpecs | None = None,
         value_key: NestedKey = "state_value",
         frame_skip: int = 1,
+        metadata: Mapping[str, str | int | float] | None = None,
     ) -> None:
         self.writer, self.num_envs = writer, integer(num_envs, "num_envs")
         self.specs, self.value_key = specs, nested_key(value_key)
         self.frame_skip = integer(frame_skip, "frame_skip")
+        self.metadata = dict(metadata or {})
         self._running: list[_Episode | None] = [None] * num_envs
         self._count = 0  # of the episodes that were offered
 
@@ -194,6 +198,7 @@ class DemonstrationMiner(Stated):
                     value=episode.value,
                     frame_skip=self.frame_skip,
                     name=f"episode {count}",
+                    metadata=self.metadata,
                     **ends_at(after, end - 1, env),
                 )
             if mined is not None or episode.value > -math.inf:

@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
 from torchrl_lightning.collectors.episodes import MANY_STEPS
+from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
 from torchrl_lightning.environments import (
     EnvironmentSpecs,
@@ -23,7 +24,7 @@ from torchrl_lightning.environments import (
 )
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.policies import Policy
-from torchrl_lightning.environments.recipe import plain, recipe_of
+from torchrl_lightning.environments.recipe import recipe_of
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import integer
 
@@ -62,7 +63,8 @@ def record_demonstrations(
     """Play episodes one after another and give each as a demonstration.
 
     Rewards are those that learning gets, so that a demonstration can be replayed among them; of a recipe's frame stack
-    the newest image is kept. The metadata name the ``environment`` and its ``frame_stack``.
+    the newest image is kept. The metadata name the ``environment``, its ``recipe`` (as JSON) and its
+    ``frame_stack``.
 
     Args:
         env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's.
@@ -83,7 +85,7 @@ def record_demonstrations(
     integer(num_episodes, "num_episodes")
     specs, frame_skip = demonstration_specs(env)
     recipe = recipe_of(env)
-    known: dict[str, str | int | float] = {"environment": str(plain(recipe.id))}
+    known: dict[str, str | int | float] = {**recipe_metadata(recipe)}
     if recipe.frame_stack > 1:
         known["frame_stack"] = recipe.frame_stack
     for number, episode in enumerate(_episodes(env, policy, num_episodes, seed)):

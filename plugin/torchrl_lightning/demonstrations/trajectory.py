@@ -14,8 +14,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import TensorSpec
 
+from torchrl_lightning.demonstrations.tasks import check_task
 from torchrl_lightning.entries import check_tensordict, keyed_leaves, name_of, path_of, to_tensordict, tree_of
+from torchrl_lightning.environments.recipe import EnvironmentRecipe
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 from torchrl_lightning.ranges import boolean, integer, optional
@@ -162,16 +165,19 @@ class Demonstration:
         last = None if last is None else last.clone()
         return replace(self, steps=self.steps.clone(), last_observation=last, serial=None)
 
-    def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1) -> None:
+    def fits(self, specs: EnvironmentSpecs, frame_skip: int = 1, recipe: EnvironmentRecipe | None = None) -> None:
         """Refuse to be replayed in an environment that it is not from.
 
         Args:
             specs: The environment's specs, without a frame stack.
             frame_skip: How many frames the environment takes in one step.
+            recipe: That of the environment, which must be of the same id and reward as the recorded one, where both are
+                known; else its ``demonstrations_of`` allows it.
 
         Raises:
-            ValueError: The environment has another frame skip, other observation entries, or another shape or dtype of
-                an entry, or lacks an action; the message names the demonstration and what differs.
+            ValueError: The environment is of another recipe, has another frame skip, other observation entries, or
+                another shape or dtype of an entry, or lacks an action; the message names the demonstration and what
+                differs.
 
         Example:
             >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -184,6 +190,7 @@ class Demonstration:
 space does not have (...); replay it in the environment that it was recorded in.
         """
         owner, mend = f"Demonstration {self.name!r}", "replay it in the environment that it was recorded in"
+        check_task(owner, self.metadata, recipe)
         if self.frame_skip != frame_skip:
             raise ValueError(
                 f"{owner} has frame_skip={self.frame_skip}, the environment frame_skip={frame_skip}; "
@@ -203,6 +210,7 @@ space does not have (...); replay it in the environment that it was recorded in.
                     f"environment {list(spec.shape)} of {_dtype(spec.dtype)}; {mend}."
                 )
         actions = self.steps.get(ACTION)
+        _check_bounds(actions, specs.action, owner)
         if not actions.is_floating_point() and not specs.action.expand(actions.shape).is_in(actions):
             raise ValueError(
                 f"{owner}: {ACTION!r} holds values from {actions.min()} to {actions.max()}, which the environment's "
@@ -303,7 +311,24 @@ def _checked_value(value: float, owner: str) -> float:
 
 def _check_finite(leaf: Tensor, key: NestedKey, owner: str) -> None:
     if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.isfinite().all():
-        raise ValueError(f"{owner}: {key!r} holds NaN or infinity; a step like that cannot be replayed.")
+        index = (~leaf.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"{owner}: {key!r} holds NaN or infinity, first at {index}; it cannot be replayed.")
+
+
+def _check_bounds(actions: Tensor, spec: TensorSpec, owner: str) -> None:
+    """Refuse actions outside of their Box, but for what rounding makes."""
+    low, high = (getattr(spec.space, side, None) for side in ("low", "high"))
+    if low is None or high is None:
+        return
+    rounding = 1e-5 * torch.maximum(low.double().abs(), high.double().abs()).nan_to_num(posinf=0.0)
+    outside = ~((actions >= low - rounding) & (actions <= high + rounding))
+    if outside.any():
+        index = tuple(outside.nonzero()[0].tolist())
+        bounds = ", ".join(f"{bound.expand(actions.shape[1:])[index[1:]]:g}" for bound in (low, high))
+        raise ValueError(
+            f"{owner}: {ACTION!r}{list(index)} is {actions[index]:g}, outside of [{bounds}], the bounds of the "
+            "environment's action space; clip the actions before they are recorded."
+        )
 
 
 def _observation_keys(steps: TensorDictBase) -> list[NestedKey]:

@@ -95,6 +95,8 @@ class EnvironmentRecipe(Settings, Nameable):
             rewards of the environment itself, as published scores do.
         vectorization: how collection steps its copies: ``"sync"``, in this process, or ``"async"``, each in a process
             of its own (by ``spawn``: a script needs ``if __name__ == "__main__":``). Evaluation stays in this process.
+        demonstrations_of: ids (or the names of factories) whose demonstrations are taken as of this environment, though
+            they were recorded in another, or with another reward; its own id allows other arguments and wrappers.
         step_timeout: seconds that making, ``reset``, ``step`` or ``close`` may take; any number if None. What takes
             longer is interrupted by an error that names it; where it does not return to Python, the process ends with
             status 1 (143 after SIGTERM). After SIGTERM it has 5 seconds at most. In the process that steps it, code
@@ -133,6 +135,7 @@ class EnvironmentRecipe(Settings, Nameable):
     frame_stack: Count = 1
     clip_reward: Positive | None = None
     vectorization: Annotated[str, among("sync", "async")] = "sync"
+    demonstrations_of: Names = ()
     step_timeout: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +189,7 @@ class EnvironmentRecipe(Settings, Nameable):
         # Imported here: a process that only steps Gymnasium's environments needs no torch.
         from torchrl_lightning.environments.torchrl_recipe import transformed
 
-        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization", "step_timeout")
+        apart = ("id", "env_kwargs", "module", "wrappers", "vectorization", "demonstrations_of", "step_timeout")
         wrappers = {
             f"wrappers[{number}]={plain(each)}": _resolved(each, f"wrappers[{number}]")
             for number, each in enumerate(self.wrappers)

@@ -1,0 +1,134 @@
+"""The task that a demonstration shows: what of an environment's recipe decides what its steps mean and earn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gymnasium.vector import VectorEnv
+from torchrl.envs import EnvBase
+
+from torchrl_lightning.environments.recipe import EnvironmentRecipe, differences, plain, recipe_of
+from torchrl_lightning.trust import check_config
+
+_RECIPE = "recipe"  # the entry of the metadata that holds it, as JSON
+# Of the other settings, shapes and frame skip are compared, or they only say how episodes are stepped and cut.
+_COMPARED = {"id": str | dict, "env_kwargs": dict, "wrappers": list, "observe": list, "clip_reward": int | float}
+_ASIDE = ("vectorization", "step_timeout", "demonstrations_of")  # how this run steps it, and what it reads
+# That change no step: arguments, and wrappers of Gymnasium's.
+_ARGUMENTS = {"camera_id", "camera_name", "default_camera_config", "device", "disable_env_checker"}
+_ARGUMENTS |= {"max_episode_steps", "num_envs", "render_fps", "render_mode", "seed"}
+_WRAPPERS = {"AddWhiteNoise", "Autoreset", "HumanRendering", "ObstructView", "OrderEnforcing", "PassiveEnvChecker"}
+_WRAPPERS |= {"RecordEpisodeStatistics", "RecordVideo", "RenderCollection", "TimeLimit"}
+
+
+def given_recipe(env: Any) -> EnvironmentRecipe | None:
+    """Return the recipe of an environment; None of a ready one, whose recipe nobody knows."""
+    return None if isinstance(env, VectorEnv | EnvBase) else recipe_of(env)
+
+
+def recipe_metadata(recipe: EnvironmentRecipe | None) -> dict[str, str]:
+    """Return what the metadata of a demonstration say of its environment: ``environment``, and ``recipe`` as JSON.
+
+    Example:
+        >>> recipe_metadata(EnvironmentRecipe("CartPole-v1", time_limit=9, vectorization="async"))
+        {'environment': 'CartPole-v1', 'recipe': '{"id": "CartPole-v1", "time_limit": 9}'}
+    """
+    if recipe is None:
+        return {}
+    return {"environment": str(plain(recipe.id)), _RECIPE: json.dumps(_settings(recipe))}
+
+
+def recorded_recipe(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings in the metadata of a demonstration; None where they hold none. Nothing in them is looked up.
+
+    Example:
+        >>> recorded_recipe(recipe_metadata(EnvironmentRecipe("CartPole-v1"))), recorded_recipe({"recipe": "unknown"})
+        ({'id': 'CartPole-v1'}, None)
+    """
+    try:
+        found = json.loads(metadata[_RECIPE])
+        check_config(found, where=_RECIPE, trusted=True)  # as data: nothing is built of it
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    is_one = isinstance(found, dict) and "id" in found
+    if not is_one or not all(isinstance(found[name], kind) for name, kind in _COMPARED.items() if name in found):
+        return None
+    return found if isinstance(_name(found), str) else None
+
+
+def check_task(owner: str, metadata: Mapping[str, Any], recipe: EnvironmentRecipe | None) -> None:
+    """Refuse a demonstration of another environment, or of another reward, by a ValueError.
+
+    Compared are id, arguments, wrappers, ``observe`` and ``clip_reward``; not what renders, counts or ends episodes.
+    One without a recipe is taken, and any where the environment is made by a function without a name of its own.
+
+    Args:
+        owner: The demonstration, for the message.
+        metadata: What is known of it.
+        recipe: That of the environment; what its ``demonstrations_of`` names is taken.
+
+    Example:
+        >>> shown = recipe_metadata(EnvironmentRecipe("CartPole-v1"))
+        >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", time_limit=9))
+        >>> check_task("Demonstration 'a'", shown, EnvironmentRecipe("CartPole-v1", clip_reward=1))
+        Traceback (most recent call last):
+            ...
+        ValueError: Demonstration 'a' was recorded without clip_reward, the environment has clip_reward=1.0; take \
+demonstrations of this environment, or allow these by demonstrations_of=['CartPole-v1'] of its recipe (data.env).
+    """
+    shown = recorded_recipe(metadata)
+    if shown is None or recipe is None:
+        return
+    there, here = _task(shown), _task(_settings(recipe))
+    name = _name(there)
+    if name in map(_bare, recipe.demonstrations_of) or any(map(_is_private, (name, _name(here)))):
+        return
+    for field, theirs, ours in differences(there, here):
+        raise ValueError(
+            f"{owner} was recorded {_said(field, theirs, 'with ')}, the environment {_said(field, ours, 'has ')}; take "
+            f"demonstrations of this environment, or allow these by demonstrations_of=[{name!r}] of its recipe "
+            "(data.env)."
+        )
+
+
+def _settings(recipe: EnvironmentRecipe) -> dict[str, Any]:
+    settings = {name: value for name, value in recipe.settings().items() if name not in _ASIDE}
+    as_read: dict[str, Any] = json.loads(json.dumps(settings))
+    return as_read
+
+
+def _task(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe's settings is compared."""
+    task = {name: settings[name] for name in _COMPARED if name in settings}
+    if isinstance(task["id"], str):
+        task["id"] = _bare(task["id"])
+    arguments = {name: value for name, value in task.pop("env_kwargs", {}).items() if name not in _ARGUMENTS}
+    wrappers = [each for each in task.pop("wrappers", []) if not _is_harmless(each)]
+    return {**task, **({"env_kwargs": arguments} if arguments else {}), **({"wrappers": wrappers} if wrappers else {})}
+
+
+def _name(settings: Mapping[str, Any]) -> Any:
+    id = settings["id"]
+    return id.get("_target_") if isinstance(id, dict) else id
+
+
+def _bare(id: str) -> str:
+    """Return an id without the module that registers it."""
+    return id.rpartition(":")[2]
+
+
+def _is_private(name: str) -> bool:
+    return "<" in name or name.startswith("__main__.")  # of a lambda, a local function, a script
+
+
+def _is_harmless(wrapper: Any) -> bool:
+    package, _, name = str(wrapper.get("_target_") if isinstance(wrapper, dict) else "").rpartition(".")
+    return package.startswith("gymnasium.wrappers") and name in _WRAPPERS
+
+
+def _said(field: str, value: Any, verb: str) -> str:
+    if value is None:
+        return f"{'without' if verb == 'with ' else 'has no'} {field}"
+    return f"{verb}{field}={value!r}"
