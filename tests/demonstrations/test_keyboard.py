@@ -6,6 +6,7 @@ import pytest
 
 from torchrl_lightning import EnvironmentRecipe, environment_specs, make_vector_env
 from torchrl_lightning.demonstrations import play_demonstrations
+from torchrl_lightning.demonstrations.tasks import recipe_metadata
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,7 +31,7 @@ def test_finished_episodes_are_given_as_a_humans():
     for each in found:
         each.fits(environment_specs(make_vector_env("CartPole-v1", 1)))
         assert each.is_human
-        assert each.metadata == {"environment": "CartPole-v1"}
+        assert each.metadata == recipe_metadata(recipe)
         assert (each.terminated, each.truncated) == (True, False)
         assert each.steps["action"][1:].all()  # the key was seen after the first step
         assert each.total_reward == each.length
