@@ -169,6 +169,13 @@ VALUES = (
         EpisodicReplayBuffer, "return=True needs the index", record_episodic_return=True, keep_episodic_info=False
     ),
     *named(EpisodicReplayBuffer, num_environments=0, max_length=0, recent_data_ratio=2.0),
+    *refused(
+        EpisodicReplayBuffer,
+        "num_earliest_frames_ignored=3 must be below max_length=3",
+        max_length=3,
+        num_earliest_frames_ignored=3,
+    ),
+    *refused(EpisodicReplayBuffer, "default_return.*nan", record_episodic_return=True, default_return=math.nan),
     *refused(EpisodicReplayBuffer, "reward_clip", record_episodic_return=True, reward_clip=(1, 0)),
     *refused(EpisodicReplayBuffer, r"describes one row, got one of batch size \[1\]", data_spec=ROW.unsqueeze(0)),
     *refused(EpisodicReplayBuffer, "needs a data_spec", data_spec=None, allow_multiprocess=True),

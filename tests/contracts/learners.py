@@ -91,11 +91,11 @@ VALUES = (
     *refused(build_actor, "continuous", specs=DISCRETE, distribution="normal"),
     *refused(build_actor, "tanh_normal", distribution="beta"),
     *refused(build_actor, "finite bounds", specs=UNBOUNDED, distribution="tanh_normal"),
-    *refused(build_actor, "tahn", network=MLPNetwork(activation="tahn")),
+    *refused(MLPNetwork, "tahn", activation="tahn"),
     *refused(build_actor, "'gru' or 'lstm'", network=RecurrentNetwork("rnn")),
     *refused(build_actor, "MLPNetwork for vectors", network=CNNNetwork()),
     *refused(build_critic, "give build_critic the actor", network=MLPNetwork(shared=True)),
-    *refused(encoder, "initialization", network=MLPNetwork(initialization="zeros"), spec=Unbounded(3)),
+    *refused(MLPNetwork, "initialization", initialization="zeros"),
     *refused(encoder, r"too small.*kernels=\[2, 2, 2\].*cnn_small", network=CNNNetwork(), spec=Unbounded((1, 10, 10))),
     *refused(encoder, "too small.*an MLPNetwork would fit", network=CNNNetwork(), spec=Unbounded((3, 3))),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils._pytree import tree_map
 from torchrl.data import Bounded, Composite, Unbounded
 
 from kit.golden import arrays, tensors
@@ -174,3 +176,38 @@ def test_environments_of_no_and_of_different_steps_are_not_gathered() -> None:
     buffer.add_batch(steps([1]), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"different numbers of steps, \[1, 0\]"):
         buffer.gather_all()
+
+
+def test_missing_steps_are_the_documented_assertion_error() -> None:
+    for verb in ("dequeue", "gather_all"):
+        for error in (AssertionError, ValueError):
+            with pytest.raises(error, match="holds 0"):
+                getattr(build(), verb)()
+
+
+def test_a_nest_of_names_gives_a_nest_of_fields() -> None:
+    buffer = EpisodicReplayBuffer(TensorDict({"a": {"b": torch.tensor(0)}, "c": torch.tensor(0)}), 2, 4)
+    buffer.add_batch(TensorDict({"a": {"b": torch.tensor([1, 2])}, "c": torch.tensor([3, 4])}, [2]))
+    pair = namedtuple("pair", "first second")
+    at = torch.tensor([0, 1]), torch.tensor([[0]])
+    for names, expected in (
+        (("a", "b"), [[1, 2]]),  # a key
+        (("c", "a.b"), ([[3, 4]], [[1, 2]])),
+        (["c", ("a", "b")], [[[3, 4]], [[1, 2]]]),
+        ({"x": "c", "y": [pair("c", "a.b")]}, {"x": [[3, 4]], "y": [pair([[3, 4]], [[1, 2]])]}),
+    ):
+        found = tree_map(torch.Tensor.tolist, buffer.get_field(names, *at))
+        assert found == expected
+        assert type(found) is type(expected)
+    with pytest.raises(KeyError, match=r"no stored entry \('d',\); stored are \['a', 'c'\]"):
+        buffer.get_field(["c", ("c", "d")], *at)
+
+
+def test_what_tells_of_windows_is_indexed_by_rows_and_not_unpacked() -> None:
+    buffer = build()
+    buffer.add_batch(steps([1, 1]))
+    info = buffer.get_batch(2, 1)[1]
+    assert [info[row].env_ids.item() for row in range(len(info))] == info.env_ids.tolist()
+    assert torch.stack([info, info]).shape == (2, 2)
+    with pytest.raises(TypeError, match="its fields env_ids, positions, importance_weights, replay_buffer, discount"):
+        tuple(info)

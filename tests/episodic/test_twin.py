@@ -231,7 +231,7 @@ saves = st.sampled_from(["restore", "files"])
 def streams(draw: st.DrawFn) -> tuple[Twin, list[tuple[str, list[int], int]]]:
     num_envs, length = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     twin = Twin(
-        num_envs, length, draw(st.integers(0, 2)), draw(st.sampled_from([0.0, 0.9, 1.0])),
+        num_envs, length, draw(st.integers(0, min(2, length - 1))), draw(st.sampled_from([0.0, 0.9, 1.0])),
         draw(st.sampled_from([None, (-1.0, 2.0)])), draw(st.booleans()),
         draw(st.sampled_from(["uniform", "prioritized", "recent", "recent, prioritized"])), draw(st.booleans()),
     )  # fmt: skip

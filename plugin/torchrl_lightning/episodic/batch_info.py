@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["BatchInfo"]
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import NonTensorData, TensorClass
@@ -28,6 +28,8 @@ class BatchInfo(TensorClass):
         >>> info = BatchInfo(torch.tensor([0, 1]), torch.tensor([5, 7]), batch_size=[2])
         >>> info[1].positions.item(), info.importance_weights
         (7, None)
+
+    Indices mean rows, so that it cannot be unpacked into its fields.
     """
 
     env_ids: Tensor
@@ -35,6 +37,11 @@ class BatchInfo(TensorClass):
     importance_weights: Tensor | None = None
     replay_buffer: Any = None
     discounted_return: Tensor | None = None
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to be unpacked: iteration would give rows, where ALF's tuple gives fields."""
+        fields = ", ".join(each.name for each in self.fields())
+        raise TypeError(f"A BatchInfo is not unpacked: read its fields {fields}; info[i] is row i.")
 
 
 def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> BatchInfo:
@@ -44,3 +51,10 @@ def info_of(buffer: Any, entries: dict[str, Any], batch_size: torch.Size) -> Bat
     where = new_tensorclass(NonTensorData, new_tensordict({}, batch_size), kept)
     absent = dict.fromkeys(("importance_weights", "discounted_return") - entries.keys())
     return new_tensorclass(BatchInfo, new_tensordict({**entries, "replay_buffer": where}, batch_size), absent)
+
+
+def first_steps(windows: Tensor) -> Tensor:
+    """Return what holds for the first step of each window, ``[B, ...]``, or ``[B]`` if that is one number."""
+    shape, stride = windows.shape, windows.stride()
+    rest = slice(2, 2 if shape[2:] == (1,) else None)
+    return windows.as_strided(shape[:1] + shape[rest], stride[:1] + stride[rest])  # a third faster than an index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["EpisodicReplayBuffer"]
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning._compat import new_tensordict
-from torchrl_lightning.entries import check_tensordict, entry_of, path_of, under
-from torchrl_lightning.episodic.batch_info import BatchInfo, info_of
+from torchrl_lightning.entries import check_tensordict, entry_of, under
+from torchrl_lightning.episodic.batch_info import BatchInfo, first_steps, info_of
 from torchrl_lightning.episodic.recent import RecentSampler
 from torchrl_lightning.episodic.returns import EpisodicReturn
 from torchrl_lightning.episodic.steps import TIME_STEPS, TRANSITIONS, StepLayout
@@ -28,7 +28,7 @@ from torchrl_lightning.ranges import integer
 from torchrl_lightning.replay.buffer import ExperienceBuffer
 from torchrl_lightning.replay.episode_index import EpisodeIndex
 from torchrl_lightning.replay.prioritized import PrioritizedSampler, prioritized_in
-from torchrl_lightning.replay.steps import check_steps, steps_between, steps_of
+from torchrl_lightning.replay.steps import StepsMissing, check_steps, steps_between, steps_of
 from torchrl_lightning.replay.storage import RingStorage
 
 
@@ -141,6 +141,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         if layout is None:
             layout = TRANSITIONS if row is None or entry_of(row, "step_type") is None else TIME_STEPS
         envs, length = integer(num_environments, "num_environments"), integer(max_length, "max_length")
+        if ignored >= length:
+            raise ValueError(f"num_earliest_frames_ignored={ignored} must be below max_length={length}; take fewer.")
         track = True if record_episodic_return else keep_episodic_info
         if sampler is None:
             prioritized = None
@@ -239,8 +241,8 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
         Raises:
             TimeoutError: nobody brought them within the timeout of :meth:`share`.
-            ValueError: an environment holds fewer steps, or can never hold so many; ids are out of range or come twice;
-                or it shall wait for other processes, and there are none. Nothing is taken out.
+            ValueError: an environment holds fewer steps (an AssertionError, too), or can never hold so many; ids are
+                out of range or come twice; or it waits for other processes, and there are none. Nothing is taken out.
         """
         integer(n, "n")
         if not blocking:
@@ -306,10 +308,10 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             found: dict[str, Any] = {"env_ids": torch.from_numpy(env), "positions": torch.from_numpy(position)}
             weights = entry_of(batch, "importance_weights")
             if weights is not None:
-                found["importance_weights"] = _first(weights)
+                found["importance_weights"] = first_steps(weights)
             if self.returns is not None:
                 value: Any = entry_of(batch, self.returns.key)
-                found["discounted_return"] = _first(value)
+                found["discounted_return"] = first_steps(value)
             info = info_of(self, found, batch.batch_size[:1])
             return (self.transform(batch) if self.transforms else batch), info  # which may read more cells
 
@@ -323,16 +325,16 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             convert_to_default_device: move them to torch's default device.
 
         Raises:
-            RuntimeError: nothing is stored, or nothing but what is to be ignored.
-            ValueError: the environments hold different numbers of steps.
+            ValueError: an AssertionError, too: the environments hold different numbers of steps, or none but those that
+                are to be ignored.
         """
         writer = self.writer
         with self.locked():
             filled, ignored = writer.filled, self.num_earliest_frames_ignored if ignore_earliest_frames else 0
             if int(filled.min()) != int(filled.max()):
-                raise ValueError(f"The environments hold different numbers of steps, {filled.tolist()}; use get_field.")
+                raise StepsMissing(f"Environments hold different numbers of steps, {filled.tolist()}; use get_field.")
             if int(filled[0]) <= ignored:
-                raise RuntimeError(f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored.")
+                raise StepsMissing(f"Every environment holds {int(filled[0])} steps, of which {ignored} are ignored.")
             begin = writer.oldest + ignored
             env, position, _ = steps_between(begin.numpy(), writer.positions.numpy() - 1)
             cells = writer.cell(torch.from_numpy(env), torch.from_numpy(position))
@@ -343,11 +345,12 @@ class EpisodicReplayBuffer(ExperienceBuffer):
         device = torch.get_default_device() if convert_to_default_device else self.storage.device
         return (batch if batch.device == device else batch.to(device)), info
 
-    def get_field(self, field_name: NestedKey, env_ids: Tensor, positions: Tensor) -> Any:
-        """Return an entry of stored steps, of the broadcast shape of ids and positions.
+    def get_field(self, field_name: Any, env_ids: Tensor, positions: Tensor) -> Any:
+        """Return an entry of stored steps, of the broadcast shape of ids and positions, or several of them.
 
         Args:
-            field_name: a key, also as a string with dots; the empty string for everything.
+            field_name: a key, also as a string with dots; the empty string for everything. A list, a dict or a tuple
+                that is no key of a stored entry holds several, and what is returned is like it.
             env_ids: environments.
             positions: their steps.
 
@@ -355,14 +358,20 @@ class EpisodicReplayBuffer(ExperienceBuffer):
             IndexError: a step is not stored, or there is no such environment.
             KeyError: there is no such entry.
         """
-        key = tuple(field_name.split(".")) if isinstance(field_name, str) else path_of(field_name)
         with self.undisturbed():
-            cells = self._cells_of(env_ids, positions)
-            if key == ("",):
-                return self._read(cells)
-            self.storage.leaves(key)
-            skip = [path for path in self.storage.cells.places if not under(path, key)]
-            found: Any = self.storage.gather(cells.to(self.storage.device), None, skip)
+            return self._fields(field_name, self._cells_of(env_ids, positions))
+
+    def _fields(self, name: Any, cells: Tensor) -> Any:
+        if isinstance(name, Mapping):
+            return {each: self._fields(part, cells) for each, part in name.items()}
+        if name == "":
+            return self._read(cells)
+        key, storage = tuple(name.split(".")) if isinstance(name, str) else name, self.storage
+        skip = [path for path in storage.cells.places if not under(path, key)]
+        if len(skip) == len(storage.cells.places) and not isinstance(name, str):
+            return getattr(name, "_make", type(name))(self._fields(part, cells) for part in name)
+        storage.leaves(key)  # refuses a name that there is not
+        found: Any = storage.gather(cells.to(storage.device), None, skip)
         for part in key:
             found = found[part]
         return found
@@ -487,10 +496,3 @@ class EpisodicReplayBuffer(ExperienceBuffer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.num_environments} x {self.max_length}, {len(self)} stored)"
-
-
-def _first(windows: Tensor) -> Tensor:
-    """Return what holds for the first step of each window, ``[B, ...]``, or ``[B]`` if that is one number."""
-    shape, stride = windows.shape, windows.stride()
-    rest = slice(2, 2 if shape[2:] == (1,) else None)
-    return windows.as_strided(shape[:1] + shape[rest], stride[:1] + stride[rest])  # a third faster than an index

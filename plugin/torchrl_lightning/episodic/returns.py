@@ -88,6 +88,8 @@ class EpisodicReturn(Nameable):
         self.gamma = fraction(0.99 if gamma is None else gamma, "gamma")
         self.reward_clip = None if reward_clip is None else (float(reward_clip[0]), float(reward_clip[1]))
         self.default_return = float(default_return)
+        if math.isnan(self.default_return):
+            raise ValueError("default_return must be a number, got nan; take one below all returns, such as -inf.")
         self.critic, self.key, self.layout = critic, key, layout
         self._paths = (key,), path_of(layout.reward), path_of(layout.terminated)
         self._factors = self.gamma, *(self.reward_clip or (-math.inf, math.inf))

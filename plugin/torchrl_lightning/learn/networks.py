@@ -259,6 +259,9 @@ class MLPNetwork(Network, Nameable):
         initialization: First weights of these layers: ``"orthogonal"`` with gain sqrt(2), and biases of zero; or both
             ``"uniform"`` within 1 / sqrt(inputs), as PyTorch makes them, with which values start nearer to zero.
 
+    Raises:
+        ValueError: a width is not positive, or there is no such activation or initialization.
+
     Example:
         >>> from torchrl.data import Unbounded
         >>> MLPNetwork([16]).encoder([Unbounded(3)]).features

@@ -15,7 +15,7 @@ from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.rows import write_steps
 from torchrl_lightning.replay import processes
 from torchrl_lightning.replay.episode_index import EpisodeIndex
-from torchrl_lightning.replay.steps import Flags, Ints, steps_between
+from torchrl_lightning.replay.steps import Flags, Ints, StepsMissing, steps_between
 from torchrl_lightning.state import LARGEST, Here, check_state, mapping, tensor, whole
 from torchrl_lightning.stated import Filled, Fixed, Handed, Stated
 
@@ -278,7 +278,7 @@ class Rings(processes.Owned, Stated):
         held = self._positions[env] - oldest
         if count is not None and int(held.min()) < count:
             few = int(env[held.argmin()])
-            raise ValueError(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
+            raise StepsMissing(f"Cannot take out {count} steps of each environment: {few} holds {int(held.min())}.")
         end = oldest + (held if count is None else count)
         run, position, _ = steps_between(oldest, end - 1)
         self.before(env, end)

@@ -31,6 +31,10 @@ def steps_of(cells: Ints, length: int, positions: Ints) -> tuple[Ints, Ints]:
     return env, position
 
 
+class StepsMissing(ValueError, RuntimeError, AssertionError):
+    """Environments do not hold the steps that were asked for; ALF documents an AssertionError, so it is one too."""
+
+
 def check_steps(env: Ints, position: Ints, oldest: Ints, positions: Ints) -> None:
     """Refuse steps that are not stored, of rings that hold ``[oldest, positions)``; the error names the first."""
     if env.size and (env.min() < 0 or env.max() >= len(positions)):
