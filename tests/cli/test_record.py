@@ -26,6 +26,9 @@ def bad(observation):
 
 def half(observation):
     return 0.5
+
+def still(observation):
+    return 1
 """
 
 
@@ -68,6 +71,32 @@ def test_the_table_says_what_a_directory_holds_and_what_is_wrong(run, tmp_path):
 
 
 CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}
+FAILED = r"all 2 episodes failed, .*; the best had a return of -200\. min_return= keeps by"
+
+
+@pytest.mark.parametrize(
+    ("told", "reward", "least", "kept", "failed"),
+    [
+        (False, 0.0, None, [2, 4], 2),  # the reward alone tells
+        (True, 0.0, None, [2, 4], 2),
+        (True, 0.5, None, [2, 4], 2),  # what every episode earns tells less
+        (False, 0.0, -1, [1, 2, 3, 4], 2),
+        (False, 0.5, None, [1, 2, 3, 4], 0),
+    ],
+)
+def test_failures_are_told_and_kept_by_their_return_alone(told, reward, least, kept, failed, tmp_path, capsys):
+    demos = [
+        episode(length, reward, metadata={"success": length % 2 == 0})
+        if told
+        else episode(length, max(reward, length % 2 == 0))
+        for length in (1, 2, 3, 4)
+    ]
+    given = {**CARTPOLE, "episodes": 4, "min_return": least, "directory": str(tmp_path), "policy": "operator:index"}
+    cfg = OmegaConf.create({**OmegaConf.load(CONF_DIR / "record.yaml"), **given})
+    with unchanged_process(), mock.patch("torchrl_lightning.demonstrations.record_demonstrations", return_value=demos):
+        record(cfg)
+    assert [read_demonstration(path).length for path in sorted(tmp_path.iterdir())] == kept
+    assert (f"; {failed} failed, as" in capsys.readouterr().out) == bool(failed)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +117,7 @@ CARTPOLE = {"policy": "planner:act", "data": {"env": "CartPole-v1"}}
         ({**CARTPOLE, "data": {"env": "No-v0"}}, "data.env: Gymnasium does not know the environment 'No-v0'"),
         ({**CARTPOLE, "episodes": 0}, "episodes=0: expected a positive whole number"),
         ({**CARTPOLE, "min_return": "much"}, "min_return=much: expected a number or null"),
+        ({**CARTPOLE, "data": {"env": "MountainCar-v0"}, "policy": "planner:still", "episodes": 2}, FAILED),
         ({**CARTPOLE, "min_return": 501}, "none of 1 episodes had a return of at least min_return=501; the best had"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,13 +178,25 @@ def test_demonstrations_may_come_while_training_runs(tmp_path: Path, caplog: pyt
     learned_from(buffer, step)
     assert [Path(name).name for name in names(buffer.reward_demos)][1:] == ["half.safetensors"]
     assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        for number in range(2):
-            write_demonstration(late / f"human{number}.safetensors", episode(total=3.0, is_human=True))
-        learned_from(buffer, step)
-    assert sum(each.is_human for each in buffer.reward_demos) == 2
-    (warning,) = caplog.records
-    assert "human1.safetensors is left out: 1 demonstrations and 2 human ones" in warning.message
+    for number in range(2):
+        write_demonstration(late / f"human{number}.safetensors", episode(2 - number, 3.0, is_human=True))
+    learned_from(buffer, step)
+    # What a person gave later gives way, too; what was there at start stays.
+    assert [each.is_human for each in buffer.reward_demos] == [True, False]
+    assert Path(names(buffer.reward_demos)[1]).name == "human1.safetensors"
+    assert not caplog.records
+
+
+def test_what_finds_no_room_beside_those_of_the_start_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    human = saved(tmp_path / "human", episode())
+    options = {"initial_human_demos_dir": human, "supplementary_demos_dir": str(tmp_path / "late")}
+    buffer = attached(2, **options, total_buffer_demo_capacity=1)
+    write_demonstration(tmp_path / "late" / "late.safetensors", episode())
+    learned_from(buffer, rollout((0.0, False), (0.0, False)))
+    assert [record.getMessage().partition(": ")[2][:20] for record in caplog.records] == ["1 demonstrations and"]
+    assert len(buffer.reward_demos) == 1
 
 
 def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
@@ -277,3 +288,61 @@ def test_the_frame_skip_is_that_of_the_recipe() -> None:
     assert buffer.frame_skip == 3
     with pytest.raises(ValueError, match="frame_skip=1, the environment frame_skip=3"):
         episode().fits(CARTPOLE, buffer.frame_skip)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "shown", "from_return"),
+    [
+        (None, None, "-inf"),
+        (None, 0.0, "0"),
+        (None, -5.0, "-5"),
+        (0.0, None, "0"),
+        (None, 1.0, None),
+        (0.5, None, None),
+        (0.5, 0.0, None),
+        (-9.0, -5.0, None),
+    ],
+)
+def test_a_threshold_that_failures_reach_is_warned_of(
+    threshold: float | None,
+    shown: float | None,
+    from_return: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    human = None if shown is None else saved(tmp_path, episode(total=shown))
+    attached(initial_reward_threshold=threshold, initial_human_demos_dir=human)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (from_return is not None)
+    for message in said:
+        assert f"from a return of {from_return} on" in message
+        assert "set initial_reward_threshold" in message
+
+
+@pytest.mark.parametrize(
+    ("env", "log_prob", "warns"),
+    [
+        ("Pendulum-v1", "deterministic", True),
+        ("Pendulum-v1", "current", False),
+        ("CartPole-v1", "deterministic", False),
+    ],
+)
+def test_continuous_actions_are_advised_to_take_the_policys_log_probability(
+    env: str, log_prob: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    PPODBuffer(8, log_prob=log_prob, initial_reward_threshold=1.0).attach(env, 1)
+    assert ['log_prob="current"' in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+def test_value_demonstrations_that_are_never_drawn_are_not_kept() -> None:
+    buffer = attached(2, initial_reward_threshold=9.0, phi=0.0)
+    failures = rollout((0.0, True), (0.0, True), value=1.0)
+    learned_from(buffer, failures)
+    assert mined(buffer) == []
+    buffer.update_storage_parameter("phi", 0.5)
+    learned_from(buffer, failures)
+    assert len(buffer.value_demos) == 4
+    kept = through_file(buffer.state_dict())
+    buffer = attached(2, initial_reward_threshold=9.0, phi=0.0)
+    buffer.load_state_dict(kept)
+    assert (len(buffer.value_demos), buffer.phi) == (4, 0.5)

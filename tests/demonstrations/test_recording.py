@@ -3,6 +3,7 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
+import gymnasium
 import pytest
 from torchrl.envs import GymEnv
 
@@ -47,6 +48,35 @@ def test_the_repeat_of_a_recipe_is_the_frame_skip():
 def test_a_time_limit_is_no_end_of_the_task(env):
     (found,) = record_demonstrations(env, first_action, 1, seed=0)
     assert (found.length, found.terminated, found.truncated) == (4, False, True)
+
+
+class Goal(gymnasium.Wrapper):
+    """Says at every step, or once it is reached, that an episode's goal is its second step."""
+
+    def __init__(self, name, always):
+        super().__init__(CountedImages(length=1, growth=1))
+        self.name, self.always = name, always
+
+    def step(self, action):
+        *step, info = super().step(action)
+        reached = int(step[0]["step"][0]) == 2
+        return *step, {**info, **({self.name: reached} if reached or self.always else {})}
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize(
+    ("name", "always", "told"),
+    [
+        ("success", True, [False, True, False]),
+        ("is_success", True, [False, True, False]),
+        ("is_success", False, [None, True, None]),
+        ("reached", True, [None, None, None]),
+    ],
+)
+def test_what_the_environment_calls_a_success_is_kept(name, always, told, limit):
+    env = EnvironmentRecipe(partial(Goal, name, always), time_limit=limit)
+    found = [each.metadata.get("success") for each in record_demonstrations(env, first_action, 3, seed=0)]
+    assert found == (told if limit is None else [*told[:2], told[1]])
 
 
 def test_an_environment_of_torchrls_is_recorded_as_one_of_gymnasiums():

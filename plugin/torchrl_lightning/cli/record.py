@@ -143,13 +143,14 @@ def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
     from torchrl_lightning.cli.checks import UsageError
     from torchrl_lightning.demonstrations import write_demonstration
 
-    least = -float("inf") if cfg.min_return is None else cfg.min_return
     folder = Path(cfg.directory)
     folder.mkdir(parents=True, exist_ok=True)
-    returns, best = [], -float("inf")
+    returns, best, failures = [], -float("inf"), 0
     for demonstration in demonstrations:
         best = max(best, demonstration.total_reward)
-        if demonstration.total_reward < least:
+        failed = _failed(demonstration)
+        failures += failed
+        if failed if cfg.min_return is None else demonstration.total_reward < cfg.min_return:
             continue
         path = _free_path(folder)
         write_demonstration(path, demonstration)
@@ -158,12 +159,27 @@ def _save(cfg: DictConfig, demonstrations: Iterable[Demonstration]) -> float:
     if best == -float("inf"):
         raise UsageError("no episode was played to its end.")
     if not returns:
+        if cfg.min_return is None:
+            raise UsageError(
+                f"all {failures} episodes failed, {_FAILED}; the best had a return of {best:g}. min_return= keeps by "
+                "the return alone, min_return=-inf all."
+            )
         raise UsageError(
-            f"none of {cfg.episodes} episodes had a return of at least min_return={least:g}; the best had {best:g}."
+            f"none of {cfg.episodes} episodes had a return of at least min_return={cfg.min_return:g}; the best had "
+            f"{best:g}."
         )
     mean = sum(returns) / len(returns)
-    print(f"{len(returns)} of {cfg.episodes} episodes recorded, mean return {mean:.1f}")
+    told = f"; {failures} failed, {_FAILED}" if failures else ""
+    print(f"{len(returns)} of {cfg.episodes} episodes recorded, mean return {mean:.1f}{told}")
     return mean
+
+
+_FAILED = "as they have no success in the environment's info nor, where that tells nothing, a positive reward"
+
+
+def _failed(demonstration: Demonstration) -> bool:
+    told = demonstration.metadata.get("success")
+    return not (bool((demonstration.rewards > 0).any()) if told is None else told)
 
 
 def _free_path(folder: Path) -> Path:

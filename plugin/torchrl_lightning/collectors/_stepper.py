@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchrl_lightning.environments.specs import observation_leaves
 from torchrl_lightning.environments.vector_env import autoreset_mode
 
 Final = tuple[int, list[Array]]  # environment, leaves of its last observation
-SUCCESS = ("is_success", "success")  # where environments say in their info whether the goal is reached
+_SUCCESS = ("is_success", "success")
 
 
 class VectorStepper:
@@ -102,7 +103,7 @@ class VectorStepper:
     def successes(self, info: dict[str, Any]) -> Array | None:
         """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so."""
         final = info.get("final_info") if self.mode is AutoresetMode.SAME_STEP else info
-        found = next((final[name] for name in SUCCESS if name in final), None) if isinstance(final, dict) else None
+        found = success_of(final) if isinstance(final, dict) else None
         return None if found is None else np.asarray(found, dtype=bool)
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
@@ -154,6 +155,11 @@ class VectorStepper:
             for index, observation in enumerate(env._env_obs):
                 check_observation(env.single_observation_space, observation, f"{when}environment {index}")
         blame(error, call, f"{self.env}")
+
+
+def success_of(info: Mapping[str, Any]) -> Any:
+    """Return what an environment says in its info of whether the goal is reached; None if it says nothing."""
+    return next((info[name] for name in _SUCCESS if name in info), None)
 
 
 def _rows(leaves: list[Array], done: Array) -> list[Final]:

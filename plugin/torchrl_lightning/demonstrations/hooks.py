@@ -49,6 +49,7 @@ class DemonstrationSettings(Protocol):
     supplementary_demos_dir: str | None
     target_agent_demos_dir: str | None
     num_agent_demos_to_save: int
+    initial_reward_threshold: float | None
     save_demos_every: int
     demo_dtypes: dict[str, torch.dtype]
     ends: End
@@ -118,6 +119,24 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self.replay = self._replay_in(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
         self.load_initial()
         self._look_for_supplementary()
+        self._advise(specs)
+
+    def _advise(self, specs: EnvironmentSpecs) -> None:
+        """Warn of settings by which failures count as successes, or the ratio of probabilities has no meaning."""
+        threshold, given = self.writer.threshold, self.settings.initial_reward_threshold
+        is_rewarded = any(bool((each.rewards > 0).any()) for each in self.storage.reward_demonstrations)
+        if threshold <= 0 and not is_rewarded and (given is None or given == 0):
+            _logger.warning(
+                "failures may count as successes, and be replayed as such: an episode is one from a return of %g on, "
+                "and no demonstration has a positive reward; set initial_reward_threshold "
+                "(data.buffer.initial_reward_threshold) to the lowest return of a success.",
+                threshold,
+            )
+        if specs.action.dtype.is_floating_point and self.settings.log_prob == "deterministic":
+            _logger.warning(
+                'log_prob="deterministic" compares a density with 1, as actions are continuous: the ratio depends on '
+                'their scale; set log_prob="current" (data.buffer.log_prob=current).'
+            )
 
     def wrap_env(self, env: Any) -> Any:
         """Lay the replay around an environment of TorchRL; collectors of others take it as :attr:`replay`."""
@@ -268,7 +287,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
         path = self.settings.supplementary_demos_dir
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
-            self._supplementary = self._directory(path, may_be_empty=True, taken=taken)
+            self._supplementary = self._directory(path, human=False, may_be_empty=True, taken=taken)
             self._waiting = [*self._supplementary.initial]
 
     def save(self) -> None:

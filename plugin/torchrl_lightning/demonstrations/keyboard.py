@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from torchrl_lightning.collectors._stepper import success_of
 from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.recording import Environment, demonstration_specs
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
@@ -68,8 +69,8 @@ def play_demonstrations(
         raise ValueError("the environment has no keys of its own; say keys={a: 0, d: 1}.") from error
     finally:
         made.close()
-    for number, (observations, actions, rewards, terminated, truncated) in enumerate(recorder.episodes):
-        metadata, seen = recipe_metadata(recipe), {}
+    for number, (observations, actions, rewards, terminated, truncated, told) in enumerate(recorder.episodes):
+        metadata, seen = {**recipe_metadata(recipe), **told}, {}
         for path, key, _ in observation_leaves(made.observation_space):
             leaf = np.array([reduce(getitem, path, each) for each in observations])
             seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
@@ -83,7 +84,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any], count: int, seed: int | None) -> None:
         super().__init__(env)
-        self.episodes: list[tuple[list[Any], list[Any], list[float], bool, bool]] = []
+        self.episodes: list[tuple[list[Any], list[Any], list[float], bool, bool, dict[str, bool]]] = []
         self._count, self._seed = count, seed
         self._observations: list[Any] = []
         self._actions: list[Any] = []
@@ -102,8 +103,9 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._actions.append(copy.deepcopy(action))
         self._rewards.append(float(reward))
         if terminated or truncated:
-            ended = bool(terminated), bool(truncated)
-            self.episodes.append((self._observations, self._actions, self._rewards, *ended))
+            ended, success = (bool(terminated), bool(truncated)), success_of(info)
+            told = {} if success is None else {"success": bool(success)}
+            self.episodes.append((self._observations, self._actions, self._rewards, *ended, told))
             if len(self.episodes) == self._count:
                 import pygame
 

@@ -44,17 +44,20 @@ class PPODBuffer(GAEBuffer):
     Args:
         size: as in :class:`VanillaOnPolicyBuffer`, here and in the next four.
         rho: probability of a reward demonstration, before the first success.
-        phi: probability of a value demonstration, before the first success.
+        phi: probability of a value demonstration, before the first success; with 0, none is kept.
         gae_lambda: λ.
         alpha: how much more likely value demonstrations of higher values are: ``P ~ max(v, 0) ** alpha``.
         total_buffer_demo_capacity: most demonstrations of both kinds.
         initial_human_demos_dir: demonstrations that are always kept.
         initial_agent_demos_dir: demonstrations that give way to better ones, such as those of an earlier run.
         supplementary_demos_dir: looked into before each update for demonstrations that come while training runs; those
-            whose return reaches the threshold are taken. Made if it is missing.
+            whose return reaches the threshold are taken. They give way to better ones, those of a human too. Made if it
+            is missing.
         target_agent_demos_dir: where the agent's best demonstrations are saved; nowhere if None.
         num_agent_demos_to_save: how many of them, of those of highest return, and of highest value.
         initial_reward_threshold: lowest return of a success; that of the worst reward demonstration, if higher or None.
+            Where neither is above 0 and no demonstration has a positive reward, failures may count as successes, and a
+            warning says so; a threshold below 0 that is given is taken at its word.
         save_demos_every: rollouts between two savings.
         demo_dtypes: dtypes of what is saved, by the documented names ``Observation``, ``Action`` and ``Reward``; those
             of the environment where none is named. Rewards are rounded to theirs.
@@ -62,8 +65,9 @@ class PPODBuffer(GAEBuffer):
             :class:`DemonstrationAnnealing`.
         cut_after_reward: whether the agent's demonstrations end with the last positive reward.
         ends: how a replayed demonstration ends, see :class:`DemonstrationReplay`.
-        log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`.
-        save_value_demos: save value demonstrations too.
+        log_prob: log-probability of replayed actions, see :class:`DemonstrationReplay`; with continuous actions
+            ``current``, as a warning says once.
+        save_value_demos: save value demonstrations too, which there are with ``phi`` above 0.
         shared_demos: whether all ranks keep the same demonstrations, mined by any of them; else each keeps its own.
             Then the first one alone saves; else the others save to folders ``rank_1``, ... below the target.
         frame_skip: frames of one step, which demonstrations must have too; that of the environment's recipe if None.
@@ -120,14 +124,15 @@ class PPODBuffer(GAEBuffer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.demonstrations = DemonstrationStorage(self.total_buffer_demo_capacity)
+        self.demonstration_sampler = DemonstrationSampler(
+            self.initial_rho, self.initial_phi, self.initial_alpha, self.generator
+        )
         self.demonstration_writer = DemonstrationWriter(
             self.demonstrations,
             reward_threshold=self.initial_reward_threshold,
             cut_after_reward=self.cut_after_reward,
             annealing=self.annealing,
-        )
-        self.demonstration_sampler = DemonstrationSampler(
-            self.initial_rho, self.initial_phi, self.initial_alpha, self.generator
+            sampler=self.demonstration_sampler,
         )
         self.hooks: DemonstrationHooks = DemonstrationHooks(self, self.demonstration_writer, self.demonstration_sampler)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import VectorEnv, VectorWrapper
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.collectors.episodes import MANY_STEPS
 from torchrl_lightning.demonstrations.tasks import recipe_metadata
 from torchrl_lightning.demonstrations.trajectory import Demonstration, ends_at, newest_frames
@@ -64,7 +65,8 @@ def record_demonstrations(
 
     Rewards are those that learning gets, so that a demonstration can be replayed among them; of a recipe's frame stack
     the newest image is kept. The metadata name the ``environment``, its ``recipe`` (as JSON) and its
-    ``frame_stack``.
+    ``frame_stack``; and ``success`` (bool), where one of Gymnasium's says at the end whether its goal is reached, by
+    ``is_success`` or ``success`` in its info.
 
     Args:
         env: An id, a recipe or a factory of one environment, Gymnasium's or TorchRL's.
@@ -88,7 +90,7 @@ def record_demonstrations(
     known: dict[str, str | int | float] = {**recipe_metadata(recipe)}
     if recipe.frame_stack > 1:
         known["frame_stack"] = recipe.frame_stack
-    for number, episode in enumerate(_episodes(env, policy, num_episodes, seed)):
+    for number, (episode, told) in enumerate(_episodes(env, policy, num_episodes, seed)):
         steps, last = (newest_frames(part, specs).clone() for part in (episode, episode["next"][-1:]))
         for key in (ACTION, REWARD):
             steps[key] = episode[key].clone()
@@ -97,24 +99,46 @@ def record_demonstrations(
             last[0],
             frame_skip=frame_skip,
             name=f"{known['environment']}, episode {number}",
-            metadata=known,
+            metadata={**known, **told},
             **ends_at(episode["next"], -1),
         )
 
 
-def _episodes(env: Environment, policy: Policy, count: int, seed: int | None) -> Iterator[TensorDictBase]:
+class _Listener(VectorWrapper):
+    """Note what one environment says of its success where an episode ends."""
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self.told: list[dict[str, bool]] = []  # not fetched yet
+        self._stepper = VectorStepper(env)
+
+    def step(self, actions: Any) -> Any:
+        step = _, _, terminated, truncated, info = self.env.step(actions)
+        if terminated[0] or truncated[0]:
+            success = self._stepper.successes(info)
+            self.told.append({} if success is None else {"success": bool(success[0])})
+        return step
+
+
+def _episodes(
+    env: Environment, policy: Policy, count: int, seed: int | None
+) -> Iterator[tuple[TensorDictBase, dict[str, bool]]]:
     made = make_environment(env, 1, vectorization="sync", own_number=True)
     try:
-        collector: Any = (
-            TorchRLCollector(made, policy, frames_per_batch=_FRAMES * made.batch_size.numel(), seed=seed)
-            if isinstance(made, EnvBase)
-            else GymnasiumCollector(made, policy, frames_per_batch=_FRAMES, seed=seed)
-        )
+        told: list[dict[str, bool]] = []
+        collector: Any
+        if isinstance(made, EnvBase):
+            frames = _FRAMES * made.batch_size.numel()
+            collector = TorchRLCollector(made, policy, frames_per_batch=frames, seed=seed)
+        else:
+            listener = _Listener(made)
+            told = listener.told
+            collector = GymnasiumCollector(listener, policy, frames_per_batch=_FRAMES, seed=seed)
         parts: list[TensorDictBase] = []
         for batch in collector:
             steps, begin = batch[0], 0
             for end in (steps["next", "done"].flatten().nonzero().flatten() + 1).tolist():
-                yield torch.cat([*parts, steps[begin:end]])
+                yield torch.cat([*parts, steps[begin:end]]), told.pop(0) if told else {}
                 count -= 1
                 if not count:
                     return

@@ -43,7 +43,8 @@ class DemonstrationReplay(Stated):
         ends: How a demonstration ends: as it was ``recorded`` (:attr:`Demonstration.ends`); always ``terminated``; or
             ``truncated``, so that the value of what follows counts.
         log_prob: What is stored as the log-probability of its actions: ``deterministic`` is 0, as if whoever showed
-            them had no choice; ``current`` is that of the policy.
+            them had no choice; ``current`` is that of the policy. Of continuous actions the policy tells a density,
+            whose ratio to 1 has no meaning of its own: take ``current`` for these.
         frame_stack: How many images the environment shows as one, as an :class:`~torchrl_lightning.EnvironmentRecipe`
             stacks them; demonstrations hold single ones.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torchrl_lightning.demonstrations.annealing import DemonstrationAnnealing, Schedule
+from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
 from torchrl_lightning.demonstrations.states import lowest_as_none, none_as_lowest
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -35,6 +36,7 @@ class DemonstrationWriter(Stated):
         annealing: ``linear`` or ``current``, see :class:`DemonstrationAnnealing`.
         value_capacity: The number of places in ``D_V`` before the first success; ``None`` is one fewer than the
             storage's capacity.
+        sampler: What draws them; while its phi is 0, which draws none of ``D_V``, none is kept there.
 
     Attributes:
         threshold: The lowest return of a success by now; ``-inf`` if there is none.
@@ -72,11 +74,12 @@ class DemonstrationWriter(Stated):
         cut_after_reward: bool = True,
         annealing: Schedule = "linear",
         value_capacity: int | None = None,
+        sampler: DemonstrationSampler | None = None,
     ) -> None:
         threshold = -math.inf if reward_threshold is None else float(reward_threshold)
         if reward_threshold is not None and not math.isfinite(threshold):
             raise ValueError(f"reward_threshold must be a finite number or None, got {reward_threshold!r}.")
-        self.storage, self.threshold = storage, threshold
+        self.storage, self.threshold, self._sampler = storage, threshold, sampler
         self.cut_after_reward = boolean(cut_after_reward, "cut_after_reward")
         value_capacity = storage.capacity - 1 if value_capacity is None else value_capacity
         self.annealing = DemonstrationAnnealing(value_capacity, annealing)
@@ -176,8 +179,9 @@ class DemonstrationWriter(Stated):
         self, reward: list[Demonstration], value: list[Demonstration], successes: int
     ) -> tuple[list[Demonstration], list[Demonstration]]:
         """Drop what is too much."""
-        capacity = self.storage.capacity
-        while value and len(value) > min(self.annealing.places(successes), capacity - len(reward)):
+        capacity, is_drawn = self.storage.capacity, self._sampler is None or self._sampler.phi > 0
+        places = self.annealing.places(successes) if is_drawn else 0
+        while value and len(value) > min(places, capacity - len(reward)):
             value.remove(min(value, key=lambda each: each.value))
         while len(reward) > capacity:
             reward.remove(max((each for each in reward if not each.is_human), key=lambda each: each.length))
