@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 
+import gymnasium
 import pytest
 
 from torchrl_lightning import EnvironmentRecipe, environment_specs, make_vector_env
@@ -22,16 +23,24 @@ def no_display(monkeypatch):
     pygame.event.post(pygame.event.Event(pygame.KEYDOWN, key=pygame.K_d))
 
 
+class Fallen(gymnasium.Wrapper):
+    """Calls it a success where the pole falls."""
+
+    def step(self, action):
+        *step, info = super().step(action)
+        return *step, {**info, "is_success": step[2]}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_finished_episodes_are_given_as_a_humans():
-    recipe = EnvironmentRecipe("CartPole-v1")
+    recipe = EnvironmentRecipe("CartPole-v1", wrappers=[Fallen])
     found = list(play_demonstrations(recipe, 2, keys={"a": 0, "d": 1}, seed=0))
     assert len(found) == 2
     starts = []
     for each in found:
         each.fits(environment_specs(make_vector_env("CartPole-v1", 1)))
         assert each.is_human
-        assert each.metadata == recipe_metadata(recipe)
+        assert each.metadata == {**recipe_metadata(recipe), "success": True}
         assert (each.terminated, each.truncated) == (True, False)
         assert each.steps["action"][1:].all()  # the key was seen after the first step
         assert each.total_reward == each.length

@@ -104,7 +104,7 @@ class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
         self._rewards.append(float(reward))
         if terminated or truncated:
             ended, success = (bool(terminated), bool(truncated)), success_of(info)
-            told = {} if success is None else {"success": bool(success)}
+            told = {} if success is None else {"success": bool(np.all(success))}
             self.episodes.append((self._observations, self._actions, self._rewards, *ended, told))
             if len(self.episodes) == self._count:
                 import pygame
