@@ -12,16 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
 
 from kit.counting import CountingEnv, FailingEnv, RandomEnv
 from kit.forks import Forked, as_script, forked_workers
+from kit.worked import FollowedReplay, constant_policy
 from torchrl_lightning.collectors import AsynchronousCollector
-from torchrl_lightning.environments import ReplayedRows
 
 
 @pytest.fixture
@@ -30,55 +27,8 @@ def forked() -> Iterator[None]:
         yield
 
 
-class Constant(nn.Module):
-    """Always takes the action that its only weight says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.weight.long().expand(len(observation))
-
-
-def constant_policy() -> TensorDictModule:
-    return TensorDictModule(Constant(), in_keys=["observation"], out_keys=["action"])
-
-
 def workers() -> list[Any]:
     return [child for child in multiprocessing.active_children() if child.name.startswith("collector-")]
-
-
-class FollowedReplay:
-    """Replays episodes of one step, which observe the seed and act as its content says, unless that is 0."""
-
-    def __init__(self, num_envs: int, content: int = 0, seed: int = 0) -> None:
-        self.num_envs, self.content, self.seed = num_envs, content, seed
-        self.told: list[int] = []
-
-    @property
-    def playing(self) -> Any:
-        return np.zeros(self.num_envs, bool)
-
-    def __call__(self, starts: Any) -> ReplayedRows | None:
-        ones = np.ones(starts.sum())
-        if not self.content or not len(ones):
-            return None
-        seen = {"observation": np.full((len(ones), 3), self.seed % 1000)}
-        return ReplayedRows(starts, seen, ones * self.content, seen, ones, ones > 0, ones < 0)
-
-    def for_worker(self, seed: int) -> FollowedReplay:
-        return FollowedReplay(self.num_envs, self.content, seed)
-
-    def contents(self) -> int:
-        return self.content
-
-    def news(self, since: int) -> int:
-        self.told.append(since)
-        return self.content - since
-
-    def follow(self, news: int) -> None:
-        self.content += news
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +86,7 @@ def test_workers_follow_what_is_replayed(pool: AsynchronousCollector, replay: Fo
             assert (batch["action"][:, -1] == content).all()
         assert len(seen[0]) == len(seen[1]) == 1
         assert seen[0] != seen[1]
-    assert replay.told == [0, 1]
+    assert replay.told == [0, 0, 1, 1]  # each worker once
 
 
 def test_workers_end_with_the_last_batch(pool: AsynchronousCollector) -> None:

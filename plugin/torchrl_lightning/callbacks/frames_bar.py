@@ -111,6 +111,8 @@ class FramesProgressBar(SparseCallback, ProgressBar):
         metrics: dict[str, Any] = getattr(data, "metrics", dict)()
         shown = {"return": metrics.get("train/return"), "eval": trainer.callback_metrics.get("eval/return")}
         text = {name: f"{float(x):.1f}" for name, x in shown.items() if x is not None}
+        if dead := metrics.get("collector/deaths"):
+            text["deaths"] = f"{dead:.0f}"
         text |= {name.removeprefix(DEMOS): f"{x:.3g}" for name, x in metrics.items() if name.startswith(DEMOS)}
         bar.set_postfix(text, refresh=False)
         count, _ = clock_of(data) or (0, "")

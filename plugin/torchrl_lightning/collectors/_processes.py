@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -20,10 +19,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.time_limits import tell_by
-from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
 from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
@@ -78,7 +76,7 @@ class WorkerTask:
     """What a worker needs to know when it starts."""
 
     payload: bytes  # the pickled environment, policy and keyword arguments of its GymnasiumCollector
-    batches: int  # that it collected before the run was resumed
+    begun: int  # rollouts before these
     worker: int  # its number
     num_workers: int
     slots: int  # how many rollouts it may have in flight
@@ -113,68 +111,50 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
 
 
 def _collect(task: WorkerTask, weights: SharedWeights, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    env, policy, kwargs = pickle.loads(task.payload)
-    replay = kwargs.get("replay")
-    collector = GymnasiumCollector(env, policy, **kwargs)
-    # A resumed run uses other seeds and trajectory ids than before the interruption.
-    counters = {
-        "batches": task.batches,
-        "trajectories": task.batches * (collector.frames_per_batch + collector.num_envs),
-    }
-    collector.load_state_dict({**collector.state_dict(), **counters})
+    worker = Worker(task.payload, task.worker, task.num_workers, task.begun)
     free = list(range(task.slots))
     slots: list[TensorDict] = []
-    version, first_env = -1, task.worker * collector.num_envs
+    version = -1
     try:
         while True:
             while not free or connection.poll():
                 message = connection.recv()
                 if message is None:
-                    return collector.shutdown()
+                    return worker.collector.shutdown()
                 if isinstance(message, Tensor):
-                    _follow(replay, message)
+                    worker.follow(message.numpy().tobytes())
                 else:
                     free.append(message)
-            version = weights.fetch(policy, version)
-            rollout = collector.rollout()
-            ids = rollout[TRAJ_IDS]
-            rollout[TRAJ_IDS] = ids * task.num_workers + task.worker
-            rollout[ENV_IDS] = (first_env + torch.arange(collector.num_envs))[:, None].expand_as(ids)
-            rollout["collector", "policy_version"] = torch.full_like(ids, version)
+            version = weights.fetch(worker.policy, version)
+            rollout = worker.rollout(version)
             if not slots:
                 slots = [rollout.transpose(0, 1).clone().share_memory_() for _ in range(task.slots)]
                 connection.send(("slots", slots))
                 while isinstance(message := connection.recv(), Tensor):
-                    _follow(replay, message)
+                    worker.follow(message.numpy().tobytes())
                 if message is None:  # else the parent has mapped them
-                    return collector.shutdown()
+                    return worker.collector.shutdown()
             slot = free.pop(0)
             slots[slot].update_(rollout.transpose(0, 1))
             connection.send(("rollout", slot))
     finally:
-        collector.shutdown(raise_on_error=False)
-
-
-def _follow(replay: Any, news: Tensor) -> None:
-    replay.follow(pickle.loads(news.numpy().tobytes()))
+        worker.collector.shutdown(raise_on_error=False)
 
 
 class WorkerPool:
     """Worker processes and the rollouts that they pass through shared memory.
 
     Each worker has its own pipe, so that a process that is killed cannot keep a common lock. Of each worker come the
-    pickled environment, policy and arguments, and how many batches it collected in earlier runs; ``slots`` is how many
-    rollouts it may have in flight.
+    payload and how many rollouts it began before; ``slots`` is how many it may have in flight.
     """
 
-    def __init__(self, payloads: Sequence[bytes], batches: Sequence[int], slots: int, weights: SharedWeights) -> None:
+    def __init__(self, payloads: Sequence[bytes], begun: Sequence[int], slots: int, weights: SharedWeights) -> None:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
         context = multiprocessing.get_context("spawn")
         try:
-            for worker, (payload, before) in enumerate(zip(payloads, batches, strict=True)):
+            for worker, (payload, before) in enumerate(zip(payloads, begun, strict=True)):
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 self._slots.append([])
@@ -205,12 +185,10 @@ class WorkerPool:
             self._slots[worker] = content
             self._send(worker, 0)
 
-    def tell(self, news: bytes) -> None:
-        """Tell every worker what is new of what it replays, before its next rollout."""
+    def tell(self, worker: int, news: bytes) -> None:
+        """Tell a worker what is new of what it replays, before its next rollout."""
         # Through shared memory: a pipe would hold what does not fit until the worker has done its rollout.
-        shared = torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_()
-        for worker in range(len(self._connections)):
-            self._send(worker, shared)
+        self._send(worker, torch.frombuffer(bytearray(news), dtype=torch.uint8).share_memory_())
 
     def close(self) -> None:
         """End all processes; terminate those that do not exit within a second.

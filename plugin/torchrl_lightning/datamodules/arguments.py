@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -74,57 +73,6 @@ def check_fingerprint(stored: Mapping[str, Any], here: Mapping[str, Any]) -> Non
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
-
-
-def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
-    """Call a collector factory with the policy, by name where it has such a parameter."""
-    if "policy" in inspect.signature(make_collector).parameters:
-        return make_collector(policy=policy, **options)
-    return make_collector(policy, **options)
-
-
-def collector_options(
-    make_collector: Callable[..., Any], seed: int, reset_at_each_batch: bool, world_size: int
-) -> dict[str, Any]:
-    """Return ``seed`` and ``reset_at_each_batch``, as far as a collector factory has such parameters.
-
-    A seed that the user has bound to a partial stays, on a single rank. A ValueError if all ranks would collect the
-    same data, or if the collector would not reset as the DataModule says.
-
-    Example:
-        >>> collector_options(lambda policy, seed: ..., 7, False, 2)
-        {'seed': 7}
-    """
-    parameters = inspect.signature(make_collector).parameters
-    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
-    options: dict[str, Any] = {}
-    own_seed = bound.get("seed")
-    if world_size > 1 and own_seed is not None:
-        raise ValueError(
-            f"collector= has seed={own_seed}, with which all {world_size} ranks would collect the same data. Leave the "
-            "seed out: each rank's collector is given one of its own."
-        )
-    if own_seed is None and "seed" in parameters:
-        options["seed"] = seed
-    elif own_seed is None and world_size > 1:
-        raise ValueError(
-            f"collector= takes no `seed`, so all {world_size} ranks would collect the same data. Give it such a "
-            "parameter, e.g. def collector(policy, seed): made = Collector(...); made.set_seed(seed); return made."
-        )
-    own_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
-    if own_reset != reset_at_each_batch:
-        raise ValueError(
-            f"collector= has reset_at_each_batch={own_reset}, but the DataModule {reset_at_each_batch}. "
-            "Give it to the DataModule alone, which passes it on."
-        )
-    if "reset_at_each_batch" in parameters:
-        options["reset_at_each_batch"] = reset_at_each_batch
-    elif reset_at_each_batch:
-        raise ValueError(
-            "reset_at_each_batch=True, but collector= takes no `reset_at_each_batch`, so its rollouts would not begin "
-            "with a seeded reset. Give it such a parameter, or leave reset_at_each_batch out."
-        )
-    return options
 
 
 def check_builds(buffer: Any) -> None:

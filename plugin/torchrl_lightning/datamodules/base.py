@@ -7,6 +7,7 @@ __all__ = ["ExperienceDataModule"]
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import lightning as L
@@ -17,17 +18,16 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs import EnvBase
 
-from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector, play_episodes
+from torchrl_lightning.collectors import play_episodes
 from torchrl_lightning.datamodules.adapters import Batches, is_there, reopen_epoch
 from torchrl_lightning.datamodules.arguments import (
-    call_with_policy,
     check_builds,
     check_fingerprint,
     check_frames,
-    collector_options,
     environment_fields,
     environment_name,
 )
+from torchrl_lightning.datamodules.collection import call_with_policy, collector_options, own_collector, share_of
 from torchrl_lightning.datamodules.discounts import build_buffer
 from torchrl_lightning.datamodules.environments import RunEnvironments
 from torchrl_lightning.datamodules.episodes import FinishedEpisodes
@@ -63,15 +63,16 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     Args:
         env: an environment id, a factory of one environment, Gymnasium's or TorchRL's, or a ready one, which steps
             several: a :class:`gymnasium.vector.VectorEnv`, or any ``EnvBase``.
-        num_envs: environments stepped side by side, on each rank; of one worker, if the collector has several. An
-            environment that TorchRL steps as a batch has its own number, which is to be given here.
-        frames_per_batch: frames collected before each training epoch, on each rank; a multiple of ``num_envs``.
+        num_envs: environments stepped side by side, on each rank; of one that TorchRL steps as a batch, its own number.
+        frames_per_batch: frames of a rollout, on each rank: of the environments that step it, a multiple of their
+            number. Of a collector with workers it is the rollout of one.
         total_frames: frames of the environment, summed over ranks, after which training stops, also as ``1e5``; -1 for
             never. Rollouts are whole. Replayed steps are counted apart; after as many without a frame it stops, too.
         collector: a callable that takes the policy and returns any TorchRL collector; by default a
             :class:`~torchrl_lightning.GymnasiumCollector` over ``env``, or TorchRL's own over a TorchRL environment. If
             it has parameters ``seed`` and ``reset_at_each_batch``, it is given this rank's seed and the argument below;
-            under several ranks it needs the former.
+            under several ranks it needs the former. One that still asks for ``frames_per_batch`` gets environment and
+            sizes, too, and its workers share ``num_envs`` out.
         reset_at_each_batch: begin each rollout, of several steps, with a seeded reset. Episodes are cut there; in
             exchange a resumed run repeats an uninterrupted one bit for bit: the state of an environment is not stored.
         eval_env: the environment of evaluation episodes, as ``env``; by default ``env`` anew. Where collection steps
@@ -93,7 +94,6 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     """
 
     CONFIG_NAME: ClassVar[str | None] = None
-
     make_buffer: Any  # a setting of each stream
     env: Any = setting(kw_only=False)
     num_envs: Count = 8
@@ -127,15 +127,15 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         super().__post_init__()
         check_builds(self.make_buffer)
         self._run = RunState(self)
-        check_frames(self.frames_per_batch, self.num_envs, self.reset_at_each_batch)
+        check_frames(self.frames_per_batch, self.envs_per_worker, self.reset_at_each_batch)
         self._environments = RunEnvironments(self.env, self.num_envs, self.eval_env)
         self.eval_env, self.eval_num_envs = self._environments.eval_env, min(self.eval_num_envs, self.eval_episodes)
         self.buffer: Any = None
         self._clock = FrameClock(self.total_frames)
-        self._feed = Feed()
         self._num_evaluations = 0
         self._episodes = FinishedEpisodes(self.num_envs)
         self._normalization = Normalization(self.normalize_observation, self.normalize_reward, self.normalize_clip)
+        self._feed = Feed(self._episodes, self._normalization)
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what the LightningModule reads
@@ -154,6 +154,11 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def frames(self) -> int:
         """Frames of the environment that all ranks have collected."""
         return self._clock.frames
+
+    @cached_property
+    def envs_per_worker(self) -> int:
+        """Environments of one worker of the collector, all where it has none."""
+        return share_of(self.make_collector, self.num_envs)
 
     @property
     def collector(self) -> Any:
@@ -174,9 +179,9 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """Metrics of the last rollout or epoch, for loggers and progress bars.
 
         ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
-        ``time/*`` are seconds; ``frames/replayed`` counts replayed steps, if there are any; the streams add theirs.
+        ``time/*`` are seconds; ``frames/replayed`` counts replayed steps; the collector and the streams add theirs.
         """
-        return {**self._clock.metrics(), **self._metrics}
+        return {**self._clock.metrics(), **self._feed.metrics(), **self._metrics}
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -391,13 +396,14 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         return spawn_seed(self.seed or 0, purpose, self._rank, *numbers)
 
     def _collector_options(self) -> dict[str, Any]:
-        """Return the stream's arguments for the collector that is built here."""
-        return {"seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
+        """Return the stream's arguments for a collector."""
+        options = {"num_envs": self.envs_per_worker, "frames_per_batch": self.frames_per_batch}
+        return {**options, "seed": self._spawn_seed("collector"), "reset_at_each_batch": self.reset_at_each_batch}
 
     def _users_collector_options(self) -> dict[str, Any]:
         """Return the arguments for the user's collector, if there is one."""
-        make, seed = self.make_collector, self._spawn_seed("collector")
-        return collector_options(make, seed, self.reset_at_each_batch, self.world_size) if make is not None else {}
+        options = {"env": self.env, **self._collector_options()}
+        return collector_options(self.make_collector, self.world_size, **options) if self.make_collector else {}
 
     def _wrap_env(self, env: VectorEnv | EnvBase) -> Any:
         """Let the buffer wrap the environment that is collected from."""
@@ -415,14 +421,9 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
             self._feed.open(lambda: self._users_collector(policy), policy=policy, inside=kept_threads())
 
     def _own_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
-        env: Any = self._wrap_env(self._environments.built())
+        env = self._wrap_env(self._environments.built())
         policy = self._of_raw(self._wrap_policy(policy))
-        frames, options = self.frames_per_batch, self._collector_options()
-        collector: Any = (
-            TorchRLCollector(env, policy, frames_per_batch=frames, **options)
-            if isinstance(env, EnvBase)
-            else GymnasiumCollector(env, policy, num_envs=self.num_envs, frames_per_batch=frames, **options)
-        )
+        collector = own_collector(env, policy, **self._collector_options())
         return collector, self._rollouts(collector)
 
     def _users_collector(self, policy: Any) -> tuple[Any, Iterator[TensorDictBase]]:
@@ -479,8 +480,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         """
         self._num_evaluations += 1
         episodes = self.eval_episodes if episodes is None else episodes
-        seed = self._spawn_seed("evaluation", self._num_evaluations)
-        num_envs = min(self.eval_num_envs, episodes)
+        seed, num_envs = self._spawn_seed("evaluation", self._num_evaluations), min(self.eval_num_envs, episodes)
         policy = self._of_raw(policy)
         return play_episodes(self.eval_env, policy, episodes, num_envs=num_envs, seed=seed, deterministic=deterministic)
 

@@ -119,7 +119,7 @@ class DynamicsDataModule(ExperienceDataModule):
 
     def __post_init__(self) -> None:
         if self.frames_per_batch is None:
-            self.frames_per_batch = -(-self.frames_per_fit // self.num_envs) * self.num_envs
+            self.frames_per_batch = -(-self.frames_per_fit // self.envs_per_worker) * self.envs_per_worker
         # The scalers of the targets standardise here.
         self.normalize_observation, self.normalize_reward, self.normalize_clip = False, False, 10.0
         super().__post_init__()

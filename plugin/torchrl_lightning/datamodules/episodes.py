@@ -84,11 +84,13 @@ class FinishedEpisodes(Stated):
             "train/episodes": float(len(returns)),
         }
 
-    def forget_unfinished(self) -> None:
-        """Forget unfinished episodes, as when every environment has been reset."""
+    def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
+        """Forget unfinished episodes, as when these environments have been reset."""
         self._flush()
-        self._returns.zero_()
-        self._lengths.zero_()
+        if isinstance(env_ids, Tensor):
+            env_ids = env_ids[env_ids < len(self._returns)]
+        self._returns[env_ids] = 0
+        self._lengths[env_ids] = 0
 
     def _flush(self) -> None:
         """Find what has ended in the noted rollouts."""

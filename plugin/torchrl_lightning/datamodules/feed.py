@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -14,18 +14,31 @@ from torchrl_lightning._modules import EvaluationMode
 from torchrl_lightning.environments.origins import RowOrigins
 
 
+class KeepsSums(Protocol):
+    """What keeps sums over episodes that go on."""
+
+    def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
+        """Forget those of some environments."""
+        ...
+
+
 class Feed:
     """Build a collector late, draw its rollouts, and keep what a checkpoint says of it until then.
 
     By the first rollout the weights are restored and on their device. What a checkpoint says of torch's generator
     waits for the first draw, so that nothing that is built for a resumed run draws from it.
 
+    Args:
+        *sums: What keeps sums over episodes, for a collector that may lose some.
+
     Attributes:
         collector: The collector, as long as there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *sums: KeepsSums) -> None:
         self.collector: Any = None
+        self._sums = sums
+        self._lost: list[int] = []  # environments whose unfinished episodes the collector has lost
         self._stream: Iterator[TensorDictBase] | None = None
         self._origins, self._acting = RowOrigins(None), EvaluationMode()
         self._take_weights: Callable[[], Any] | None = None
@@ -53,6 +66,7 @@ class Feed:
             self._until_closed.enter_context(inside)
         self.collector, self._stream = build()
         self._origins = RowOrigins(self.collector)
+        self._lost = getattr(self.collector, "lost_envs", [])
         # Copies of the policy in other processes cannot be reached.
         self._acting = EvaluationMode(policy)
         self._take_weights = None if policy is None else getattr(self.collector, "update_policy_weights_", None)
@@ -69,7 +83,18 @@ class Feed:
         if self._take_weights is not None:
             self._take_weights()
         with self._acting:
-            return next(self._stream, None)
+            rollout = next(self._stream, None)
+        if self._lost:
+            lost = torch.tensor(self._lost)
+            self._lost.clear()
+            for each in self._sums:
+                each.forget_unfinished(lost)
+        return rollout
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the collector tells of itself, if it does."""
+        tell: Callable[[], dict[str, float]] | None = getattr(self.collector, "metrics", None)
+        return {} if tell is None else tell()
 
     def numbered(self, rollout: TensorDictBase) -> TensorDictBase:
         """Return a rollout ``[N, T]``, or ``[T]`` of one environment, as ``[N, T]`` that says whose rows it holds."""

@@ -163,10 +163,10 @@ class Normalization(Stated):
         if self._normalizer is not None:
             self._normalizer.advance(merged)
 
-    def forget_unfinished(self) -> None:
-        """Let the next rewards be the first of their episodes."""
+    def forget_unfinished(self, env_ids: Tensor | slice = slice(None)) -> None:
+        """Let the next rewards of these environments be the first of their episodes."""
         self._add(REWARD, self._scale.reduced())
-        self._scale.cut()
+        self._scale.cut(env_ids)
 
     def _reduce_rows(self) -> None:
         self._waiting = 0

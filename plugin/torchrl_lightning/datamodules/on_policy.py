@@ -102,13 +102,13 @@ class OnPolicyDataModule(ExperienceDataModule):
     @property
     def rollout_length(self) -> int:
         """Time steps of one rollout."""
-        return self.frames_per_batch // self.num_envs
+        return self.frames_per_batch // self.envs_per_worker
 
     def _build_parts(self) -> None:
         if self.buffer is None:
             self.buffer = self._any_buffer(trial=False)
             self.buffer.generator.manual_seed(self._spawn_seed("buffer"))
-            self.buffer.attach(self.env, self.num_envs)
+            self.buffer.attach(self.env, self.envs_per_worker)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Ask the buffer, too, and whether there is memory for a rollout."""
@@ -248,17 +248,13 @@ class OnPolicyDataModule(ExperienceDataModule):
         return number, size
 
     def _collector_options(self) -> dict[str, Any]:
-        options, replay = super()._collector_options(), self.buffer.replay
-        if replay is not None and not isinstance(self._environments.built(), EnvBase):  # there wrap_env() replays
-            options["replay"] = replay
-        return options
-
-    def _users_collector_options(self) -> dict[str, Any]:
-        options = super()._users_collector_options()
-        replay = None if self.buffer is None else self.buffer.replay
-        if self.make_collector is None or replay is None:
+        options, replay = super()._collector_options(), None if self.buffer is None else self.buffer.replay
+        if replay is None:
             return options
-        if "replay" not in inspect.signature(self.make_collector).parameters:
+        make = self.make_collector
+        if make is None and isinstance(self._environments.built(), EnvBase):
+            return options  # there wrap_env() replays
+        if make is not None and "replay" not in inspect.signature(make).parameters:
             raise ValueError(
                 f"{type(self.buffer).__name__} replays demonstrations, but collector= takes no `replay`. Give it "
                 "such a parameter, as GymnasiumCollector and AsynchronousCollector have one."
@@ -273,7 +269,7 @@ class OnPolicyDataModule(ExperienceDataModule):
 
     def _check(self, rollout: TensorDictBase, buffer: RolloutBuffer) -> None:
         """Say what is wrong with a rollout ``[N, T]``."""
-        expected = (self.num_envs, self.rollout_length)
+        expected = (self.envs_per_worker, self.rollout_length)
         if tuple(rollout.batch_size) != expected:
             raise ValueError(
                 f"the collector gave a rollout of shape {tuple(rollout.batch_size)}, expected "

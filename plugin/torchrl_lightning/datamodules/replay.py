@@ -137,7 +137,7 @@ class ReplayDataModule(ExperienceDataModule):
         elif not self.frames_per_update:
             refuse_collection(self.make_collector, self.warmup_frames, self.total_frames)
             self.num_envs = self.num_envs if is_ready(self.env) else 1  # one ring holds an episode of any length
-        self.frames_per_batch = self.num_envs if self.frames_per_batch is None else self.frames_per_batch
+        self.frames_per_batch = self.envs_per_worker if self.frames_per_batch is None else self.frames_per_batch
         super().__post_init__()
         # A fraction: as a floating-point number 30 * 0.1 exceeds 3, which would ask for a fourth frame.
         self._ratio = Fraction(self.frames_per_update).limit_denominator(1_000_000)

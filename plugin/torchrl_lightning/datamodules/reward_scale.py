@@ -123,9 +123,11 @@ class RewardScale(Stated):
         self._sums[ids[known]] = (sums[-1] * goes_on[-1])[known]
         return moments
 
-    def cut(self) -> None:
-        """Let the next rewards be the first of their episodes; what was noted must have been reduced."""
-        self._sums.zero_()
+    def cut(self, env_ids: Tensor | slice = slice(None)) -> None:
+        """Let the next rewards be the first of these environments' episodes; what was noted must have been reduced."""
+        if isinstance(env_ids, Tensor):
+            env_ids = env_ids[env_ids < len(self._sums)]
+        self._sums[env_ids] = 0
 
     def load_moments(self, moments: Moments) -> None:
         """Replace the moments of the sums."""

@@ -1,0 +1,231 @@
+"""What every collector with workers is made of: what one worker does, and what is known of all of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_lightning.collectors._base import CollectorBase
+from torchrl_lightning.collectors.gymnasium import GymnasiumCollector
+from torchrl_lightning.environments.played import Array, FollowedReplaySource
+from torchrl_lightning.environments.policies import Policy, load_weights, policy_device
+from torchrl_lightning.environments.seeds import check_seed, spawn_seed, spawn_seeds
+from torchrl_lightning.environments.vector_env import check_env_source
+from torchrl_lightning.keys import ENV_IDS, TRAJ_IDS
+from torchrl_lightning.ranges import optional
+from torchrl_lightning.state import array, whole
+from torchrl_lightning.stated import Kept
+
+
+class Worker:
+    """One of several that collect: a :class:`GymnasiumCollector` whose rollouts say whose they are.
+
+    Args:
+        payload: The pickled environment, policy and keyword arguments of its collector.
+        number: Its number.
+        count: How many workers there are.
+        begun: How many rollouts this worker has begun before, in this run or before it was resumed; its seeds and
+            trajectory ids are others than in those.
+    """
+
+    def __init__(self, payload: bytes, number: int, count: int, begun: int) -> None:
+        torch.set_num_threads(1)
+        env, self.policy, kwargs = pickle.loads(payload)
+        self.replay = kwargs.get("replay")
+        self.number, self.count = number, count
+        self.collector = GymnasiumCollector(env, self.policy, **kwargs)
+        frames = begun * self.collector.frames_per_batch
+        # A rollout begins at most as many trajectories as it has frames and environments.
+        counters = {"batches": begun, "frames": frames, "trajectories": frames + begun * self.collector.num_envs}
+        self.collector.load_state_dict({**self.collector.state_dict(), **counters})
+
+    def rollout(self, version: int) -> TensorDict:
+        """Collect ``[N, T]`` with the policy as it is, whose weights are of that version."""
+        rollout = self.collector.rollout()
+        ids = rollout[TRAJ_IDS]
+        first_env = self.number * self.collector.num_envs
+        rollout[TRAJ_IDS] = ids * self.count + self.number
+        rollout[ENV_IDS] = (first_env + torch.arange(self.collector.num_envs))[:, None].expand_as(ids)
+        rollout["collector", "policy_version"] = torch.full_like(ids, version)
+        return rollout
+
+    def follow(self, news: bytes) -> None:
+        """Take over what is new of what is replayed."""
+        assert self.replay is not None
+        self.replay.follow(pickle.loads(news))
+
+
+class WorkersCollector(CollectorBase):
+    """A collector whose rollouts come from workers, each of them from one; its subclasses run them elsewhere.
+
+    Attributes:
+        policy_version: How often weights were published.
+    """
+
+    SHARED_STATE = {
+        **CollectorBase.STATE,
+        "policy_version": Kept(whole()),
+        # Of each worker, the number behind that of its last rollout that was yielded.
+        "rollouts": Kept(optional(array(torch.int64, "num_workers", low=0)), "_yielded", missing=None),
+    }
+
+    def __init__(
+        self,
+        env: str | Callable[..., gymnasium.Env[Any, Any]],
+        policy: Policy | None,
+        num_workers: int,
+        num_envs: int,
+        frames_per_batch: int,
+        total_frames: int,
+        seed: int | None,
+        reset_at_each_batch: bool,
+        exploration_type: ExplorationType,
+        clip_actions: bool,
+        replay: FollowedReplaySource | None,
+        env_kwargs: Mapping[str, Any] | None,
+        wrappers: Sequence[Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]],
+        init_random_frames: int,
+    ) -> None:
+        if isinstance(env, VectorEnv):
+            raise TypeError(
+                f"Each worker builds its own environments, but env is a ready {type(env).__name__}; "
+                "pass its id or a factory of one environment."
+            )
+        check_env_source(env)
+        env_args = {"vectorization": "sync", "env_kwargs": env_kwargs, "wrappers": tuple(wrappers)}
+        super().__init__(env, policy, num_envs, frames_per_batch, total_frames, seed, env_args)
+        _pickled((env, env_args), "The environment (env, env_kwargs, wrappers)")
+        if replay is not None and len(replay.playing) != num_envs:
+            raise ValueError(
+                f"replay= is for {len(replay.playing)} environments, but each worker has num_envs={num_envs}; build it "
+                "for these."
+            )
+        self.env, self.num_workers = env, num_workers
+        self._player = replay
+        self._told: dict[int, Any] = {}  # what each worker knows of its contents
+        self._kwargs: dict[str, Any] = {
+            **env_args,
+            "reset_at_each_batch": reset_at_each_batch,
+            "exploration_type": exploration_type,
+            "clip_actions": clip_actions,
+            "num_envs": num_envs,
+            "frames_per_batch": frames_per_batch,
+            "init_random_frames": -(init_random_frames // -num_workers),
+        }
+        self.policy_version = 0
+        self._lag = 0  # of the last batch, in versions
+        self._yielded: Array = np.zeros(num_workers, dtype=np.int64)
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """Yield batches until ``total_frames`` are collected; an error or Ctrl-C ends all workers."""
+        yield from super().iterator()
+        self._stop()
+
+    def rollout(self) -> TensorDict:
+        """Return the next batch of a worker, even beyond ``total_frames``."""
+        if self.closed:
+            raise RuntimeError("The collector was shut down; build a new one.")
+        try:
+            rollout, worker, behind = self._next()
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+        self._yielded[worker] = behind
+        self._lag = self.policy_version - int(rollout["collector", "policy_version"][0, 0])
+        self._batches += 1
+        self.frames += self.frames_per_batch
+        return rollout
+
+    def metrics(self) -> dict[str, float]:
+        """Return by how many versions the weights of the last batch were older than those published."""
+        return {"collector/lag": float(self._lag)}
+
+    def _next(self) -> tuple[TensorDict, int, int]:
+        """Return the next rollout ``[N, T]``, whose it is, and the number behind its own among this worker's."""
+        raise NotImplementedError
+
+    def _payload(self, worker: int) -> bytes:
+        """Pickle what a worker needs, which begins now."""
+        policy = self.policy
+        if isinstance(policy, nn.Module) and policy_device(policy).type != "cpu":
+            policy = copy.deepcopy(policy).cpu()
+        options = {**self._kwargs, "seed": self._worker_seed(worker)}
+        if self._player is not None:
+            self._told[worker] = self._player.contents()
+            options["replay"] = self._player.for_worker(spawn_seed(self.seed, "replay", worker, self._batches))
+        name = f"The policy ({type(policy).__name__})" + ("" if self._player is None else " or the replay")
+        return _pickled((self.env, policy, options), name)
+
+    def _worker_seed(self, worker: int) -> int:
+        return spawn_seed(self.seed, "worker", worker)
+
+    def _news(self, worker: int) -> bytes | None:
+        """Return what is new to a worker of what it replays; None where it knows it all."""
+        if self._player is None:
+            return None
+        known, self._told[worker] = self._told[worker], self._player.contents()
+        return None if self._told[worker] == known else pickle.dumps(self._player.news(known))
+
+    def _stop(self) -> None:
+        """End all workers, of which there may be none."""
+        raise NotImplementedError
+
+    # -- control -----------------------------------------------------------------------------------------------------
+    def update_policy_weights_(self, policy_or_weights: object = None) -> None:
+        """Publish weights as a new version; every rollout that begins afterwards uses them.
+
+        Args:
+            policy_or_weights: A module, a state dict or a TensorDict of parameters, copied into the policy first.
+                ``None`` publishes the policy as it is.
+        """
+        load_weights(self.policy, policy_or_weights)
+        self._publish(self.policy_version + 1)
+        self.policy_version += 1
+
+    def _publish(self, version: int) -> None:
+        """Tell the workers, of which there may be none, of the policy's weights."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Discard the rollouts in flight, and restart all workers at the next batch."""
+        self._stop()
+
+    def put_state(self, values: Mapping[str, Any]) -> None:
+        """Go on behind the batch after which a state was taken, with new workers."""
+        if values["rollouts"] is None:  # they were served in turn
+            served = [-((values["batches"] - worker) // -self.num_workers) for worker in range(self.num_workers)]
+            values = {**values, "rollouts": np.array(served)}
+        super().put_state(values)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed all environments, restart the workers at the next batch, and return the seed of the last environment.
+
+        Raises:
+            ValueError: ``static_seed`` is True.
+        """
+        if static_seed:
+            raise ValueError("static_seed=True would make all workers collect the same data.")
+        self.seed = check_seed(seed)
+        self._stop()
+        return spawn_seeds(self._worker_seed(self.num_workers - 1), "environment", 0, count=self.num_envs)[-1]
+
+
+def _pickled(content: object, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(content)
+    except Exception as error:
+        raise TypeError(
+            f"{what} cannot be pickled, so it cannot be sent to a worker process: {error}. Use a "
+            "registered id, or a factory that builds everything when it is called and keeps no open resources."
+        ) from error

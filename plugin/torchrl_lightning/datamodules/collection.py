@@ -1,0 +1,112 @@
+"""Collectors of a run: our own, or what a factory of the user's builds, and what it is told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchrl.envs import EnvBase
+
+from torchrl_lightning.collectors import GymnasiumCollector, TorchRLCollector
+from torchrl_lightning.ranges import integer
+
+
+def own_collector(env: Any, policy: Any, num_envs: int, **options: Any) -> Any:
+    """Build our collector of Gymnasium's or of TorchRL's environments."""
+    if isinstance(env, EnvBase):
+        return TorchRLCollector(env, policy, **options)  # which has its own number
+    return GymnasiumCollector(env, policy, num_envs=num_envs, **options)
+
+
+def call_with_policy(make_collector: Callable[..., Any], policy: Any, **options: Any) -> Any:
+    """Call a collector factory with the policy, by name where it has such a parameter."""
+    if "policy" in inspect.signature(make_collector).parameters:
+        return make_collector(policy=policy, **options)
+    return make_collector(policy, **options)
+
+
+def collector_options(
+    make_collector: Callable[..., Any],
+    world_size: int,
+    seed: int,
+    reset_at_each_batch: bool,
+    replay: Any = None,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Return what a collector factory is told: ``seed`` and ``reset_at_each_batch``, if it has such parameters.
+
+    Moreover a ``replay``, and the sizes, if it still asks for ``frames_per_batch``. A seed that the user has bound to a
+    partial stays, on a single rank. A ValueError if all ranks would collect the same data, or if the collector would
+    not reset as the DataModule says.
+
+    Example:
+        >>> collector_options(lambda policy, seed: ..., 2, seed=7, reset_at_each_batch=False)
+        {'seed': 7}
+    """
+    parameters = inspect.signature(make_collector).parameters
+    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
+    options: dict[str, Any] = {}
+    own_seed = bound.get("seed")
+    if world_size > 1 and own_seed is not None:
+        raise ValueError(
+            f"collector= has seed={own_seed}, with which all {world_size} ranks would collect the same data. Leave the "
+            "seed out: each rank's collector is given one of its own."
+        )
+    if own_seed is None and "seed" in parameters:
+        options["seed"] = seed
+    elif own_seed is None and world_size > 1:
+        raise ValueError(
+            f"collector= takes no `seed`, so all {world_size} ranks would collect the same data. Give it such a "
+            "parameter, e.g. def collector(policy, seed): made = Collector(...); made.set_seed(seed); return made."
+        )
+    own_reset = bound.get("reset_at_each_batch", reset_at_each_batch)
+    if own_reset != reset_at_each_batch:
+        raise ValueError(
+            f"collector= has reset_at_each_batch={own_reset}, but the DataModule {reset_at_each_batch}. "
+            "Give it to the DataModule alone, which passes it on."
+        )
+    if "reset_at_each_batch" in parameters:
+        options["reset_at_each_batch"] = reset_at_each_batch
+    elif reset_at_each_batch:
+        raise ValueError(
+            "reset_at_each_batch=True, but collector= takes no `reset_at_each_batch`, so its rollouts would not begin "
+            "with a seeded reset. Give it such a parameter, or leave reset_at_each_batch out."
+        )
+    if replay is not None:
+        options["replay"] = replay
+    return options | _still_asked(make_collector, **sizes)
+
+
+def share_of(make_collector: Callable[..., Any] | None, num_envs: int) -> int:
+    """Return how many of ``num_envs`` environments each worker of a collector gets; all, if it has none or is not told.
+
+    Example:
+        >>> from torchrl_lightning import AsynchronousCollector
+        >>> share_of(partial(AsynchronousCollector, num_workers=4), 16)
+        4
+    """
+    if make_collector is None or not _still_asked(make_collector, num_envs=num_envs):
+        return num_envs
+    parameters = inspect.signature(make_collector).parameters
+    for name in ("num_workers", "num_collectors"):
+        if name in parameters:
+            workers = integer(parameters[name].default, name)
+            if num_envs % workers:
+                raise ValueError(
+                    f"num_envs={num_envs} cannot be shared out evenly among {name}={workers}; "
+                    f"take {-(-num_envs // workers) * workers}."
+                )
+            return num_envs // workers
+    return num_envs
+
+
+def _still_asked(make_collector: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """Return what a collector factory is told of the stream; nothing where it has its ``frames_per_batch``."""
+    parameters = inspect.signature(make_collector).parameters
+    frames = parameters.get("frames_per_batch")
+    if frames is None or frames.default is not frames.empty:
+        return {}
+    bound = make_collector.keywords if isinstance(make_collector, partial) else {}
+    return {name: value for name, value in given.items() if name in parameters and name not in bound}

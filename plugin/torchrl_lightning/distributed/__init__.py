@@ -1,0 +1,7 @@
+"""Collectors on several machines, by Ray (``pip install 'torchrl-lightning[ray]'``)."""
+
+from __future__ import annotations
+
+from torchrl_lightning._lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,75 @@
+"""A Ray cluster: how it is found, and what is refused of it."""
+
+from __future__ import annotations
+
+__room__ = ["ClusterFault"]
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from torchrl_lightning.fitting import Fault
+
+_PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
+
+
+class ClusterFault(Fault):
+    """A Ray cluster is not there, has too little room, or has other versions."""
+
+
+def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return Ray, connected to a cluster, and whether it was connected here.
+
+    Args:
+        config: Arguments of ``ray.init``, such as ``address``. A process is connected once: where it is already, they
+            have no effect.
+
+    Raises:
+        ClusterFault: Ray is not installed, there is no cluster at the address, or it runs another version.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterFault("Collectors on Ray need it: pip install 'torchrl-lightning[ray]'.") from error
+    if ray.is_initialized():
+        return ray, False
+    address = config.get("address")
+    try:
+        ray.init(**config)
+    except (ConnectionError, TimeoutError, ValueError) as error:
+        raise ClusterFault(
+            f"No Ray cluster could be joined at address={address!r} ({_line(error)}). Start one (ray start --head), "
+            "write its address, or leave the address out of ray_init_config for a cluster on this machine."
+        ) from error
+    except RuntimeError as error:
+        if "ersion" not in str(error):
+            raise
+        raise ClusterFault(
+            f"The Ray cluster at address={address!r} does not fit this process: {_line(error)}. Install the same "
+            "Python and Ray on all machines."
+        ) from error
+    return ray, True
+
+
+def installed() -> dict[str, str]:
+    """Return the versions that all machines must share."""
+    return {"Python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def check_room(ray: Any, count: int, each: Mapping[str, Any]) -> None:
+    """Refuse more actors than the cluster can ever hold, by a ClusterFault that says what there is."""
+    wanted = {"CPU": each.get("num_cpus", 1), "GPU": each.get("num_gpus", 0), "memory": each.get("memory", 0)}
+    wanted |= each.get("resources", {})
+    total = ray.cluster_resources()
+    for name, amount in wanted.items():
+        if amount * count > total.get(name, 0):
+            raise ClusterFault(
+                f"num_collectors={count} need {amount * count:g} {name}, but the cluster has "
+                f"{total.get(name, 0):g}. Take fewer, add machines, or ask for less of each by remote_configs, such as "
+                "{'num_cpus': 0.5}."
+            )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")[:300]

@@ -1,0 +1,59 @@
+"""What workers collect with and replay from, whose every action is known beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from torchrl_lightning.environments import ReplayedRows
+
+
+class Constant(nn.Module):
+    """Always takes the action that its only weight says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.weight.long().expand(len(observation))
+
+
+def constant_policy() -> TensorDictModule:
+    return TensorDictModule(Constant(), in_keys=["observation"], out_keys=["action"])
+
+
+class FollowedReplay:
+    """Replays episodes of one step, which observe the seed and act as its content says, unless that is 0."""
+
+    def __init__(self, num_envs: int, content: int = 0, seed: int = 0) -> None:
+        self.num_envs, self.content, self.seed = num_envs, content, seed
+        self.told: list[int] = []
+
+    @property
+    def playing(self) -> Any:
+        return np.zeros(self.num_envs, bool)
+
+    def __call__(self, starts: Any) -> ReplayedRows | None:
+        ones = np.ones(starts.sum())
+        if not self.content or not len(ones):
+            return None
+        seen = {"observation": np.full((len(ones), 3), self.seed % 1000)}
+        return ReplayedRows(starts, seen, ones * self.content, seen, ones, ones > 0, ones < 0)
+
+    def for_worker(self, seed: int) -> FollowedReplay:
+        return FollowedReplay(self.num_envs, self.content, seed)
+
+    def contents(self) -> int:
+        return self.content
+
+    def news(self, since: int) -> int:
+        self.told.append(since)
+        return self.content - since
+
+    def follow(self, news: int) -> None:
+        self.content += news
