@@ -11,6 +11,7 @@ PACKAGES = {
     "lunarlander": ("Box2D", "pygame"),
     "minigrid": ("minigrid",),
     "mujoco": ("mujoco", "imageio"),
+    "ray": ("ray",),
     "robotics": ("gymnasium_robotics",),
 }
 

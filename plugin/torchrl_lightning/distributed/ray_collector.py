@@ -62,7 +62,7 @@ class RayCollector(WorkersCollector):
             ``memory``, ``resources``.
         ray_init_config: Arguments of ``ray.init``, if this process has no cluster yet: ``address`` and others.
 
-    The other arguments are those of :class:`~torchrl_lightning.AsynchronousCollector`.
+    The other arguments are those of :class:`AsynchronousCollector` and of :class:`GymnasiumCollector`.
 
     Attributes:
         deaths: How many collectors have died.
