@@ -88,6 +88,7 @@ from torchrl_lightning.learn.q_learning import DQNModule as DQNModule
 from torchrl_lightning.learn.q_learning import SACModule as SACModule
 from torchrl_lightning.learn.q_learning import TD3Module as TD3Module
 from torchrl_lightning.learn.rnd import RandomNetworkDistillation as RandomNetworkDistillation
+from torchrl_lightning.learn.unhealthy import UnhealthyBody as UnhealthyBody
 from torchrl_lightning.learn.world_env import WorldModelEnvironment as WorldModelEnvironment
 from torchrl_lightning.learn.world_model_fit import WorldModelFit as WorldModelFit
 from torchrl_lightning.learn.world_models import OutsideBox as OutsideBox

@@ -42,6 +42,7 @@ from torchrl_lightning.learn.schedules import CosineSchedule as CosineSchedule
 from torchrl_lightning.learn.schedules import LinearSchedule as LinearSchedule
 from torchrl_lightning.learn.squashed import build_deterministic_actor as build_deterministic_actor
 from torchrl_lightning.learn.squashed import build_squashed_actor as build_squashed_actor
+from torchrl_lightning.learn.unhealthy import UnhealthyBody as UnhealthyBody
 from torchrl_lightning.learn.world_env import WorldModelEnvironment as WorldModelEnvironment
 from torchrl_lightning.learn.world_model_fit import WorldModelFit as WorldModelFit
 from torchrl_lightning.learn.world_models import OutsideBox as OutsideBox
