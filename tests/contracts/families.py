@@ -217,7 +217,6 @@ FAMILIES = {
         empty=(RuntimeError, "Nothing is stored"),
         foreign={"max_size": partial(MBReplayBuffer, 5, num_envs=2)},
         refuses=(
-            Refusal("mini_batch_size=256 needs as many rows, but 8 of 8 stored ones", MBReplayBuffer.generate_batches),
             *(
                 Refusal(
                     r"Rows .* are not stored; there are \[0, 4\)",

@@ -208,7 +208,7 @@ def test_the_best_ones_are_saved_now_and_then(tmp_path: Path) -> None:
         num_agent_demos_to_save=2,
         save_demos_every=2,
         save_value_demos=True,
-        demo_dtypes={"Action": "int8", "Observation": torch.float16, "Reward": "float16"},
+        demo_dtypes={"Action": np.int8, "Observation": torch.float16, "Reward": np.dtype("float16")},
     )
     buffer.demonstration_writer.load([episode(3, 9.1), episode(4, 9.0), episode(5, 9.1)])
     step = rollout((0.0, False), (0.0, True), value=4.0)

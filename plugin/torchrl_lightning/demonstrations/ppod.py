@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-import torch
 from tensordict import TensorDictBase
 
 from torchrl_lightning.demonstrations.annealing import Schedule
 from torchrl_lightning.demonstrations.hooks import DemonstrationHooks
 from torchrl_lightning.demonstrations.replay import DemonstrationReplay, End, LogProb
 from torchrl_lightning.demonstrations.sampler import DemonstrationSampler
-from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, saved_dtypes
+from torchrl_lightning.demonstrations.saved_dtypes import FIELDS, Dtype, saved_dtypes
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.demonstrations.writer import DemonstrationWriter
@@ -28,7 +27,7 @@ from torchrl_lightning.settings import Count, Fraction, NotNegative, Switch, set
 from torchrl_lightning.stated import Nested
 
 Whole = Annotated[int, lambda value, name: integer(value, name, 0)]
-Dtypes = Annotated[Mapping[str, torch.dtype | str] | None, lambda value, name: saved_dtypes(value)]
+Dtypes = Annotated[Mapping[str, Dtype] | None, lambda value, name: saved_dtypes(value)]
 
 
 class PPODBuffer(GAEBuffer):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from torchrl.data.utils import numpy_to_torch_dtype_dict
 
 from torchrl_lightning.demonstrations._faults import DemonstrationFault
 from torchrl_lightning.demonstrations.trajectory import Demonstration
@@ -13,13 +16,16 @@ from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.keys import ACTION, REWARD
 
 FIELDS = ("Observation", "Action", "Reward")
+Dtype = torch.dtype | np.dtype[Any] | type[Any] | str
 
 
-def saved_dtypes(dtypes: Mapping[str, torch.dtype | str] | None) -> dict[str, torch.dtype]:
-    """Check what names dtypes, such as ``"uint8"``; a ValueError for other names or dtypes."""
+def saved_dtypes(dtypes: Mapping[str, Dtype] | None) -> dict[str, torch.dtype]:
+    """Check what names dtypes, torch's or numpy's, such as ``"uint8"``; a ValueError for other names or dtypes."""
     checked = {}
     for name, dtype in (dtypes or {}).items():
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if isinstance(found, type | np.dtype):
+            found = numpy_to_torch_dtype_dict.get(np.dtype(found))
         if name not in FIELDS or not isinstance(found, torch.dtype):
             raise ValueError(
                 f"demo_dtypes has {name!r}: {dtype!r}, expected dtypes, such as 'uint8', of {list(FIELDS)}."

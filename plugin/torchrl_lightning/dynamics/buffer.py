@@ -379,7 +379,7 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
 
         Raises:
             RuntimeError: nothing is stored.
-            ValueError: fewer rows are stored than one batch needs, or a number is NaN or infinite; names its column.
+            ValueError: none of the stored rows can be learned from, or a number is NaN or infinite; names its column.
         """
         size = integer(mini_batch_size, "mini_batch_size")
         integer(num_epochs, "num_epochs")
@@ -390,11 +390,8 @@ class MBReplayBuffer(ExperienceBuffer, DocumentedVerbs):
             raise RuntimeError("Nothing is stored: insert transitions first.")
         data = self.storage.get(cells)
         data = data[targets.usable(data)]
-        if len(data) < size:
-            raise ValueError(
-                f"mini_batch_size={size} needs as many rows, but {len(data)} of {len(cells)} stored ones can be "
-                "learned from; collect more first, or take smaller batches."
-            )
+        if not len(data):
+            raise ValueError(f"None of the {len(cells)} stored rows can be learned from: collect more first.")
         data = targets.fit(data)(data)
 
         def batches() -> Iterator[Any]:

@@ -125,7 +125,7 @@ class SharedLock:
             except OSError as error:  # the kernel sees no threads, and takes two of a process for a circle
                 if error.errno not in (errno.EDEADLK, errno.EAGAIN, errno.EACCES):
                     raise
-            if timeout is not None and time.monotonic() - began > timeout and (holder := self._holder()):
+            if timeout is not None and time.monotonic() - began > timeout and (holder := self._holder()) is not None:
                 raise TimeoutError(
                     f"Process {holder} has the lock of a shared buffer, which was not free within timeout={timeout:g} "
                     f"seconds. If it is stopped, let it go on (kill -CONT {holder}) or end it (kill -KILL {holder}), "
