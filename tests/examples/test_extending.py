@@ -76,7 +76,11 @@ def test_a_part_is_trained_resumed_and_evaluated(part, folder):
             "data=uniform",
             "AWRModule does not learn from the ReplayDataModule; choose a stream for it",
         ),
-        ("network", "model.network.hidden_sizes=[0]", "model: hidden_sizes is [0]; every layer must have at least 1"),
+        (
+            "network",
+            "model.network.hidden_sizes=[0]",
+            "model.network: Each width in hidden_sizes=[0] must be a positive integer, got 0",
+        ),
         ("network", "env=minigrid", "model: FourierNetwork reads one vector, got shapes [[], [7, 7, 3]]."),
         (
             "buffer",
