@@ -259,10 +259,59 @@ def test_a_demonstration_is_drawn_for_an_environment(tmp_path: Path) -> None:
     assert buffer.sample_demo(0) is None
 
 
+def test_what_is_drawn_is_inserted_where_the_next_episode_begins(tmp_path: Path) -> None:
+    buffer = attached(initial_human_demos_dir=saved(tmp_path, episode()), rho=1.0, phi=0.0)
+    assert buffer.replay is not None
+    buffer.sample_demo(1)
+    buffer.rho = 0.0
+    buffer.replay.begin(np.array([True] + [False] * (ENVS - 1)))
+    assert not buffer.replay.playing.any()
+    resumed = attached(initial_human_demos_dir=saved(tmp_path, episode()), rho=0.0, phi=0.0)
+    resumed.load_state_dict(buffer.state_dict())
+    for each in (buffer, resumed):
+        assert each.replay is not None
+        for expected in (True, False):
+            each.replay.begin(np.ones(ENVS, bool))
+            assert each.replay.playing.tolist() == [False, expected] + [False] * (ENVS - 2)
+    with pytest.raises(RuntimeError, match=r"call attach\(env, num_envs\) first"):
+        PPODBuffer(4).sample_demo(0)
+
+
+def test_a_state_of_before_has_nothing_chosen(tmp_path: Path) -> None:
+    buffer = attached()
+    state = buffer.state_dict()
+    del state["demonstrations"]["replay"]["chosen"]
+    attached().load_state_dict(state)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_documented_steps_are_tracked(follows: bool) -> None:
+    buffer = attached(initial_reward_threshold=2.0)
+    for t in range(6):
+        sample = {
+            "Observation": torch.full((ENVS, 4), float(t)),
+            "Action": torch.zeros(ENVS, dtype=torch.int64),
+            "Reward": torch.ones(ENVS, 1),
+            "Value": torch.full((ENVS, 1), float(t)),
+            "Done": torch.tensor([[t == 2]] + [[False]] * (ENVS - 1)),
+        }
+        buffer.track_potential_demos({**sample, **({"NextObservation": sample["Observation"] + 1} if follows else {})})
+    (demonstration,) = buffer.reward_demos
+    assert (len(demonstration.steps), demonstration.total_reward, demonstration.value) == (3, 3.0, 2.0)
+    assert demonstration.steps["observation"][:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert (demonstration.last_observation is not None) is follows
+
+
 def test_a_factory_takes_the_documented_order() -> None:
-    buffer = PPODBuffer.create_factory(9, 0.2, 0.4, 0.9, 3, total_buffer_demo_capacity=7)("cpu", None, None, None)
+    dtypes = {"Reward": torch.float64}
+    settings = (0.2, 0.4, 0.9, 3, 7, "human", "agent", "more", "target", 5, 0.5, 2, dtypes)
+    buffer = PPODBuffer.create_factory(9, *settings)("cpu", None, None, None)
     assert (buffer.size, buffer.rho, buffer.phi, buffer.gae_lambda, buffer.alpha) == (9, 0.2, 0.4, 0.9, 3)
     assert buffer.demonstrations.capacity == 7
+    folders = (buffer.initial_human_demos_dir, buffer.initial_agent_demos_dir, buffer.supplementary_demos_dir)
+    assert (*folders, buffer.target_agent_demos_dir) == ("human", "agent", "more", "target")
+    assert (buffer.num_agent_demos_to_save, buffer.initial_reward_threshold, buffer.save_demos_every) == (5, 0.5, 2)
+    assert buffer.demo_dtypes == dtypes
     assert PPODBuffer.demos_data_fields == ("Observation", "Action", "Reward")
     assert len(PPODBuffer.on_policy_data_fields) == 13
 

@@ -34,7 +34,7 @@ FACTORIES = {
     VanillaOnPolicyBuffer: ((), {}, {}),
     GAEBuffer: ((0.5,), {}, {"gae_lambda": 0.5}),
     VTraceBuffer: ((), {"lmbda": 0.5}, {"lmbda": 0.5}),
-    RolloutBuffer: ((), {"estimator": GAE(lmbda=0.5)}, {"estimator": GAE(lmbda=0.5)}),
+    RolloutBuffer: ((GAE(lmbda=0.5),), {}, {"estimator": GAE(lmbda=0.5)}),
     PPODBuffer: ((0.2, 0.4, 0.5), {}, {"rho": 0.2, "phi": 0.4, "gae_lambda": 0.5}),
     PPOBuffer: ((), {"obs_dim": 1, "act_dim": 1, "batch_size": 2, "lam": 0.5}, {"lam": 0.5}),
 }
@@ -48,6 +48,8 @@ def test_a_factory_takes_options_and_then_the_programs_parts(cls: Any) -> None:
     assert type(buffer) is cls
     assert (buffer.size, buffer.num_envs, buffer.gamma, buffer.recompute_values) == (9, 7, 0.5, True)
     assert {name: getattr(buffer, name) for name in shown} == shown
+    with pytest.raises(TypeError, match=r"by place|positional"):
+        cls.create_factory(9, *[1] * 40)
 
 
 def test_lambda_is_where_it_is_documented() -> None:

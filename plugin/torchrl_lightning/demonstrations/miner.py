@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["DemonstrationMiner"]
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -139,6 +139,9 @@ class DemonstrationMiner(Stated):
     def mine(self, rollout: TensorDictBase) -> None:
         """Read a rollout, ``[N, T]`` or ``[T, N]`` with a dimension named ``"time"``; what is kept is copied.
 
+        Without ``is_init``, an episode begins where none is running; without successors, demonstrations have no last
+        observation.
+
         Raises:
             KeyError: It lacks an entry.
             ValueError: It is of another number of environments, its dimensions have no names, or a value is not finite;
@@ -166,10 +169,14 @@ class DemonstrationMiner(Stated):
                 f"This miner follows {self.num_envs} environments, the rollout is {list(rollout.batch_size)} "
                 f"named {list(rollout.names)}."
             )
-        done, starts = rows["next", "done"].flatten(1), rows["is_init"].flatten(1)
+        done, starts = rows["next", "done"].flatten(1), rows.get("is_init", None)
+        if starts is None:  # an episode begins where none is running
+            starts = torch.cat([torch.tensor([[episode is None for episode in self._running]]), done[:-1]])
+        starts = starts.flatten(1)
         values, serials = self._values(rows, done.shape), rows.get(DEMO_SERIAL, None)
         serials = torch.full(done.shape, OWN) if serials is None else serials.flatten(1)
-        steps, following = self._observed(rows).update(rows.select(ACTION, REWARD)), self._observed(rows.get("next"))
+        steps, after = self._observed(rows).update(rows.select(ACTION, REWARD)), rows.get("next")
+        following = self._observed(after) if self._keys[0] in after.keys(True) else None
         running: list[_Episode | None] = [*self._running]
         ended: list[tuple[int, int, _Episode]] = []
         for env in range(self.num_envs):
@@ -187,14 +194,14 @@ class DemonstrationMiner(Stated):
                     ended.append((end, env, episode))
         # No two end at the same step of the same environment.
         ended.sort(key=lambda each: each[:2])
-        count, after, finished = self._count, rows.get("next"), []
+        count, finished = self._count, []
         for end, env, episode in ended:
             mined = None
             if not episode.is_played:
                 count += 1
                 mined = Demonstration(
                     episode.steps,
-                    following[end - 1, env],
+                    None if following is None else following[end - 1, env],
                     value=episode.value,
                     frame_skip=self.frame_skip,
                     name=f"episode {count}",
@@ -205,6 +212,10 @@ class DemonstrationMiner(Stated):
                 finished.append(Finished(episode.serial, episode.value, mined))
         self._running, self._count = [episode and episode.kept() for episode in running], count
         return finished
+
+    @property
+    def _keys(self) -> Sequence[NestedKey]:
+        return ["observation"] if self.specs is None else self.specs.keys
 
     def _observed(self, rows: TensorDictBase) -> TensorDictBase:
         return rows.select("observation") if self.specs is None else newest_frames(rows, self.specs)
@@ -230,9 +241,10 @@ class DemonstrationMiner(Stated):
             return _Episode(serial, value)
         check_tree(steps, torch.Size([]), self.OWNER)
         begun = Demonstration(to_tensordict(steps, torch.Size([])), name="of a running episode")
-        wanted = ["observation"] if self.specs is None else self.specs.keys
-        if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in wanted}:
-            raise ValueError(f"The {self.OWNER} state observes {begun.observation_keys}, this {self.OWNER} {wanted}.")
+        if {path_of(key) for key in begun.observation_keys} != {path_of(key) for key in self._keys}:
+            raise ValueError(
+                f"The {self.OWNER} state observes {begun.observation_keys}, this {self.OWNER} {self._keys}."
+            )
         return _Episode(OWN, value, (begun.steps.clone(),))
 
     def __repr__(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["PPODBuffer"]
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from tensordict import TensorDictBase
 
@@ -135,19 +135,6 @@ class PPODBuffer(GAEBuffer):
         )
         self.hooks: DemonstrationHooks = DemonstrationHooks(self, self.demonstration_writer, self.demonstration_sampler)
 
-    @classmethod
-    def create_factory(  # type: ignore[override]  # the documented order
-        cls,
-        size: int,
-        rho: float = 0.1,
-        phi: float = 0.3,
-        gae_lambda: float = 0.95,
-        alpha: float = 10,
-        **options: Any,
-    ) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class, of these options."""
-        return super().create_factory(size, gae_lambda=gae_lambda, rho=rho, phi=phi, alpha=alpha, **options)
-
     # ---- the demonstrations ------------------------------------------------------------------------------------------
 
     @property
@@ -244,24 +231,28 @@ class PPODBuffer(GAEBuffer):
         self.hooks.save()
 
     def sample_demo(self, env_id: int) -> Demonstration | None:
-        """Draw what an environment plays in the episode that begins: a demonstration, or its own if None.
+        """Draw what an environment plays in its next episode, and insert it: a demonstration, or its own if None.
 
         Raises:
+            RuntimeError: Before :meth:`attach`, no environment is known.
             ValueError: There is no such environment.
         """
-        num_envs = 1 if self.replay is None else self.replay.num_envs
-        if not 0 <= env_id < num_envs:
-            raise ValueError(f"env_id={env_id} must be between 0 and {num_envs - 1}.")
-        return self.demonstration_sampler.draw(self.demonstrations)
+        self.hooks.attached()
+        assert self.replay is not None
+        return self.replay.choose(env_id)
 
-    def track_potential_demos(self, sample: TensorDictBase | None = None) -> None:
-        """Follow the episodes of a rollout, and offer those that end as demonstrations.
+    def track_potential_demos(self, sample: TensorDictBase | Mapping[str, Any] | None = None) -> None:
+        """Follow the episodes of a rollout or step, and offer those that end as demonstrations.
 
         Args:
-            sample: a rollout ``[N, T]`` that follows the one before, with values; what is stored if None.
+            sample: a rollout ``[N, T]`` that follows the one before, with values; or a dict with the documented names
+                of one step, ``[N, ...]``, whose successors may be left out; what is stored if None.
         """
-        stored = self.hooks.collected(self.rollout, self.stream.value) if sample is None else time_major(sample, None)
-        self.hooks.mine(stored)
+        if sample is None:
+            sample = self.hooks.collected(self.rollout, self.stream.value)
+        if not isinstance(sample, TensorDictBase):
+            sample = self._read(sample, 1).unsqueeze(0).refine_names("time", None)
+        self.hooks.mine(time_major(sample, None))
 
     def check_demo_buffer_capacity(self) -> None:
         """Drop what exceeds the capacity, as is done with each that comes: of lowest value, then the longest."""

@@ -17,9 +17,9 @@ from torchrl_lightning.demonstrations.states import from_state, state_of
 from torchrl_lightning.demonstrations.storage import DemonstrationStorage
 from torchrl_lightning.demonstrations.trajectory import Demonstration
 from torchrl_lightning.environments import ReplayedRows
-from torchrl_lightning.ranges import integer, one_of
+from torchrl_lightning.ranges import integer, one_of, optional
 from torchrl_lightning.state import check_state, mapping, sequence, whole
-from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
+from torchrl_lightning.stated import Fixed, Handed, Kept, Nested, Stated
 
 End = Literal["recorded", "terminated", "truncated"]
 LogProb = Literal["deterministic", "current"]
@@ -66,7 +66,12 @@ class DemonstrationReplay(Stated):
     """
 
     OWNER, VERSION = "demonstration replay", 1
-    STATE = {"num_envs": Fixed(), "playing": Handed("_read_positions", "_positions"), "sampler": Nested()}
+    STATE = {
+        "num_envs": Fixed(),
+        "playing": Handed("_read_positions", "_positions"),
+        "chosen": Kept("_read_chosen", "_chosen", lambda chosen: [*map(_choice, chosen.items())], missing=()),
+        "sampler": Nested(),
+    }
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class DemonstrationReplay(Stated):
         self.log_prob: LogProb = one_of(log_prob, "log_prob", get_args(LogProb))
         self.frame_stack = integer(frame_stack, "frame_stack")
         self._running: dict[int, Player] = {}
+        self._chosen: dict[int, Demonstration | None] = {}  # what was drawn before its episode begins
         self._now = 0  # the number of the next call
         self._cast: Cast | None = None
         self._next: ReplayedRows | None = None
@@ -107,6 +113,19 @@ class DemonstrationReplay(Stated):
             self._go_on()
         return rows
 
+    def choose(self, env: int) -> Demonstration | None:
+        """Draw now what is replayed in the next episode of an environment, and return it; None if it plays itself.
+
+        It is taken where that episode begins in this process; copies for workers draw by themselves.
+
+        Raises:
+            ValueError: There is no such environment.
+        """
+        if not 0 <= env < self.num_envs:
+            raise ValueError(f"env_id={env} must be between 0 and {self.num_envs - 1}.")
+        self._chosen[env] = self.sampler.draw(self.storage)
+        return self._chosen[env]
+
     def begin(self, starts: Array) -> None:
         """Draw what is replayed where an episode begins (``starts``, ``[num_envs]`` bool); what was there is over.
 
@@ -116,7 +135,8 @@ class DemonstrationReplay(Stated):
         if len(starts) != self.num_envs:
             raise ValueError(f"This replay is for {self.num_envs} environments, asked for the steps of {len(starts)}.")
         for env in np.flatnonzero(starts).tolist():
-            before, drawn = self._running.pop(env, None), self.sampler.draw(self.storage)
+            before = self._running.pop(env, None)
+            drawn = self._chosen.pop(env) if env in self._chosen else self.sampler.draw(self.storage)
             if drawn is not None:
                 self._running[env] = Player(drawn, self.frame_stack, self._now)
             if before is not None or drawn is not None:
@@ -217,9 +237,19 @@ class DemonstrationReplay(Stated):
                 )
         return running
 
+    def _read_chosen(self, value: Any, name: str) -> dict[int, Demonstration | None]:
+        schema = {"env": whole(0, self.num_envs - 1), "demonstration": optional(mapping)}
+        chosen = (check_state(entry, schema, self.OWNER).values() for entry in sequence(value, name))
+        return {env: state if state is None else from_state(state) for env, state in chosen}
+
     def __repr__(self) -> str:
         options = f"ends={self.ends!r}, log_prob={self.log_prob!r}"
         return f"{type(self).__name__}({len(self._running)} of {self.num_envs} environments replay, {options})"
+
+
+def _choice(chosen: tuple[int, Demonstration | None]) -> dict[str, Any]:
+    env, demonstration = chosen
+    return {"env": env, "demonstration": demonstration and state_of(demonstration)}
 
 
 class _Contents(NamedTuple):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 __all__ = ["GAEBuffer"]
 
-from collections.abc import Callable
-from typing import Any, Self
-
 from torchrl_lightning.rollout.estimates import GAE, Estimator
 from torchrl_lightning.rollout.vanilla import VanillaOnPolicyBuffer
 from torchrl_lightning.settings import Fraction, setting
@@ -31,11 +28,6 @@ class GAEBuffer(VanillaOnPolicyBuffer):
     changeable = (*VanillaOnPolicyBuffer.changeable, "gae_lambda")
 
     gae_lambda: Fraction = setting(default=0.95, kw_only=False)
-
-    @classmethod
-    def create_factory(cls, size: int, gae_lambda: float = 0.95, **options: Any) -> Callable[..., Self]:
-        """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class, of these options."""
-        return super().create_factory(size, gae_lambda=gae_lambda, **options)
 
     @property
     def estimator(self) -> Estimator:

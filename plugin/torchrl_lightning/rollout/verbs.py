@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -37,14 +38,24 @@ class DocumentedVerbs:
     _batches: Callable[[int | None, int | None, int, bool, bool], Iterator[TensorDictBase]]
 
     @classmethod
-    def create_factory(cls, size: int, **options: Any) -> Callable[..., Self]:
+    def create_factory(cls, size: int, *settings: Any, **options: Any) -> Callable[..., Self]:
         """Return ``f(device, actor, algorithm, envs)`` that builds a buffer of this class.
 
         Args:
             size: capacity along time.
+            *settings: what the constructor takes by place besides these, in its order.
             **options: constructor options.
+
+        Raises:
+            TypeError: the constructor has fewer places.
         """
         build: Any = cls
+        own = ("size", "device", "actor", "algorithm", "envs")
+        parameters = inspect.signature(build).parameters.values()
+        places = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY and each.name not in own]
+        if len(settings) > len(places):
+            raise TypeError(f"{cls.__name__}.create_factory() takes size and {places} by place; name what comes after.")
+        options = {**dict(zip(places, settings, strict=False)), **options}
 
         def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None, envs: Any = None) -> Any:
             return build(size=size, device=device, actor=actor, algorithm=algorithm, envs=envs, **options)
