@@ -109,7 +109,7 @@ def write_back(*keys: Any, without: str = "", **entries: Any) -> Call:
 
 
 WRITE_BACKS = (
-    Refusal("float64, to be written back it must be", write_back("observation", observation=torch.ones(2, 1).double())),
+    Refusal("float64, to be written it must be", write_back("observation", observation=torch.ones(2, 1).double())),
     Refusal(r"'observation' is \[2\] torch.float32", write_back("observation", observation=torch.ones(2))),
     Refusal("no stored entry 'm'", write_back("m", m=torch.ones(2)), error=KeyError),
     Refusal("no entry 'observation' to write", write_back("observation", without="observation"), error=KeyError),

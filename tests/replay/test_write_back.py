@@ -101,8 +101,8 @@ def test_one_entry_of_stored_steps_is_replaced() -> None:
         ("m", [0], torch.zeros(1), KeyError, "no stored entry 'm'"),
         ("recurrent_state", [0], torch.zeros(1), KeyError, "no entry 'recurrent_state' alone"),
         ("n", [2], torch.zeros(1).long(), IndexError, "Cell 2 holds nothing"),
-        ("n", [0], torch.zeros(1), ValueError, r"\[1\] torch.int64 in 1 cells, got \[1\] torch.float32"),
-        ("n", [0], torch.zeros(1, 1).long(), ValueError, r"got \[1, 1\]"),
+        ("n", [0], torch.zeros(1), ValueError, r"is \[1\] torch.float32, to be written it must be \[1\] torch.int64"),
+        ("n", [0], torch.zeros(1, 1).long(), ValueError, r"is \[1, 1\]"),
     ):
         with pytest.raises(error, match=says):
             ours.storage.write_entry(key, torch.tensor(cells), value)

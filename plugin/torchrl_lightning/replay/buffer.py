@@ -35,12 +35,10 @@ from torchrl_lightning.replay.n_step import NStepReturns
 from torchrl_lightning.replay.prioritized import hold_priorities, prioritized_in
 from torchrl_lightning.replay.rings import Rings
 from torchrl_lightning.replay.sharing import ShareableBuffer
-from torchrl_lightning.replay.storage import RingStorage
+from torchrl_lightning.replay.storage import RingStorage, check_values
 from torchrl_lightning.replay.uniform import UniformSampler
 from torchrl_lightning.replay.writer import RingWriter
 from torchrl_lightning.stated import Fixed, Handed, Nested, Stated
-
-_POSITIONS = "positions", "oldest"
 
 
 class ExperienceBuffer(Stated, ShareableBuffer):
@@ -235,6 +233,14 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             return self.extend(data)
         return int(self.extend(data.unsqueeze(0)))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write over filled cells; by a key, over one entry of all of them (see :meth:`RingStorage.write_entry`)."""
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
+            with self.locked():
+                self.storage.write_entry(index, torch.arange(len(self)), torch.as_tensor(value))
+        else:
+            super().__setitem__(index, value)
+
     def forget_cells(self, cells: Tensor) -> None:
         """Let the sampler never draw cells again that hold nothing any more."""
         if (prioritized := prioritized_in(self._sampler)) is not None:
@@ -395,12 +401,7 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             values = batch.get(path, None)
             if not isinstance(values, Tensor):
                 raise KeyError(f"The batch has no entry {name_of(path)} to write back.")
-            expected = torch.Size([*shape, *stored.shape[1:]])
-            if values.shape != expected or values.dtype != stored.dtype:
-                raise ValueError(
-                    f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written back it must be "
-                    f"{list(expected)} {stored.dtype}; nothing was written."
-                )
+            check_values(path, stored, values, shape)
             found.append((path, values.detach()))
         return found
 
@@ -433,13 +434,11 @@ class ExperienceBuffer(Stated, ShareableBuffer):
             return super().state_dict(copy=copy)
 
     def _check_together(self, values: Mapping[str, Any]) -> None:
-        held, rings = values["storage"], Rings.at(self.writer.length, *(values["writer"][n] for n in _POSITIONS))
+        held, written = values["storage"], values["writer"]
+        rings = Rings.at(self.writer.length, written["positions"], written["oldest"])
         filled, listed = rings.filled_cells(), held["cells"]
-        if (
-            held["count"] != len(filled)
-            or (listed is None) != rings.is_even
-            or not (rings.is_even or listed.equal(filled))
-        ):
+        is_listed = listed is None if rings.is_even else listed is not None and listed.equal(filled)
+        if held["count"] != len(filled) or not is_listed:
             raise ValueError(
                 f"The state is foreign: its storage holds {held['count']} cells, its writer {len(filled)}."
             )

@@ -69,6 +69,8 @@ class Cells:
     def _view(self) -> None:
         self._address = self._probe.data_ptr()
         self._table = _table(self.leaves)
+        starts, sizes = self._table.T
+        self._first, self._last = int(starts.min()), int((starts + sizes * self.count).max())
         self._readings: dict[frozenset[Path], _Reading] = {}
 
     @property
@@ -95,10 +97,24 @@ class Cells:
         if not _match(plan, level_of(data), None if self.on_cpu else self.device, found, sources):
             wrong = difference(self.schema, data) or f"the batch size is {list(data.shape)}, expected [{rows}]"
             raise ValueError(
-                f"The data does not fit what is stored: {wrong}. "
-                "Write the same keys, shapes and dtypes every time (data.select, data.to), or use a new buffer."
+                f"The data does not fit what is stored: {wrong}; nothing was written. Write the same keys, shapes and "
+                "dtypes every time (data.select, data.to). To add entries, extend a new buffer with data that has "
+                "them; to replace one, use storage.write_entry."
             )
-        return found, (np.array(sources, np.int64), self.table) if self.on_cpu else None
+        table = self.table
+        if not self.on_cpu:
+            return self.apart(found), None
+        if max(sources) >= self._first and min(sources) <= self._last:
+            found = self.apart(found)
+            sources = [leaf.data_ptr() for leaf in found]
+        return found, (np.array(sources, np.int64), table)
+
+    def apart(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Copy those of the leaves that lie in the cells, where writing would change what is still to be read."""
+        starts, sizes = self.table.T
+        sources = np.array([leaf.data_ptr() for leaf in leaves], np.int64)[:, None]
+        within = ((starts <= sources) & (sources < starts + sizes * self.count)).any(1)
+        return [leaf.clone() if copied else leaf for leaf, copied in zip(leaves, within, strict=True)]
 
     def scatter(self, leaves: list[Tensor], index: Tensor) -> None:
         """Copy matched leaves into scattered cells, by one indexed copy each."""

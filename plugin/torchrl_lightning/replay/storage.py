@@ -20,6 +20,7 @@ from torchrl_lightning.entries import (
     Tree,
     check_tensordict,
     difference,
+    entry_of,
     leaves_of,
     map_leaves,
     moved,
@@ -41,6 +42,16 @@ from torchrl_lightning.replay.rings import HasRings, filler_of, rings_in, uneven
 from torchrl_lightning.replay.steps import Ints
 from torchrl_lightning.state import mapping, tensor, whole
 from torchrl_lightning.stated import Fixed, Kept, Stated
+
+
+def check_values(path: tuple[str, ...], leaf: Tensor, values: Tensor, shape: torch.Size) -> None:
+    """Refuse values ``[*shape, ...]`` of an entry that differ in shape or dtype from its cells, the leaf."""
+    expected = [*shape, *leaf.shape[1:]]
+    if list(values.shape) != expected or values.dtype != leaf.dtype:
+        raise ValueError(
+            f"Entry {name_of(path)} is {list(values.shape)} {values.dtype}, to be written it must be {expected} "
+            f"{leaf.dtype}; nothing was written."
+        )
 
 
 def _last_cell(storage: Any, _: Mapping[str, Any]) -> int:
@@ -198,32 +209,52 @@ class RingStorage(processes.Owned, Stated, StorageBase):
     def set(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool = True) -> None:
         """Write cells, as TorchRL's writers do; an integer cursor takes one row without batch dimension.
 
+        Slices and negative numbers mean the cells that :meth:`get` reads by them, where so many are filled. The data
+        may be a view of what is stored. TorchRL's own entry ``index`` may come or be missing.
+
         Raises:
             TypeError: the data is not a TensorDict, or the cells are not integers.
             ValueError: the data has another schema than what is stored.
-            IndexError: a cell out of range.
+            IndexError: a cell out of range, or one that holds nothing, where a :class:`RingWriter` fills the storage.
         """
         self.check_owner()
         check_tensordict(data)
-        if isinstance(cursor, int) or (isinstance(cursor, Tensor) and cursor.ndim == 0):
-            cursor, data = slice(int(cursor), int(cursor) + 1), data.unsqueeze(0)
+        is_ring = self.writer is not None  # whose counters say what is filled
+        if isinstance(cursor, int) or getattr(cursor, "ndim", None) == 0:
+            cursor, data = [int(cursor)], data.unsqueeze(0)
         if isinstance(cursor, slice):
-            cursor = range(*cursor.indices(self.max_size))
-        if isinstance(cursor, Tensor) and cursor.dtype == torch.bool:
-            cursor = cursor.nonzero()
+            if is_ring:
+                self._check_piece()
+            filled = range(*cursor.indices(len(self)))
+            cursor = filled if is_ring or len(filled) == len(data) else range(*cursor.indices(self.max_size))
+        if getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
+            cursor = torch.as_tensor(cursor).nonzero()
         index = integers(cursor, "Cells").reshape(-1)
         if not index.numel():
             return
         if int(index.min()) < -self.max_size or int(index.max()) >= self.max_size:
             raise IndexError(f"Cell {int(index.max())} does not exist; the storage has {self.max_size} cells.")
-        leaves, _ = self.check(data, index.numel())
+        index = self._from_end(index)
+        if is_ring:
+            self.check_filled(index)
+        index = index % self.max_size
+        leaves, _ = self.check(self._numbered(data, index), index.numel())
         assert self.cells is not None
-        self.cells.scatter(leaves, index % self.max_size)
-        if set_cursor:
+        self.cells.scatter(leaves, index)
+        if set_cursor and not is_ring:
             self.record_cursor(int(index[-1]))
             self.set_length(min(max(len(self), int(index.max()) + 1), self.max_size))
         else:
             self.set_length(len(self))
+
+    def _numbered(self, data: TensorDictBase, index: Tensor) -> TensorDictBase:
+        """Let the data have TorchRL's ``index`` as what is stored does; its writers give it to some rows only."""
+        place = None if self.cells is None else self.cells.places.get(("index",))
+        if self.cells is None or (place is None) == (entry_of(data, "index") is None):
+            return data
+        if place is None:
+            return data.exclude("index")
+        return data.copy().set("index", index.view(-1, *self.cells.leaves[place].shape[1:]))
 
     def write_entry(self, key: NestedKey, cells: Tensor, values: Tensor) -> None:
         """Replace one entry of stored steps, e.g. by what is known only when the episode has ended.
@@ -249,16 +280,13 @@ class RingStorage(processes.Owned, Stated, StorageBase):
         (path, leaf), *_ = self.leaves(key)
         if path != path_of(key):
             raise KeyError(f"There is no entry {key!r} alone; below it lies {name_of(path)}.")
-        expected = torch.Size([len(cells), *leaf.shape[1:]])
-        if values.shape != expected or values.dtype != leaf.dtype:
-            raise ValueError(
-                f"Entry {name_of(path)} is {list(expected)} {leaf.dtype} in {len(cells)} cells, got "
-                f"{list(values.shape)} {values.dtype}; nothing was written."
-            )
+        check_values(path, leaf, values, torch.Size([len(cells)]))
         self.check_owner()
         cells = integers(cells, "Cells").to(leaf.device)
         self.check_filled(cells)
-        leaf.index_copy_(0, cells, values.detach().to(leaf.device))
+        assert self.cells is not None
+        (values,) = self.cells.apart([values.detach().to(leaf.device)])
+        leaf.index_copy_(0, cells, values)
         self.touch()
 
     # ------------------------------------------------------------------ reading
@@ -326,12 +354,15 @@ class RingStorage(processes.Owned, Stated, StorageBase):
             cell = self._from_end(torch.tensor([int(index)]))
             self.check_filled(cell)
             return self.data[int(cell)]
+        self._check_piece()
+        return self.data[: len(self)][index]
+
+    def _check_piece(self) -> None:
         if not self.is_prefix:
             raise IndexError(
-                "The rings are unevenly filled, so that cells are not in one piece; read them by a tensor of indices "
+                "The rings are unevenly filled, so that cells are not in one piece; name them by a tensor of indices "
                 "(writer.cell), or fill the rings evenly."
             )
-        return self.data[: len(self)][index]
 
     def _from_end(self, index: Tensor) -> Tensor:
         # If the filled cells are not contiguous, there is no last one.

@@ -1,0 +1,124 @@
+"""Writing over what is stored, also by what is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrl.data import TensorDictMaxValueWriter, TensorDictReplayBuffer
+
+from kit.rings import ring
+from kit.rows import numbered
+from torchrl_lightning.replay import RingStorage
+
+CAPACITY = 8
+
+
+def filled(rows: int) -> Any:
+    ours = ring(CAPACITY, batch_size=4)
+    ours.extend(numbered(rows))
+    return ours
+
+
+def shown(ours: Any) -> list[int]:
+    return ours[:]["a"].tolist()
+
+
+@pytest.mark.parametrize("rows", [6, 8, 11])
+def test_what_is_stored_is_written_over_itself(rows: int) -> None:
+    ours = filled(rows)
+    before = shown(ours)
+    ours[:] = ours[:]
+    ours.write_all(ours.read_all_in_order())
+    ours["a"] = ours[:]["a"]
+    assert (shown(ours), ours.write_count) == (before, rows)
+
+
+@given(rows=st.integers(2, 20), start=st.integers(0, 7), count=st.integers(1, 8), to=st.integers(0, 7))
+def test_a_view_is_written_as_a_copy_of_it_is(rows: int, start: int, count: int, to: int) -> None:
+    ours, copied = filled(rows), filled(rows)
+    count = min(count, len(ours) - start, len(ours) - to)
+    if count > 0:
+        for each, seen in ((ours, ours[start : start + count]), (copied, copied[start : start + count].clone())):
+            each[to : to + count] = seen
+        assert shown(ours) == shown(copied)
+        ours.extend(ours[start : start + count])
+        copied.extend(copied[start : start + count].clone())
+        assert shown(ours) == shown(copied)
+
+
+@pytest.mark.parametrize(
+    ("index", "cells"),
+    [
+        (slice(None), [0, 1, 2, 3, 4]),
+        (slice(1, 3), [1, 2]),
+        (slice(-2, None), [3, 4]),
+        (-1, [4]),
+        (torch.tensor(2), [2]),
+        ([0, -2], [0, 3]),
+        (np.array([3, 1]), [3, 1]),
+        (np.array([True, False, False, True, False]), [0, 3]),
+        (torch.tensor([True, False, False, True, False]), [0, 3]),
+    ],
+)
+def test_the_cells_that_are_read_are_written(index: Any, cells: list[int]) -> None:
+    ours, expected = filled(5), [0, 1, 2, 3, 4]
+    for cell, value in zip(cells, range(50, 60), strict=False):
+        expected[cell] = value
+    rows = numbered(len(cells), 50)
+    ours[index] = rows if torch.as_tensor(ours[index]["a"]).ndim else rows[0]
+    assert shown(ours) == expected
+
+
+def test_one_entry_of_all_rows_is_written() -> None:
+    ours = filled(5)
+    ours["a"] = torch.arange(5.0) * 2
+    assert shown(ours) == [0, 2, 4, 6, 8]
+    ours["next", "done"] = torch.ones(5, 1, dtype=torch.bool)
+    assert ours[:]["next", "done"].all()
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "error", "says"),
+    [
+        (slice(None), lambda ours: ours[:].clone().set("new", torch.zeros(5)), ValueError, "'new' is new; nothing was"),
+        (slice(None), lambda ours: ours[:3], ValueError, r"batch size is \[3\], expected \[5\]"),
+        (6, lambda ours: numbered(1)[0], IndexError, "Cell 6 holds nothing; 5 of 8"),
+        (-6, lambda ours: numbered(1)[0], IndexError, "Cell -6 holds nothing"),
+        ("new", lambda ours: torch.zeros(5), KeyError, "no stored entry 'new'"),
+        ("a", lambda ours: torch.zeros(5).long(), ValueError, "to be written it must be"),
+        ("a", lambda ours: torch.arange(8.0), ValueError, "to be written it must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(index: Any, value: Any, error: Any, says: str) -> None:
+    ours = filled(5)
+    with pytest.raises(error, match=says):
+        ours[index] = value(ours)
+    assert shown(ours) == [0, 1, 2, 3, 4]
+
+
+def test_cells_of_uneven_rings_are_named_one_by_one() -> None:
+    ours = ring(4, num_envs=2, batch_size=2)
+    ours.extend(numbered(2))
+    ours.extend(numbered(1, 7), env_ids=torch.tensor([1]))
+    with pytest.raises(IndexError, match="unevenly filled"):
+        ours[:] = numbered(3)
+    ours[torch.tensor([3, 0])] = numbered(2, 50)
+    assert ours.storage.get(torch.tensor([0, 1, 3]))["a"].tolist() == [51, 1, 50]
+
+
+@pytest.mark.parametrize("by_one", [False, True])
+def test_torchrls_ranking_writer_keeps_the_best(by_one: bool) -> None:
+    writer = TensorDictMaxValueWriter(rank_key="a")
+    ours = TensorDictReplayBuffer(storage=RingStorage(3), writer=writer, batch_size=2)
+    if by_one:
+        ours.add(numbered(1, 7)[0])
+    ours.extend(numbered(6))
+    for start in (30, 2, 20):
+        ours.add(numbered(1, start)[0])
+    assert sorted(shown(ours)) == ([7, 20, 30] if by_one else [5, 20, 30])
+    assert ours.sample().batch_size == torch.Size([2])
