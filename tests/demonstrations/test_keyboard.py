@@ -53,3 +53,18 @@ def test_finished_episodes_are_given_as_a_humans():
 def test_without_keys_the_environment_needs_its_own():
     with pytest.raises(ValueError, match="no keys of its own"):
         list(play_demonstrations("CartPole-v1", 1))
+
+
+class FromOne(gymnasium.wrappers.TransformAction):
+    """Counts actions from 1 on."""
+
+    def __init__(self, env):
+        super().__init__(env, lambda action: action - 1, gymnasium.spaces.Discrete(2, start=1))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_keys_say_the_environments_actions_which_are_kept_from_0_on():
+    recipe = EnvironmentRecipe("CartPole-v1", wrappers=[FromOne])
+    (found,) = play_demonstrations(recipe, 1, keys={"a": 1, "d": 2}, noop=1, seed=0)
+    assert found.steps["action"][1:].all()
+    assert found.steps["action"].max() == 1

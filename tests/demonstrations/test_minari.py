@@ -101,3 +101,12 @@ def test_nothing_is_read_from_another_file(kind, tmp_path):
                 episode.create_virtual_dataset("observations", layout)
     with pytest.raises(ValueError, match=r"main_data\.hdf5 (was refused: '.*observations' in it is|is a link)"):
         minari_demonstrations("cartpole/small-v0", CARTPOLE)
+
+
+def test_actions_are_counted_from_0():
+    action = spaces.Discrete(3, start=1)
+    shown = spaces.Box(-1, 1, (2,), np.float32)
+    seen = np.zeros((3, 2), np.float32)
+    dataset = write("shifted/small-v0", [seen], [np.array([1, 3])], observation_space=shown, action_space=action)
+    (found,) = minari_demonstrations(dataset)
+    assert found.steps["action"].tolist() == [0, 2]

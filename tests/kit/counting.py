@@ -76,6 +76,19 @@ class ContinuousEnv(CountingEnv):
         return super().step(action)
 
 
+class ShiftedEnv(CountingEnv):
+    """Counts its actions from another number on, and takes no others."""
+
+    def __init__(self, action_space: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.action_space = action_space
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action!r} is none of {self.action_space}")
+        return super().step(action)
+
+
 class RandomEnv(CountingEnv):
     """Draws its observations, so that seeds show."""
 

@@ -116,6 +116,7 @@ def scripted_policy(path: str, env: Any) -> Policy:
         raise UsageError(f"policy={path}: expected MODULE:FUNCTION, such as planner:act; {error}.") from error
     made = make_environment(env, 1, vectorization="sync", own_number=True)
     specs = environment_specs(made)
+    space = getattr(made, "single_action_space", specs.action)
     close_environment(made)
 
     def act(step: Any) -> Any:
@@ -128,12 +129,14 @@ def scripted_policy(path: str, env: Any) -> Policy:
     def checked(returned: Any) -> Any:
         try:
             action = torch.as_tensor(returned).reshape(specs.action.shape)
+            if specs.action_start:
+                action = action - torch.as_tensor(specs.action_start)
             cast = action.to(specs.action.dtype)
             fits = specs.action.is_in(cast) and (cast.is_floating_point() or bool((cast == action).all()))
         except (TypeError, ValueError, RuntimeError):
             fits = False
         if not fits:
-            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {specs.action}.")
+            raise UsageError(f"policy={path} returned {returned!r}, which is no action of {space}.")
         return cast
 
     return act

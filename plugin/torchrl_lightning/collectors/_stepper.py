@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from torchrl_lightning.environments.faults import EnvironmentFault, blame, blaming, check_observation, frames_of
 from torchrl_lightning.environments.played import Array, ResumableVectorEnv
-from torchrl_lightning.environments.specs import observation_leaves
+from torchrl_lightning.environments.specs import first_action, observation_leaves
 from torchrl_lightning.environments.vector_env import autoreset_mode
 
 Final = tuple[int, list[Array]]  # environment, leaves of its last observation
@@ -40,7 +40,9 @@ class VectorStepper:
         self.bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
         self._unchecked = {"reset", "step"}
         self.can_rest = isinstance(env, ResumableVectorEnv)
-        idle = np.zeros(space.shape or (), self.action_dtype)
+        start = first_action(space)
+        self._start = np.asarray(start, self.action_dtype) if start else None
+        idle = np.full(space.shape or (), start, self.action_dtype)
         self._idle: Array = idle if self.bounds is None else np.clip(idle, *self.bounds)
 
     def reset(self, seeds: list[int] | None) -> list[Array]:
@@ -56,8 +58,11 @@ class VectorStepper:
     def step(self, action: Array, resting: Array | None = None) -> tuple[list[Array], Array, Array, Array, Any]:
         """Step once, all but the environments that rest; return observations, rewards, both kinds of ends and info.
 
-        Where they cannot rest, some valid action is taken, and what comes of it is of no use.
+        Actions count from 0, whatever the space does. Where environments cannot rest, some valid action is taken, and
+        what comes of it is of no use.
         """
+        if self._start is not None:
+            action = action + self._start
         try:
             if resting is not None and self.can_rest:
                 observation, reward, terminated, truncated, info = self.env.step_some(action, resting)  # type: ignore[attr-defined]

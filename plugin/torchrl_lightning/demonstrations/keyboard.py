@@ -74,9 +74,11 @@ def play_demonstrations(
         for path, key, _ in observation_leaves(made.observation_space):
             leaf = np.array([reduce(getitem, path, each) for each in observations])
             seen[key] = leaf.reshape(-1, *specs.observation[key].shape)
-        ended = {"terminated": terminated, "truncated": truncated}
+        ended, taken = {"terminated": terminated, "truncated": truncated}, np.array(actions)
+        if specs.action_start:
+            taken = taken - specs.action_start
         known = {"is_human": True, "frame_skip": frame_skip, "metadata": metadata, **ended}
-        yield of_episode(specs, seen, actions, rewards, name=f"{metadata['environment']}, episode {number}", **known)
+        yield of_episode(specs, seen, taken, rewards, name=f"{metadata['environment']}, episode {number}", **known)
 
 
 class _Recorder(gym.Wrapper[Any, Any, Any, Any]):

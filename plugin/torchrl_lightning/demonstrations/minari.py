@@ -14,7 +14,7 @@ import numpy as np
 
 from torchrl_lightning.demonstrations.files import of_episode
 from torchrl_lightning.demonstrations.trajectory import Demonstration
-from torchrl_lightning.environments.specs import EnvironmentSpecs, observation_leaves, space_to_spec
+from torchrl_lightning.environments.specs import EnvironmentSpecs, first_action, observation_leaves, space_to_spec
 
 
 def minari_demonstrations(dataset: Any, specs: EnvironmentSpecs | None = None) -> Iterator[Demonstration]:
@@ -75,7 +75,7 @@ def _check_links(folder: Path) -> None:
 def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstration]:
     spec = dataset.spec
     environment = {} if spec.env_spec is None else {"environment": spec.env_spec.id}
-    shown = None if specs is None else set(specs.keys)
+    shown, start = None if specs is None else set(specs.keys), first_action(spec.action_space)
     leaves = [
         (path, key, space_to_spec(space, str(key)).shape)
         for path, key, space in observation_leaves(spec.observation_space)
@@ -88,4 +88,5 @@ def _episodes(dataset: Any, specs: EnvironmentSpecs | None) -> Iterator[Demonstr
         }
         ended = {"terminated": bool(np.any(episode.terminations)), "truncated": bool(np.any(episode.truncations))}
         fields = {"name": f"{spec.dataset_id}, episode {episode.id}", "metadata": environment, **ended}
-        yield of_episode(specs, seen, episode.actions, episode.rewards, **fields)
+        actions = np.array(episode.actions)
+        yield of_episode(specs, seen, actions - start if start else actions, episode.rewards, **fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["EnvironmentSpecs", "environment_specs"]
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,12 +42,15 @@ class EnvironmentSpecs:
         action: The spec of one action.
         num_envs: The number of environments.
         frame_stack: How many images a recipe stacks; None where that is unknown.
+        action_start: The environment's action that 0 stands for, as discrete actions are counted from 0; one for each
+            part of MultiDiscrete ones.
     """
 
     observation: Composite
     action: TensorSpec
     num_envs: int
     frame_stack: int | None = field(default=None, compare=False)
+    action_start: int | tuple[int, ...] = field(default=0, compare=False)
 
     @property
     def keys(self) -> list[NestedKey]:
@@ -58,7 +62,8 @@ def environment_specs(env: VectorEnv[Any, Any, Any] | EnvBase) -> EnvironmentSpe
     """Read the specs of a gymnasium vector environment or of a TorchRL environment.
 
     They equal those of ``GymEnv(..., categorical_action_encoding=True)``: discrete actions are integers, not one-hot.
-    But actions of any floating-point type are float32 in what is collected, and cast where an environment is stepped.
+    But actions of any floating-point type are float32 in what is collected, and cast where an environment is stepped;
+    and discrete ones that do not start at 0 are shifted there.
 
     Raises:
         TypeError: The environment is of another kind, or has a space without a spec.
@@ -90,12 +95,20 @@ def _gymnasium_specs(env: VectorEnv[Any, Any, Any]) -> EnvironmentSpecs:
             f"Action space {action_space} is not supported: actions are one tensor, of Discrete, MultiDiscrete, "
             "MultiBinary or Box. Flatten it by a wrapper, such as gymnasium.wrappers.TransformAction."
         )
-    if np.any(getattr(action_space, "start", 0)):
-        raise TypeError(
-            f"Action space {action_space} starts at {action_space.start}, but actions count from 0. "  # type: ignore[union-attr]
-            "Shift it by gymnasium.wrappers.TransformAction."
-        )
-    return EnvironmentSpecs(observation, _single(space_to_spec(action_space, "action")), env.num_envs)
+    start = first_action(action_space)
+    if start:  # counted from 0
+        action_space = copy.copy(action_space)
+        action_space.start = action_space.start * 0  # type: ignore[attr-defined]
+    action = _single(space_to_spec(action_space, "action"))
+    return EnvironmentSpecs(observation, action, env.num_envs, action_start=start)
+
+
+def first_action(space: spaces.Space[Any]) -> int | tuple[int, ...]:
+    """Return the action of a space that is 0 for networks and buffers; 0 where the space counts from 0, too."""
+    start = np.asarray(getattr(space, "start", 0))
+    if not start.any():
+        return 0
+    return tuple(start.tolist()) if start.ndim else int(start)
 
 
 def _single(action: TensorSpec) -> TensorSpec:
@@ -229,13 +242,14 @@ def _counted(transform: Transform) -> Iterable[NestedKey]:
 def specs_state(specs: EnvironmentSpecs) -> dict[str, Any]:
     """Return an environment's specs as tensors and scalars, which ``torch.load(weights_only=True)`` reads."""
     observation, action = spec_state(specs.observation), spec_state(specs.action)
-    return {"observation": observation, "action": action, "num_envs": specs.num_envs}
+    start = {"action_start": specs.action_start} if specs.action_start else {}
+    return {"observation": observation, "action": action, "num_envs": specs.num_envs, **start}
 
 
 def specs_from_state(state: Mapping[str, Any]) -> EnvironmentSpecs:
     """Return the specs that :func:`specs_state` wrote."""
     observation, action = spec_from_state(state["observation"]), spec_from_state(state["action"])
-    return EnvironmentSpecs(observation, action, int(state["num_envs"]))
+    return EnvironmentSpecs(observation, action, int(state["num_envs"]), action_start=state.get("action_start", 0))
 
 
 def spec_fields(spec: TensorSpec) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torchrl.envs import (
     DoubleToFloat,
     EnvBase,
     FrameSkipTransform,
+    GymWrapper,
     InitTracker,
     ParallelEnv,
     SerialEnv,
@@ -28,7 +29,7 @@ from torchrl.envs import (
 )
 
 from torchrl_lightning.environments.policies import recurrent_primers, rows_as
-from torchrl_lightning.environments.specs import flat, layers
+from torchrl_lightning.environments.specs import first_action, flat, layers
 from torchrl_lightning.environments.threads import close_environment, note_threads
 from torchrl_lightning.environments.vector_env import (
     NoGymnasiumEnvironmentError,
@@ -171,7 +172,12 @@ def playing_nothing_yet(env: EnvBase) -> Iterator[None]:
 def _checked(env: EnvBase, num_envs: int | None, own_number: bool) -> EnvBase:
     """Return the environment, or say what does not fit."""
     note_threads(env)
-    with layers(env) as (_, around):
+    with layers(env) as (base, around):
+        if isinstance(base, GymWrapper) and first_action(base.action_space):
+            raise ValueError(
+                f"the environment's actions are {base.action_space}, and GymEnv would take them to count from 0. Give "
+                "Gymnasium's environment itself, by its id or a factory."
+            )
         for transform in around:
             why = next((why for kind, why in _REFUSED.items() if isinstance(transform, kind)), None)
             if why is not None:

@@ -77,7 +77,7 @@ class LoadedPolicy(TensorDictModuleBase):
             state: Recurrent states to go on from, as :attr:`state` had them; None goes on from those kept.
 
         Returns:
-            The action for ``step``; of a batch one for each, ``[N, *A]``.
+            The action for ``step``, as the space of the environment counts it; of a batch one for each, ``[N, *A]``.
 
         Raises:
             ValueError: The observation is not as the environment of training shows it, or it is of another number of
@@ -102,6 +102,8 @@ class LoadedPolicy(TensorDictModuleBase):
         step = self(TensorDict({**entries, **states, "is_init": begins}, [rows]))
         self.state, self._acted = {key: step[unravel_key(("next", key))] for key in states}, rows
         action: NDArray[Any] = step["action"].numpy()
+        if self.specs.action_start:
+            action = action + np.asarray(self.specs.action_start, action.dtype)
         return action[0] if count is None else action
 
     def recipe(self, *, trusted: bool = False) -> EnvironmentRecipe:
