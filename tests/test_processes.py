@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,6 +22,7 @@ from tensordict import TensorDict
 from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists
 from kit.processes import members
+from torchrl_lightning.cli.checks import one_line
 from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.processes import end_processes
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
@@ -106,3 +109,52 @@ def test_a_process_that_does_not_end_is_killed() -> None:
     time.sleep(0.1)
     end_processes(processes, 0.1)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
+
+
+SHARED = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+LACKS: dict[str, tuple[Exception, str]] = {
+    "files": (OSError(errno.EMFILE, "Too many open files"), r"no more files can be opened .*ulimit -n"),
+    "processes": (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), r"no more processes .*ulimit -u"),
+    "torch's shared memory": (RuntimeError(SHARED), r"/dev/shm.* is full .*--shm-size"),
+    "read-only shared memory": (OSError(errno.EROFS, "Read-only", "/dev/shm/pym-1"), r"/dev/shm.* cannot be written"),
+    "disk": (OSError(errno.ENOSPC, "No space left on device", "x.ckpt"), r"No space left on device: 'x.ckpt'"),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_the_system_lacks_is_one_line_of_the_command(name: str) -> None:
+    error, says = LACKS[name]
+    with pytest.raises(SystemExit, match=f"^error: .*{says}"), one_line():
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("another"), OSError(errno.EIO, "broken"), PermissionError(13, "no")])
+def test_other_errors_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, one_line():
+        raise error
+    assert raised.value is error
+
+
+def raise_lack(steps: TensorDict) -> TensorDict:
+    raise RuntimeError(SHARED)
+
+
+def test_a_worker_without_shared_memory_says_so() -> None:
+    with forked_workers():
+        collector = AsynchronousCollector("CartPole-v1", raise_lack, num_workers=1, frames_per_batch=4)
+        with pytest.raises(ValueError, match=r"^In collector worker 0: /dev/shm, .*is full") as error:
+            collector.rollout()
+        collector.shutdown(raise_on_error=False)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("make", COLLECTORS.values(), ids=COLLECTORS)
+def test_too_few_open_files_are_seen_before_a_process_is_started(make: Callable[[Any], Any]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"need some \d+ open files, but this one may have \d+; .*ulimit -n \d+"):
+            make("CartPole-v1").rollout()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not multiprocessing.active_children()

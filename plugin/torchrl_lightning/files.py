@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_lightning.fitting import Fault
 from torchrl_lightning.seal import pieces
 
 try:
@@ -130,6 +132,23 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Refuse a folder that cannot be made, or that no file can be written to.
+
+    Args:
+        folder: The folder.
+        name: The setting that names it.
+
+    Raises:
+        Fault: It, or the folder that it would be made in, cannot be written to.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise Fault(f"{name}={folder} cannot be written to ({error}); name another folder.") from error
 
 
 class StateFiles:

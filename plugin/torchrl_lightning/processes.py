@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -10,7 +11,11 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
+from torchrl_lightning.fitting import Fault
+
+SHARED_MEMORY = "/dev/shm"
 _PAUSE = 1.0  # seconds between looks at the parent
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -43,6 +48,7 @@ def _watch(parent: int) -> None:
 
 def end_processes(processes: Sequence[BaseProcess], patience: float) -> None:
     """Wait for processes to end, terminate those that have not in time, and kill what does not heed that."""
+    processes = [process for process in processes if process.pid is not None]  # which were started
     for end in (None, "terminate", "kill"):
         for process in processes:
             if end is not None and process.is_alive():
@@ -59,3 +65,51 @@ def how_it_died(process: BaseProcess) -> str:
         f"died with exit code {process.exitcode}. A negative code is the signal that killed it; -9 is often the "
         "system's memory limit."
     )
+
+
+def check_descriptors(count: int, each: int) -> None:
+    """Refuse to start processes for which this one may not open enough files.
+
+    Args:
+        count: how many.
+        each: descriptors that this process keeps open for one, at least.
+
+    Raises:
+        Fault: the limit, which a user may raise, is too low.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    folder = Path("/proc/self/fd")
+    known = len(list(folder.iterdir())) if folder.exists() else 0
+    allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], known + count * each
+    if allowed != resource.RLIM_INFINITY and needed > allowed:
+        raise Fault(
+            f"{count} processes need some {needed} open files, but this one may have {allowed}; allow more before the "
+            f"run (ulimit -n {2 * needed}), or take fewer environments or workers in processes."
+        )
+
+
+def lack_of(error: BaseException) -> str | None:
+    """Say what the system has too little of for processes and the memory that they share; None for other errors.
+
+    Example:
+        >>> print(lack_of(BlockingIOError(errno.EAGAIN, "no fork")))
+        the system starts no more processes for this user (no fork); take fewer, or raise the limit (ulimit -u).
+    """
+    if not isinstance(error, OSError | RuntimeError) or isinstance(error, Fault):
+        return None
+    if str(getattr(error, "filename", None)).startswith(SHARED_MEMORY) or "shared memory(shm)" in str(error):
+        return (
+            f"{SHARED_MEMORY}, which holds the memory that processes share, is full or cannot be written ({error}); "
+            f"enlarge it (mount -o remount,size=2g {SHARED_MEMORY}; docker run --shm-size=2g), or do without processes."
+        )
+    number, said = getattr(error, "errno", None), getattr(error, "strerror", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return f"no more files can be opened ({said}); allow more before the run (ulimit -n), or take fewer processes."
+    if number == errno.EAGAIN:
+        return (
+            f"the system starts no more processes for this user ({said}); take fewer, or raise the limit (ulimit -u)."
+        )
+    return None

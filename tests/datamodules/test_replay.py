@@ -98,6 +98,23 @@ def test_every_buffer_serves(name, tmp_path):
     assert data.updates == module.updates == 20
 
 
+def test_what_has_no_room_is_refused_before_anything_is_collected(tmp_path):
+    (tmp_path / "file").touch()
+    beside = {"checkpoint_buffer": "beside", "buffer_dir": tmp_path / "file" / "buffer"}
+    for settings, message in (
+        (
+            {"frames_per_batch": 2**50},
+            rf"rollout of {2**50} frames needs .* free in the memory.*lower frames_per_batch",
+        ),
+        (beside, r"^buffer_dir=.*file/buffer cannot be written to .*name another folder"),
+    ):
+        data = replay_data(**settings)
+        with pytest.raises(ValueError, match=message):
+            fit(tmp_path, data)
+        assert data.frames == 0
+        assert data.collector is None
+
+
 class Telling(ExperienceBuffer):
     """Keeps the batches whose priorities it is told."""
 

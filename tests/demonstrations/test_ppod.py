@@ -331,6 +331,13 @@ def test_envs_of_the_documented_kind_are_attached() -> None:
         PPODBuffer(8).attach()
 
 
+@pytest.mark.parametrize("folder", ["target_agent_demos_dir", "supplementary_demos_dir"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_collected(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"^{folder}=.*file/demos cannot be written to .*name another folder"):
+        attached(**{folder: str(tmp_path / "file" / "demos")})
+
+
 def test_the_frame_skip_is_that_of_the_recipe() -> None:
     buffer = PPODBuffer(8)
     buffer.attach(EnvironmentRecipe("CartPole-v1", action_repeat=3), 2)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_lightning._conf import CONF_DIR
 from torchrl_lightning.cli.names import own_run
 from torchrl_lightning.fitting import Fault
+from torchrl_lightning.processes import lack_of
 from torchrl_lightning.suggestions import did_you_mean
 
 _GROUPS = ("callbacks", "data", "env", "logger", "model", "paths", "trainer")
@@ -45,11 +46,12 @@ def one_line() -> Iterator[None]:
     """End the program with one line on stderr, not a traceback, on a mistake of its user or on Ctrl-C."""
     try:
         yield
-    except (Fault, OSError) as error:
-        is_of_the_system = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT)
-        if is_of_the_system or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except (Fault, OSError, RuntimeError) as error:
+        is_told = isinstance(error, Fault) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        said = str(error) if is_told else lack_of(error)
+        if said is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {said}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # as the shell counts it

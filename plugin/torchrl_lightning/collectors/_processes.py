@@ -22,9 +22,17 @@ from torch import Tensor, nn
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
 from torchrl_lightning.environments.time_limits import tell_by
-from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
+from torchrl_lightning.processes import (
+    check_descriptors,
+    end_processes,
+    end_with_parent,
+    how_it_died,
+    is_main_thread,
+    lack_of,
+)
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
+_ENTRIES = 8  # of a rollout, at least, each a file of its own in shared memory
 _FAULTY = 1  # exit code of a worker that has sent a fault
 
 
@@ -103,9 +111,11 @@ def run_worker(task: WorkerTask, weights: SharedWeights, connection: Connection)
         with suppress(OSError):
             connection.send(("fault", fault.sent()))
         sys.exit(_FAULTY)
-    except BaseException:
+    except BaseException as error:
+        lack = lack_of(error)
+        told = ("error", traceback.format_exc()) if lack is None else ("fault", WorkerFault(lack))
         with suppress(OSError):
-            connection.send(("error", traceback.format_exc()))
+            connection.send(told)
     finally:
         connection.close()
 
@@ -153,6 +163,7 @@ class WorkerPool:
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
         context = multiprocessing.get_context("spawn")
+        check_descriptors(len(payloads), 2 + _ENTRIES * slots)
         try:
             for worker, (payload, before) in enumerate(zip(payloads, begun, strict=True)):
                 ours, theirs = context.Pipe()

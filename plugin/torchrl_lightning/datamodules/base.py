@@ -178,8 +178,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def metrics(self) -> dict[str, float]:
         """Metrics of the last rollout or epoch, for loggers and progress bars.
 
-        ``train/return`` and ``train/length`` are means over the episodes that ended in it and absent if none did;
-        ``time/*`` are seconds; ``frames/replayed`` counts replayed steps; the collector and the streams add theirs.
+        ``train/return`` and ``train/length`` are means over what ended in it, ``time/*`` seconds; the parts add theirs.
         """
         return {**self._clock.metrics(), **self._feed.metrics(), **self._metrics}
 
@@ -207,8 +206,7 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
     def check_fit(self, learner: Any = None) -> Iterator[str]:
         """Refuse parts that do not fit the environment, the learner or each other, one after the other.
 
-        What is not built yet is built for a trial, and not kept. The command does this where it builds the parts, a fit
-        in :meth:`setup`.
+        What is not built yet is built for a trial. The command asks where it builds the parts, a fit in :meth:`setup`.
 
         Yields:
             The name of each argument, before it is looked at.
@@ -219,6 +217,8 @@ class ExperienceDataModule(Settings, L.LightningDataModule):
         yield "env"
         require_stream(learner, self)
         _ = self.specs  # builds the environment
+        yield "frames_per_batch"
+        self._environments.check_room(self.frames_per_batch)
         yield "buffer"
         self.fingerprint(learner)
 

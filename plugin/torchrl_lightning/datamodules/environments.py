@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torchrl_lightning.environments import (
 )
 from torchrl_lightning.environments.goals import EnvironmentGoals
 from torchrl_lightning.environments.vector_env import vectorization_of
+from torchrl_lightning.memory import check_room
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,15 @@ class RunEnvironments:
         with self._shown() as env:
             stack = self.env.frame_stack if isinstance(self.env, EnvironmentRecipe) else None
             return replace(environment_specs(env), num_envs=self.num_envs, frame_stack=stack)
+
+    def check_room(self, frames: int) -> None:
+        """Refuse rollouts of more frames than memory holds."""
+        entries = [*self.specs.observation.values(True, True)] * 2 + [self.specs.action]  # before and after each step
+        check_room(
+            frames * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+            f"A rollout of {frames} frames",
+            "lower frames_per_batch, or take smaller observations",
+        )
 
     def built(self) -> VectorEnv | EnvBase:
         """Return what collection steps, built once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["OnPolicyDataModule"]
 
 import inspect
-import math
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Protocol
@@ -20,7 +19,6 @@ from torchrl_lightning.datamodules.episodes import ends_of
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPLAYED
-from torchrl_lightning.memory import check_room
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.rollout import GAEBuffer, RolloutBuffer
 from torchrl_lightning.settings import Count, setting
@@ -111,17 +109,8 @@ class OnPolicyDataModule(ExperienceDataModule):
             self.buffer.attach(self.env, self.envs_per_worker)
 
     def check_fit(self, learner: Any = None) -> Iterator[str]:
-        """Ask the buffer, too, and whether there is memory for a rollout."""
+        """Ask the buffer, too."""
         yield from super().check_fit(learner)
-        yield "frames_per_batch"
-        specs = self.specs
-        entries = [*specs.observation.values(True, True)] * 2 + [specs.action]  # before and after each step
-        check_room(
-            self.frames_per_batch * sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
-            f"A rollout of {self.frames_per_batch} frames",
-            "lower frames_per_batch, or take smaller observations",
-        )
-        yield "buffer"
         buffer = self._any_buffer(learner, trial=False)
         check_discount(buffer, learner)  # it may have been built for another learner's fit
         require_fit(buffer, self.specs, learner)

@@ -28,6 +28,7 @@ from torchrl_lightning.datamodules.mixed_replay import BatchSource
 from torchrl_lightning.datamodules.snapshots import BufferSnapshots
 from torchrl_lightning.datamodules.steps import LentSteps, Steps, cut_off, left_out_of, plain_batch, read_batch
 from torchrl_lightning.demonstrations.dataset import dataset_path
+from torchrl_lightning.files import check_writable
 from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.ranges import integer, not_negative, optional, positive
 from torchrl_lightning.ranks import of_first_rank
@@ -227,6 +228,9 @@ class ReplayDataModule(ExperienceDataModule):
         yield "source"
         source = self._source_over(buffer, learner) if self._source is None else self._source
         require_fit(source, self.specs, learner)
+        yield "buffer_dir"
+        if self.buffer_dir is not None and self._kept == "beside":
+            check_writable(Path(self.buffer_dir), "buffer_dir")
         yield "dataset"
         if self.dataset is not None:
             dataset_path(self.dataset)  # refuses one that is not there

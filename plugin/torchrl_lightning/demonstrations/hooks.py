@@ -30,6 +30,7 @@ from torchrl_lightning.demonstrations.writer import DemonstrationWriter
 from torchrl_lightning.environments import EnvironmentSpecs
 from torchrl_lightning.environments.origins import env_ids
 from torchrl_lightning.environments.recipe import EnvironmentRecipe
+from torchrl_lightning.files import check_writable
 from torchrl_lightning.keys import REPLAYED, VALUE
 from torchrl_lightning.ranges import integer
 from torchrl_lightning.ranks import gathered, of_first_rank, this_rank
@@ -119,6 +120,8 @@ class DemonstrationHooks(Stated, RolloutHooks):
         self.replay = self._replay_in(num_envs, 1 if self._recipe is None else self._recipe.frame_stack)
         self.load_initial()
         self._look_for_supplementary()
+        if self.settings.target_agent_demos_dir is not None:
+            check_writable(Path(self.settings.target_agent_demos_dir), "target_agent_demos_dir")
         self._advise(specs)
 
     def _advise(self, specs: EnvironmentSpecs) -> None:
@@ -286,6 +289,7 @@ class DemonstrationHooks(Stated, RolloutHooks):
     def _look_for_supplementary(self, taken: Collection[str] = ()) -> None:
         path = self.settings.supplementary_demos_dir
         if path is not None:
+            check_writable(Path(path), "supplementary_demos_dir")
             Path(path).mkdir(parents=True, exist_ok=True)
             self._supplementary = self._directory(path, human=False, may_be_empty=True, taken=taken)
             self._waiting = [*self._supplementary.initial]

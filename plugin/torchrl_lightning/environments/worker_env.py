@@ -17,7 +17,7 @@ from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
 from torchrl_lightning.environments.faults import CheckedEnv, EnvironmentFault, WorkerFault, blame, blaming
 from torchrl_lightning.environments.time_limits import OverdueError, TimedCalls, tell_by
-from torchrl_lightning.processes import end_processes, end_with_parent, how_it_died, is_main_thread
+from torchrl_lightning.processes import check_descriptors, end_processes, end_with_parent, how_it_died, is_main_thread
 
 _PATIENCE = 5.0  # seconds that a process has for closing its environment
 Factory = Callable[[], gymnasium.Env[Any, Any]]
@@ -33,6 +33,7 @@ class WorkerVectorEnv(AsyncVectorEnv):
     def __init__(self, factories: Sequence[Factory], step_timeout: float | None = None) -> None:
         # A process ends a call that takes too long, if it can; else this one does not wait for it.
         self._waiting = None if step_timeout is None else TimedCalls(2 * step_timeout + _PATIENCE)
+        check_descriptors(len(factories), 2)  # a pipe and what tells its end
         try:
             # copy=False: the caller copies each observation into its own memory immediately.
             with blaming("close"):  # one is made and closed here
