@@ -44,6 +44,30 @@ def test_a_monitor_that_is_no_name_is_refused_before_training(tmp_path):
         run.fit(Scored([1.0]), train_dataloaders=[0], val_dataloaders=[0])
 
 
+class Telling(Scored):
+    evaluation_metrics = ("eval/return", "eval/length")
+
+
+@pytest.mark.parametrize("monitor", ["eval/retrun", "evl/return"])
+def test_a_misspelt_monitor_is_told_before_training(monitor, tmp_path):
+    module = Telling([1.0])
+    run = trainer(tmp_path, max_epochs=1, callbacks=[BestCheckpoint(tmp_path, monitor=monitor)])
+    with pytest.raises(ValueError, match=f"monitor={monitor}: no such metric is logged; did you mean eval/return"):
+        run.fit(module, train_dataloaders=[0], val_dataloaders=[0])
+    assert not module.weight
+
+
+def test_a_metric_of_ones_own_is_monitored(tmp_path):
+    class Own(Telling):
+        def validation_step(self, batch, batch_idx):
+            self.log("mine", 1.0, batch_size=1)
+
+    best = BestCheckpoint(tmp_path, "best", monitor="mine", save_on_train_epoch_end=False)
+    run = trainer(tmp_path, max_epochs=1, callbacks=[best], limit_val_batches=1)
+    run.fit(Own([1.0]), train_dataloaders=[0], val_dataloaders=[0])
+    assert best.best_model_score == 1.0
+
+
 def test_validations_without_episodes_are_passed_over(tmp_path):
     class Fitted(Scored):
         def validation_step(self, batch, batch_idx):

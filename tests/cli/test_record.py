@@ -45,6 +45,14 @@ def test_a_scripted_policy_is_recorded_beside_what_is_there(run, tmp_path):
     assert found.metadata["environment"] == "CartPole-v1"
 
 
+def test_a_class_of_ones_own_takes_none_of_the_presets_settings(run, tmp_path):
+    environment = "from gymnasium.envs.classic_control import CartPoleEnv\n\n\ndef made():\n    return CartPoleEnv()\n"
+    (tmp_path / "planner.py").write_text(f"{environment}{PLANNER}")
+    own = ["env=torchrl", "data.env.id._target_=planner.made"]
+    command = ["record", "policy=planner:act", *own, "data.env.time_limit=30", "episodes=1e0", "directory=demos"]
+    assert "1 of 1 episodes recorded" in run(*command, "hydra.run.dir=run").stdout
+
+
 def test_a_checkpoint_is_recorded_in_the_environment_of_its_run(trained, run, tmp_path):
     checkpoint = trained[0] / "checkpoints" / "last.ckpt"
     done = run("record", f"ckpt_path={checkpoint}", "episodes=3", "directory=demos", "hydra.run.dir=run")

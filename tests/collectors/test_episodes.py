@@ -51,13 +51,24 @@ class Lucky(CountingEnv):
 
     def step(self, action):
         *step, info = super().step(action)
-        return *step, {**info, **({self.key: np.bool_(self.t % 2 == 0)} if self.key else {})}
+        return *step, {**info, **({self.key: self.told(np.bool_(self.t % 2 == 0))} if self.key else {})}
+
+    def told(self, is_even):
+        return is_even
 
 
+class SeveralGoals(Lucky):
+    """Says of two goals whether each is reached."""
+
+    def told(self, is_even):
+        return np.array([True, is_even])
+
+
+@pytest.mark.parametrize("kind", [Lucky, SeveralGoals])
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
 @pytest.mark.parametrize("key", ["is_success", "success"])
-def test_success_is_what_the_last_step_says(mode: str, key: str) -> None:
-    env = SyncVectorEnv([partial(Lucky, key, 0, 2), partial(Lucky, key, 1, 3)], autoreset_mode=mode)
+def test_success_is_what_the_last_step_says(mode: str, key: str, kind: type[Lucky]) -> None:
+    env = SyncVectorEnv([partial(kind, key, 0, 2), partial(kind, key, 1, 3)], autoreset_mode=mode)
     assert play_episodes(env, STILL, 4)["success"].tolist() == [True, True, False, False]
     mute = SyncVectorEnv([partial(Lucky, "", 0, 2), partial(Lucky, "", 1, 3)], autoreset_mode=mode)
     assert "success" not in play_episodes(mute, STILL, 2)

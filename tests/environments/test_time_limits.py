@@ -7,16 +7,17 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kit.forks import Forked
+from kit.forks import Forked, forked_workers
 from kit.misbehaving import Fault, Misbehaving, insists, sleeps
-from torchrl_lightning.collectors import GymnasiumCollector
+from torchrl_lightning.collectors import AsynchronousCollector, GymnasiumCollector
 from torchrl_lightning.environments import EnvironmentRecipe
 
 
-def collecting(does: Callable[[], None], seconds: float) -> None:
+def collecting(does: Callable[[], None], seconds: float | None, make: Callable[..., Any] = GymnasiumCollector) -> None:
     """Hang in the fourth step, in a run that takes note of SIGTERM alone, as Lightning does."""
     signal.signal(signal.SIGTERM, lambda *_: None)
 
@@ -25,7 +26,7 @@ def collecting(does: Callable[[], None], seconds: float) -> None:
         does()
 
     recipe = EnvironmentRecipe(partial(Misbehaving, Fault("step", "", hang, at=4)), step_timeout=seconds)
-    GymnasiumCollector(recipe, num_envs=2, frames_per_batch=16, seed=0).rollout()
+    make(recipe, num_envs=2, frames_per_batch=16, seed=0).rollout()
 
 
 def test_what_cannot_be_interrupted_ends_the_process_with_one_line(tmp_path: Path) -> None:
@@ -45,6 +46,19 @@ def test_sigterm_ends_a_process_whose_environment_hangs(does: Callable[[], None]
     assert process.ends(20) == 143
     assert "environment 0 did not return when the process was to end" in process.said
     assert "Traceback" not in process.said
+
+
+def by_a_worker(recipe: EnvironmentRecipe, **options: Any) -> AsynchronousCollector:
+    return AsynchronousCollector(recipe, num_workers=1, **options)
+
+
+def test_sigterm_ends_a_process_whose_workers_environment_hangs(tmp_path: Path) -> None:
+    with forked_workers():
+        process = Forked(partial(collecting, insists, None, by_a_worker), tmp_path)
+    process.waits_for(lambda: "hangs" in process.said, 20)
+    process.send(signal.SIGTERM)
+    assert process.ends(40) == 143
+    assert "did not return when the process was to end" in process.said
 
 
 def test_what_returns_in_time_is_left_alone() -> None:

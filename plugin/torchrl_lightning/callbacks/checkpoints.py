@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl_lightning.callbacks.checkpoint_io import write_atomically
 from torchrl_lightning.callbacks.sparse import SparseCallback
 from torchrl_lightning.fitting import Fault
-from torchrl_lightning.suggestions import did_you_mean
+from torchrl_lightning.suggestions import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,10 @@ class BestCheckpoint(SparseCallback, ModelCheckpoint):
         """Have a trainer that writes in Lightning's own way replace checkpoints as a whole."""
         if not isinstance(self.monitor, str | None):
             raise Fault(f"monitor={self.monitor!r} must be the name of a metric, such as eval/return.")
+        logged = getattr(pl_module, "evaluation_metrics", ())
+        # Another name may be a metric of the user's own.
+        if self.monitor is not None and self.monitor not in logged and nearest(self.monitor, logged) is not None:
+            raise Fault(f"monitor={self.monitor}: no such metric is logged{did_you_mean(self.monitor, logged)}")
         write_atomically(trainer)
         super().setup(trainer, pl_module, stage)
 

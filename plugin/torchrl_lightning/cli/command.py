@@ -8,7 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 from torchrl_lightning._conf import CONF_DIR
@@ -38,14 +38,14 @@ def run_command(name: str, task: Callable[[Any], float], *, resumes: bool = Fals
     import hydra
 
     from torchrl_lightning.cli.checks import one_line, plain_errors
-    from torchrl_lightning.cli.composing import resuming
+    from torchrl_lightning.cli.composing import OwnLoader, ResumingLoader, composing
     from torchrl_lightning.cli.mistakes import check_dashes, plain_reports
     from torchrl_lightning.cli.names import register_run_name
 
     register_run_name()
     with one_line():
         check_dashes(sys.argv[1:])
-    with plain_reports(), resuming() if resumes else nullcontext():
+    with plain_reports(), composing(ResumingLoader if resumes else OwnLoader):
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(plain_errors(task))()
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_lightning.cli.auto import AUTO, newest_checkpoint
-from torchrl_lightning.cli.checks import one_line, read_stored
+from torchrl_lightning.cli.checks import UsageError, one_line, read_stored
 from torchrl_lightning.cli.resuming import (
     Record,
     check_taken,
@@ -35,8 +35,38 @@ from torchrl_lightning.cli.slurm import is_requeued
 _POWER_OF_TEN = re.compile(r"(?<=[=,])\d+(?:\.\d+)?[eE]\+?\d{1,2}(?=,|$)")
 
 
-class ResumingLoader(ConfigLoaderImpl):
-    """Hydra's loader of configs; where ``ckpt_path`` names one of our checkpoints, its run's settings come first.
+class OwnLoader(ConfigLoaderImpl):
+    """Hydra's loader of configs, which reads 1e5 as an integer and lets an environment's own class be told."""
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a config."""
+        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
+        config = _of_own_class(self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides))
+        trials = OmegaConf.select(config, "hydra.sweeper.n_trials")
+        if isinstance(trials, int) and trials < 1:
+            raise UsageError(f"hydra.sweeper.n_trials={trials}: expected a positive whole number.")
+        return config
+
+    def _load(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        return super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+
+
+class ResumingLoader(OwnLoader):
+    """A loader for runs; where ``ckpt_path`` names one of our checkpoints, its run's settings come first.
 
     So its folder, its record in ``.hydra`` and its name are those of what is trained.
     """
@@ -68,7 +98,7 @@ class ResumingLoader(ConfigLoaderImpl):
             except HydraException as error:
                 if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
                     raise
-        return _of_own_class(self._load(config_name, overrides, run_mode, from_shell, validate_sweep_overrides))
+        return super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
 
     def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
         given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
@@ -83,9 +113,7 @@ class ResumingLoader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         def composed(lines: list[str]) -> DictConfig:
-            return ConfigLoaderImpl.load_configuration(
-                self, config_name, lines, run_mode, from_shell, validate_sweep_overrides
-            )
+            return super(ResumingLoader, self)._load(config_name, lines, run_mode, from_shell, validate_sweep_overrides)
 
         given, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         paths = [override for override in given if override.key_or_group == "ckpt_path"]
@@ -126,10 +154,10 @@ class ResumingLoader(ConfigLoaderImpl):
 
 
 @contextmanager
-def resuming() -> Iterator[None]:
-    """Have Hydra compose by a :class:`ResumingLoader`; it has no other way to be given one."""
+def composing(loader: type[OwnLoader]) -> Iterator[None]:
+    """Have Hydra compose by a loader of ours; it has no other way to be given one."""
     before = vars(_core)["ConfigLoaderImpl"]
-    vars(_core)["ConfigLoaderImpl"] = ResumingLoader
+    vars(_core)["ConfigLoaderImpl"] = loader
     try:
         yield
     finally:

@@ -149,9 +149,11 @@ def _unknown(cause: OmegaConfBaseException, asked: re.Match[str] | None) -> str:
     names = [str(name) for name in fields if not str(name).startswith("_")] + ([] if before else _groups())
     owner = str(fields.get("_target_") or before.rstrip(".")).rpartition(".")[2]
     lacks = f"{owner} has no such setting" if owner else "there is no such setting"
-    if nearest(key, names) is None and node is not None:
-        elsewhere = [found for found in _paths(node._get_root()) if found.rpartition(".")[2] == path.rpartition(".")[2]]
-        if elsewhere:
+    if node is not None and (key in names or nearest(key, names) is None):
+        every = list(_paths(node._get_root()))
+        last = path.rpartition(".")[2]
+        elsewhere = [found for found in every if found.endswith(f".{path}")]
+        if elsewhere := elsewhere or [found for found in every if found.rpartition(".")[2] == last]:
             return f"{path}: {lacks}; did you mean {' or '.join(elsewhere[:3])}?"
     meant = did_you_mean(key, names, before)
     return f"{path}: {lacks}{meant.replace('?', f'{behind}?') if behind else meant}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchrl_lightning.collectors.workers import Worker
 from torchrl_lightning.environments.faults import EnvironmentFault, WorkerFault
-from torchrl_lightning.environments.time_limits import tell_by
+from torchrl_lightning.environments.time_limits import TimedCalls, tell_by
 from torchrl_lightning.processes import (
     check_descriptors,
     end_processes,
@@ -33,6 +33,7 @@ from torchrl_lightning.processes import (
 
 _PATIENCE = 30.0  # seconds; a copy takes milliseconds, so a process that holds the lock longer has died
 _ENTRIES = 8  # of a rollout, at least, each a file of its own in shared memory
+_FOR_EVER, _AFTER_SIGTERM = 1e6, 8.0  # seconds for a rollout
 _FAULTY = 1  # exit code of a worker that has sent a fault
 
 
@@ -162,6 +163,7 @@ class WorkerPool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
+        self._waiting = TimedCalls(_FOR_EVER, _AFTER_SIGTERM)
         context = multiprocessing.get_context("spawn")
         check_descriptors(len(payloads), 2 + _ENTRIES * slots)
         try:
@@ -226,7 +228,8 @@ class WorkerPool:
 
     def _message(self, worker: int) -> tuple[str, Any]:
         connection, process = self._connections[worker], self._processes[worker]
-        multiprocessing.connection.wait([connection, process.sentinel])
+        with self._waiting.running():
+            multiprocessing.connection.wait([connection, process.sentinel])
         try:
             # A worker that has exited may have left its last message in the pipe.
             if connection.poll():

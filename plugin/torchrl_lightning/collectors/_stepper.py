@@ -106,10 +106,16 @@ class VectorStepper:
         return leaves, [(i, self.leaves(final[i])) for i in ended]
 
     def successes(self, info: dict[str, Any]) -> Array | None:
-        """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so."""
+        """Return where the episodes that end in this step reach their goal (``[N]`` bool); None if nobody says so.
+
+        Of several numbers all must be true.
+        """
         final = info.get("final_info") if self.mode is AutoresetMode.SAME_STEP else info
         found = success_of(final) if isinstance(final, dict) else None
-        return None if found is None else np.asarray(found, dtype=bool)
+        if found is None:
+            return None
+        reached = np.asarray(found, dtype=bool).reshape(self.env.num_envs, -1)
+        return np.asarray(reached.all(1))
 
     def restart(self, ended: Array, leaves: list[Array]) -> list[Array]:
         """Reset some environments (``[N]`` bool), and return what all show then; ``leaves`` are what they show now.

@@ -116,7 +116,7 @@ class _Listener(VectorWrapper):
         step = _, _, terminated, truncated, info = self.env.step(actions)
         if terminated[0] or truncated[0]:
             success = self._stepper.successes(info)
-            self.told.append({} if success is None else {"success": bool(success[0].all())})
+            self.told.append({} if success is None else {"success": bool(success[0])})
         return step
 
 

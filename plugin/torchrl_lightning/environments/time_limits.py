@@ -22,7 +22,6 @@ from torchrl_lightning.processes import is_main_thread
 
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
 _GRACE = 1.0  # seconds in which an interrupted call has to return
-_AFTER_SIGTERM = 5.0  # seconds that a call has left at most
 _INTERRUPT = getattr(signal, "SIGURG", None)  # ignored where nobody handles it
 
 
@@ -39,10 +38,11 @@ class TimedCalls:
 
     Args:
         seconds: how long each may take.
+        after_sigterm: how long it has at most when the process shall end.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, after_sigterm: float = 5.0) -> None:
+        self.seconds, self.after_sigterm = seconds, min(seconds, after_sigterm)
         self.moves = 0  # odd while a call is running
         self.thread = threading.get_ident()
         _watch.add(self)
@@ -84,16 +84,18 @@ class _Watch:
     def _run(self) -> None:
         seen: dict[TimedCalls, tuple[int, float]] = {}
         while True:
-            self._pause(min((calls.seconds for calls in self._calls), default=4.0) / 4)
+            self._pause(min(map(self._limit, self._calls), default=4.0) / 4)
             now, before, seen = time.monotonic(), seen, {}
             for calls in list(self._calls):
                 moves = calls.moves
                 if moves % 2:
                     known, since = before.get(calls, (moves, now))
                     seen[calls] = (moves, since if known == moves else now)
-                    limit = min(calls.seconds, _AFTER_SIGTERM) if self._is_terminated else calls.seconds
-                    if now - seen[calls][1] >= limit:
+                    if now - seen[calls][1] >= self._limit(calls):
                         self._end(calls, moves)
+
+    def _limit(self, calls: TimedCalls) -> float:
+        return calls.after_sigterm if self._is_terminated else calls.seconds
 
     def _pause(self, seconds: float) -> None:
         if self._signals < 0:

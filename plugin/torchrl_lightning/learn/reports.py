@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -59,6 +59,9 @@ def _mean(values: list[Tensor | float]) -> float:
 
 class ReportingModule(L.LightningModule):
     """Accumulate metrics, write them to the loggers when an epoch ends, and log evaluation episodes."""
+
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ("eval/return", "eval/return_std", "eval/length", "eval/success")
+    """What :meth:`validation_step` logs, the last one where an environment says it."""
 
     def __init__(self) -> None:
         super().__init__()
