@@ -165,6 +165,21 @@ def moved(value: Tensor, device: torch.device | str) -> Tensor:
     return value if value.device == device else value.to(device)
 
 
+def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values as another type, floating-point ones as the nearest integers within its limits.
+
+    Example:
+        >>> nearest(torch.tensor([-1.0, 2.6, 256.0]), torch.uint8).tolist()
+        [0, 3, 255]
+    """
+    if dtype.is_floating_point or not values.is_floating_point():
+        return values.to(dtype)
+    if dtype is torch.bool:
+        return values > 0.5
+    limits = torch.iinfo(dtype)
+    return values.round().long().clamp(limits.min, limits.max).to(dtype)
+
+
 def describe(data: TensorDictBase | Tree, batch_dims: int, *, devices: bool = False) -> Schema:
     """Return shape (after the first ``batch_dims`` dimensions), dtype and, if asked for, device of every leaf."""
     return {

@@ -123,6 +123,33 @@ def test_a_shorter_length_keeps_the_newest() -> None:
     assert held.sort().values.tolist() == expected.sort().values.tolist()
 
 
+def test_branches_are_kept_in_the_dtypes_of_real_rows_also_those_of_a_state_that_has_others() -> None:
+    def counted(rows: int = 40) -> BranchedReplay:
+        source = filled(0)
+        source.buffer.extend(real(torch.arange(rows, dtype=torch.uint8)))
+        return source
+
+    def floating(source: BranchedReplay) -> ExperienceBuffer:
+        held = source.imagined.storage.get(source.imagined.writer.rings.filled_cells())
+        kept = ExperienceBuffer(storage=RingStorage(source.imagined.storage.max_size), generator=generator())
+        kept.extend(held.apply(lambda leaf: leaf if leaf.dtype is torch.bool else leaf.float() + 0.4))
+        return kept
+
+    source, dreamer = counted(), Dreamer()
+    source.prepare(dreamer)
+    batch = source.draw(8)
+    assert batch["a"].dtype is torch.uint8
+    assert batch["a"][2:].unique().tolist() == [255]
+    state = source.state_dict()
+    state["mixed"]["others"] = [floating(source).state_dict()]
+    restored = counted()
+    restored.load_state_dict(state)
+    restored.buffer.extend(source.buffer[:10].exclude("index"))
+    restored.prepare(dreamer)
+    assert len(restored.imagined) == 60
+    assert restored.draw(8)["a"].dtype is torch.uint8
+
+
 def test_what_cannot_be_imagined_is_said() -> None:
     with pytest.raises(ValueError, match="leave none of 0 rows"):
         filled(0).prepare(Dreamer())

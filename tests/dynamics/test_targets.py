@@ -95,6 +95,33 @@ def test_several_observations_in_order_flattened_and_back():
     assert columns[1].tolist() == [4, 5, 6, 7, 1, 9]
     for key, value in targets.split(columns).items():
         assert value.tolist() == TensorDict(data, [2])[key].tolist()
+    for key, value in targets.split(columns[1]).items():  # of no batch
+        assert torch.equal(value, TensorDict(data, [2])[key][1].float())
+
+
+@pytest.mark.parametrize(
+    ("spec", "reads"),
+    [
+        (Unbounded(3), [-0.6, 0.5, 300.0]),
+        (Unbounded(3, dtype=torch.float64), [-0.6, 0.5, 300.0]),
+        (Unbounded(3, dtype=torch.uint8), [0, 0, 255]),
+        (Unbounded(3, dtype=torch.int16), [-1, 0, 300]),
+        (Binary(3, dtype=torch.bool), [False, False, True]),
+    ],
+)
+def test_columns_become_what_is_observed(spec, reads):
+    targets = DynamicsTargets(Composite(a=spec), Unbounded(1))
+    observed = targets.observed(torch.tensor([-0.6, 0.5, 300.0]))["a"]
+    assert observed.dtype is spec.dtype
+    torch.testing.assert_close(observed, torch.tensor(reads, dtype=spec.dtype))
+
+
+@pytest.mark.parametrize("spec", [Categorical(3), Categorical(2, shape=(2,)), MultiCategorical([2, 3])])
+def test_choices_among_observations_are_no_numbers(spec):
+    targets = DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2))
+    assert targets.misfit().startswith("a world model predicts how numbers change, but the observation 'kind'")
+    options = {"observation_keys": ["a", "b"]}
+    assert DynamicsTargets(Composite(a=Binary(2), b=OneHot(3), kind=spec), Categorical(2), **options).misfit() is None
 
 
 def test_a_rollout_is_read_as_its_rows_are():

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import Binary, Bounded, Unbounded
 
+from kit.specs import specs_of
 from kit.world_models import POINT, pushed
-from torchrl_lightning.learn import MBPOModule, MLPNetwork, OutsideBox, WorldModelFit
+from torchrl_lightning.learn import CNNNetwork, MBPOModule, MLPNetwork, OutsideBox, WorldModelFit
 
 
 def dynamics(**kwargs: Any) -> WorldModelFit:
@@ -70,6 +72,32 @@ def test_branches_are_what_the_world_model_says_step_by_step() -> None:
     torch.testing.assert_close(imagined["next", "reward"].squeeze(1), reward)
     # Cut off, not ended: values bootstrap.
     assert not any(imagined["next", name].any() for name in ("terminated", "truncated", "done"))
+
+
+def test_imagined_observations_have_shapes_and_dtypes_of_real_ones() -> None:
+    entries = {
+        "image": Unbounded((3, 8, 8), dtype=torch.uint8),
+        "height": Unbounded(()),
+        "place": Unbounded(2, dtype=torch.float64),
+        "ticks": Unbounded((), dtype=torch.int64),
+        "bits": Binary(3, dtype=torch.int8),
+        "is_lit": Bounded(0, 1, (2,), dtype=torch.bool),
+    }
+    torch.manual_seed(0)
+    specs = specs_of(Bounded(-1.0, 1.0, (1,)), **entries)
+    network = CNNNetwork([4], [4], [4], [8])
+    module = MBPOModule(network, dynamics=dynamics(num_members=2)).build(specs)
+    start = specs.observation.rand([6])
+    start["ticks"] = torch.arange(6)
+    imagined = module.imagine(start, 2)
+    for key, spec in entries.items():
+        before, after = imagined[key], imagined["next", key]
+        assert before.shape == after.shape == (12, *spec.shape)
+        assert before.dtype is after.dtype is spec.dtype
+        torch.testing.assert_close(before[:6], start[key])
+        assert torch.equal(before[6:], after[:6])
+    moved = (imagined["next", "image"].int() - imagined["image"].int()).abs()
+    assert moved.max() < 128  # none wraps around
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])

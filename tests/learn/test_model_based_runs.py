@@ -9,13 +9,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from gymnasium.wrappers import FlattenObservation
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import CEMPlanner
 
+from kit.counting import ContinuousEnv
 from kit.dynamics import model_data
 from kit.runs import trainer
-from torchrl_lightning import DynamicsDataModule, load_policy
+from torchrl_lightning import (
+    BranchedReplay,
+    EnvironmentRecipe,
+    ExperienceBuffer,
+    MBPOModule,
+    ReplayDataModule,
+    WorldModelFit,
+    load_policy,
+)
 from torchrl_lightning.environments import spawn_seed
+from torchrl_lightning.fitting import MisfitError
 from torchrl_lightning.learn import CrossEntropyPlanner, DynamicsEnsemble, RandomShootingPlanner
 
 TINY = partial(CrossEntropyPlanner, horizon=2, candidates=8, elites=2, iterations=2)
@@ -27,7 +38,7 @@ def module(**kwargs: Any) -> DynamicsEnsemble:
     return DynamicsEnsemble([8], **(settings | kwargs))
 
 
-def fit(agent: DynamicsEnsemble, stream: DynamicsDataModule, epochs: int = -1) -> L.Trainer:
+def fit(agent: L.LightningModule, stream: L.LightningDataModule, epochs: int = -1) -> L.Trainer:
     run = trainer(max_epochs=epochs)
     run.fit(agent, datamodule=stream)
     stream.close()
@@ -87,3 +98,48 @@ def test_a_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:
     run.validate(agent, datamodule=stream, verbose=False)
     assert run.callback_metrics["eval/return"] < 0.0
     stream.close()
+
+
+# ---------------------------------------------------------------------- observations of every kind
+
+
+def planning(env: Any) -> tuple[Any, Any]:
+    return module(), model_data(env=env)
+
+
+def imagining(env: Any) -> tuple[Any, Any]:
+    source = partial(BranchedReplay, branches_per_fit=20, frames_per_fit=20)
+    frames = {"warmup_frames": 20, "total_frames": 40, "frames_per_batch": 2, "batch_size": 8, "num_envs": 2}
+    agent = MBPOModule(dynamics=WorldModelFit([8], num_members=2, num_elites=2, max_epochs=2))
+    return agent, ReplayDataModule(env, buffer=ExperienceBuffer, source=source, eval_episodes=1, **frames)
+
+
+def observing(kind: str) -> Any:
+    return partial(ContinuousEnv, kind=kind, length=1000, limit=5)
+
+
+@pytest.mark.parametrize("run", [planning, imagining])
+@pytest.mark.parametrize(("kind", "key"), [("discrete", "'observation'"), ("dict", r"\('inner', 'count'\)")])
+def test_discrete_observations_are_refused_before_anything_is_collected(run: Any, kind: str, key: str) -> None:
+    agent, stream = run(observing(kind))
+    with pytest.raises(MisfitError, match=rf"observation {key} is discrete, .* one-hot by .*FlattenObservation"):
+        fit(agent, stream)
+    assert stream.frames == 0
+    stream.close()
+
+
+@pytest.mark.parametrize("run", [planning, imagining])
+@pytest.mark.parametrize(
+    "env",
+    [
+        observing("scalar"),
+        lambda: FlattenObservation(observing("discrete")()),
+        lambda: FlattenObservation(observing("dict")()),
+        EnvironmentRecipe(observing("dict"), drop=["inner"]),
+    ],
+    ids=["scalar", "one-hot", "flattened", "dropped"],
+)
+def test_numbers_of_any_shape_and_type_are_learnt(run: Any, env: Any) -> None:
+    agent, stream = run(env)
+    fit(agent, stream)
+    assert stream.frames == stream.total_frames

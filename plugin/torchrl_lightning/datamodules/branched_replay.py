@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl_lightning.datamodules.learner import Imagines
 from torchrl_lightning.datamodules.mixed_replay import MixedReplay
 from torchrl_lightning.dynamics import HoldoutSplit
+from torchrl_lightning.entries import describe, nearest
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.replay import ExperienceBuffer, RingStorage
 from torchrl_lightning.settings import Count, Settings, setting
@@ -140,8 +141,13 @@ class BranchedReplay(Settings, Stated, Nameable):
         if old is not None and len(old):
             writer = old.writer
             ages = torch.arange(int(writer.oldest[0]), int(writer.positions[0]))[-size:]
-            made.extend(old.storage.get(writer.cell(torch.zeros_like(ages), ages)))
+            made.extend(self._like_real(old.storage.get(writer.cell(torch.zeros_like(ages), ages))))
         return made
+
+    def _like_real(self, rows: TensorDictBase) -> TensorDictBase:
+        """Return imagined rows in the dtypes of the real ones."""
+        real = self.buffer.storage.data
+        return rows.named_apply(lambda key, value: nearest(value, real.get(key).dtype), nested_keys=True)
 
     def mixture(self, length: int) -> MixedReplay:
         """Return real rows with no branches yet, whose length will be that."""
@@ -182,12 +188,14 @@ class BranchedReplay(Settings, Stated, Nameable):
                 f"the buffer stores {', '.join(map(repr, unknown))}, which no world model imagines; store what agents "
                 "learn from alone."
             )
-        if length != self._length:
+        branches, held = self._like_real(branches.select(*keys)), self.imagined.storage.data
+        # Earlier releases kept imagined observations as floating-point numbers.
+        if length != self._length or (held is not None and describe(held, 1) != describe(branches, 1)):
             self._mixed.buffers[1] = self._imagined(length, self.imagined)
         kept = self._rows[max(0, len(self._rows) - self.fits_kept + 1) :]
         if (surplus := len(self.imagined) - sum(kept)) > 0:  # of earlier fits
             self.imagined.writer.drop(surplus)
-        self.imagined.extend(branches.select(*keys).to(storage.device))
+        self.imagined.extend(branches.to(storage.device))
         self._rows = [*kept, len(branches)]
         self.fits, self._fitted_at, self._length = self.fits + 1, written, length
 

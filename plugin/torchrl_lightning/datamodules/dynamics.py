@@ -25,6 +25,7 @@ from torchrl_lightning.dynamics import DynamicsTargets, HoldoutSplit
 from torchrl_lightning.dynamics.scaler import check_finite
 from torchrl_lightning.environments import spawn_seed
 from torchrl_lightning.environments.origins import ring_ids
+from torchrl_lightning.fitting import require_fit
 from torchrl_lightning.keys import REPEATED
 from torchrl_lightning.ranges import integer, optional
 from torchrl_lightning.settings import Count, Positive, derived, setting
@@ -73,8 +74,9 @@ class DynamicsDataModule(ExperienceDataModule):
     The other arguments are those of :class:`ExperienceDataModule`.
 
     Raises:
-        ValueError: a number is out of range; when a fit begins: a part of the split is empty, the training part is
-            smaller than a batch, or a stored number is NaN or infinite (names its column).
+        ValueError: a number is out of range; in ``setup``: an observation is discrete; when a fit begins: a part of
+            the split is empty, the training part is smaller than a batch, or a stored number is NaN or infinite (names
+            its column).
 
     Example:
         >>> from torchrl_lightning import MBReplayBuffer
@@ -175,6 +177,12 @@ class DynamicsDataModule(ExperienceDataModule):
             trainer.reload_dataloaders_every_n_epochs = 1
             trainer.num_sanity_val_steps = 0
             self._hooks.attach(trainer)
+
+    def check_fit(self, learner: Any = None) -> Iterator[str]:
+        """Ask the targets, too."""
+        yield from super().check_fit(learner)
+        yield "observation_keys"
+        require_fit(self.targets)
 
     def _build_parts(self) -> None:
         self.buffer = self._any_buffer(trial=False)

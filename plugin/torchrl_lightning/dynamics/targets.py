@@ -16,7 +16,7 @@ from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Multi
 from torchrl.envs.transforms import Transform
 
 from torchrl_lightning.dynamics.scaler import StandardScaler, check_finite
-from torchrl_lightning.entries import entry_of, nested_key, nested_keys, next_key, path_of
+from torchrl_lightning.entries import entry_of, nearest, nested_key, nested_keys, next_key, path_of
 from torchrl_lightning.keys import INPUTS, IS_INIT, NEXT, TARGETS
 from torchrl_lightning.ranges import boolean
 
@@ -93,7 +93,8 @@ class DynamicsTargets(Transform):
         self.action_spec = action_spec
         self.reward = reward
         self.has_terminated = boolean(terminated, "terminated")
-        self._shapes = [observation_spec[key].shape for key in self.observation_keys]
+        self._specs = [observation_spec[key] for key in self.observation_keys]
+        self._shapes = [spec.shape for spec in self._specs]
         self.observation_columns = tuple(
             name
             for key, shape in zip(self.observation_keys, self._shapes, strict=True)
@@ -212,9 +213,32 @@ class DynamicsTargets(Transform):
         """
         parts = columns.split([shape.numel() for shape in self._shapes], -1)
         return {
-            key: part.reshape(*columns.shape[:-1], *shape)
+            key: part.reshape(columns.shape[:-1] + shape)
             for key, part, shape in zip(self.observation_keys, parts, self._shapes, strict=True)
         }
+
+    def observed(self, columns: Tensor) -> dict[NestedKey, Tensor]:
+        """Return observations as columns ``[..., D]`` as :meth:`split` does, in the dtypes of their specs, too.
+
+        Example:
+            >>> from torchrl.data import Unbounded
+            >>> targets = DynamicsTargets(Composite(grey=Unbounded(3, dtype=torch.uint8)), Categorical(2))
+            >>> targets.observed(torch.tensor([-3.0, 7.6, 300.0]))["grey"]
+            tensor([  0,   8, 255], dtype=torch.uint8)
+        """
+        entries = zip(self.split(columns).items(), self._specs, strict=True)
+        return {key: nearest(value, spec.dtype) for (key, value), spec in entries}
+
+    def misfit(self) -> str | None:
+        """Return that an observation is a choice, whose number is no magnitude; None if all are numbers."""
+        for key, spec in zip(self.observation_keys, self._specs, strict=True):
+            if isinstance(spec, Categorical) and not isinstance(spec, Binary):
+                return (
+                    f"a world model predicts how numbers change, but the observation {key!r} is discrete, and its "
+                    "values are no magnitudes; make it one-hot by gymnasium.wrappers.FlattenObservation, or leave an "
+                    "entry of a Dict out by EnvironmentRecipe(drop=[...])."
+                )
+        return None
 
     def _observations(self, rows: TensorDictBase, keys: Sequence[NestedKey]) -> Tensor:
         shaped = zip(keys, self._shapes, strict=True)

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_lightning.dynamics import DynamicsTargets
 from torchrl_lightning.learn.q_learning import SACModule
 from torchrl_lightning.learn.world_model_fit import WorldModelFit
 from torchrl_lightning.learn.world_models import WorldModel
@@ -31,6 +32,7 @@ class MBPOModule(SACModule):
     Raises:
         TypeError: The network is a ``RecurrentNetwork``, whose states nobody imagines; when the networks are built: the
             actions are not bounded floating-point vectors.
+        ValueError: When a fit is set up: an observation is discrete.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -71,10 +73,12 @@ class MBPOModule(SACModule):
             )
 
     def misfit(self, data: Any) -> str | None:
-        """Return that nobody has it imagine; None if somebody does."""
+        """Return that nobody has it imagine, or that it cannot; None if it can and does."""
         imagines = getattr(data, "imagines", None)
-        if imagines is None or imagines(self):
+        if imagines is None:
             return super().misfit(data)
+        if imagines(self):
+            return DynamicsTargets(data.specs.observation, data.specs.action).misfit() or super().misfit(data)
         return (
             f"{type(self).__name__} learns from the branches that it imagines; choose a stream with them, such as "
             "data=branched (ReplayDataModule with source=functools.partial(BranchedReplay, ...)), or another learner, "
@@ -98,7 +102,9 @@ class MBPOModule(SACModule):
             length: Steps of a branch.
 
         Returns:
-            Transitions ``[N]``, step by step, as a collector would give them; a branch that is cut off goes on.
+            Transitions ``[N]``, step by step, as a collector would give them; a branch that is cut off goes on. The
+            world model goes on from what it predicts; what the policy sees of it, and what is kept, has the dtypes of
+            real observations, integers rounded.
 
         Raises:
             RuntimeError: What it imagines is not finite.
@@ -109,7 +115,7 @@ class MBPOModule(SACModule):
         members = model.deal(len(now)) if model.propagation == "trajectory" else None
         steps: list[TensorDictBase] = []
         for step in range(length):
-            shape, seen = now.shape[:1], targets.split(now)
+            shape, seen = now.shape[:1], targets.observed(now)
             action = policy.act([seen[key] for key in self._keys], True)
             following, reward, terminated = model.step(now, targets.action(action, shape), members)
             if not (following.isfinite().all() and reward.isfinite().all()):
@@ -120,7 +126,7 @@ class MBPOModule(SACModule):
             ended = terminated.unsqueeze(1)
             goes_on = torch.zeros_like(ended)
             flags = {"terminated": ended, "truncated": goes_on, "done": ended.clone(), "is_init": goes_on.clone()}
-            after = TensorDict({**targets.split(following), **flags, "reward": reward.unsqueeze(1)}, shape)
+            after = TensorDict({**targets.observed(following), **flags, "reward": reward.unsqueeze(1)}, shape)
             steps.append(TensorDict({**seen, "action": action, "is_init": goes_on.clone(), "next": after}, shape))
             if terminated.any():
                 now = following[~terminated]
