@@ -86,6 +86,12 @@ VALUES = (
     *named(DynamicsEnsemble, patience=0, min_improvement=-0.1, weight_decay=-1.0, propagation="rows", num_elites=0),
     *named(WorldModelFit, num_members=0, patience=0, max_epochs=0, batch_size=0, learning_rate=0),
     *refused(WorldModelFit, "num_elites=4 is more than num_members=3", num_elites=4),
+    *refused(
+        WorldModelFit,
+        "learn_terminated=True learns what the function terminated= tells",
+        learn_terminated=True,
+        terminated=OutsideBox([0.0], [1.0]),
+    ),
     *named(judged, propagation="row"),
     *refused(UnhealthyBody, "body must be one of 'hopper', .*, got 'Hopper-v5'", body="Hopper-v5"),
     *refused(OutsideBox, "low has 1 numbers and high 2", low=[0.0], high=[1.0, 2.0]),

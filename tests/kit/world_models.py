@@ -32,6 +32,13 @@ def pushed(count: int, seed: int | None = None) -> TensorDict:
     return TensorDict({"observation": observation, "action": action, "next": after}, [count])
 
 
+def walled(count: int, seed: int = 0) -> TensorDict:
+    """Return steps of the point between walls, beyond which its episode terminates."""
+    found = pushed(count, seed)
+    found["next", "terminated"] = found["next", "observation"][:, :1].abs() > 1.0
+    return found
+
+
 def targets_of(specs: Any = POINT, **settings: Any) -> DynamicsTargets:
     return DynamicsTargets(specs.observation, specs.action, **settings)
 
@@ -42,7 +49,8 @@ def world_model(targets: DynamicsTargets | None = None, elites: list[int] | None
     targets = targets or targets_of()
     if len(targets.input_columns) == 3:
         targets.fit(pushed(50))
-    ensemble = GaussianEnsemble(3, len(targets.input_columns), len(targets.target_columns), [8])
+    sizes = 3, len(targets.input_columns), len(targets.target_columns), [8]
+    ensemble = GaussianEnsemble(*sizes, ends_by=len(targets.observation_columns) if targets.has_terminated else 0)
     ensemble.standardise(targets.input_scaler, targets.target_scaler)
     for bias in ensemble.biases:
         torch.nn.init.normal_(bias)
@@ -59,16 +67,16 @@ def known_reward(observation: Tensor, action: Tensor, following: Tensor) -> Tens
 class FakeDynamics(FakeData):
     """Three batches an epoch; begins a new fit every ``refit`` epochs, or when the module says that one is over."""
 
-    def __init__(self, members: int = 3, refit: int = 4, holdout: int = 20, reward: Any = None) -> None:
+    def __init__(self, members: int = 3, refit: int = 4, holdout: int = 20, **settings: Any) -> None:
         super().__init__(specs=POINT, note=lambda module: None)
         self.num_members, self.refit, self.holdout = members, refit, holdout
-        self.targets = targets_of(reward=reward)
+        self.targets = targets_of(**settings)
         self.build_options = {"num_members": members, "targets": self.targets}
         self.epochs = self.fits = 0
-        self.rows = pushed(60, seed=0)
+        self.rows = walled(60, seed=0)
 
     def val_dataloader(self) -> Loader:
-        rows = pushed(self.holdout, seed=1)
+        rows = walled(self.holdout, seed=1)
         return Loader(2, lambda: iter(self.targets(rows).split(self.holdout - 4)))
 
     def make(self, module: Any, rng: torch.Generator) -> Iterator[TensorDict]:

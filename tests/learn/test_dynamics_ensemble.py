@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from kit.fake_data import FakeData
 from kit.runs import parameters, trainer
 from kit.world_models import POINT, FakeDynamics, pushed, targets_of
-from torchrl_lightning.learn import DynamicsEnsemble
+from torchrl_lightning.learn import DynamicsEnsemble, OutsideBox
 
 
 def small(**kwargs: Any) -> DynamicsEnsemble:
@@ -98,8 +98,9 @@ def alone() -> DynamicsEnsemble:
     return module
 
 
-def test_loading_without_data_builds_what_the_checkpoint_says(tmp_path: Path) -> None:
-    module, data = small(), FakeDynamics(members=4)
+@pytest.mark.parametrize("learns", [False, True])
+def test_loading_without_data_builds_what_the_checkpoint_says(tmp_path: Path, learns: bool) -> None:
+    module, data = small(), FakeDynamics(members=4, terminated=learns)
     fit = trainer(max_epochs=1)
     fit.fit(module, datamodule=data)
     fit.save_checkpoint(tmp_path / "last.ckpt")
@@ -108,6 +109,7 @@ def test_loading_without_data_builds_what_the_checkpoint_says(tmp_path: Path) ->
     other.configure_model()
     other.on_load_checkpoint(stored)
     other.load_state_dict(stored["state_dict"])
+    assert other.world_model.learns_terminated is learns
     td = TensorDict({"observation": torch.randn(5, 2)}, [5])
     torch.manual_seed(1)
     expected = module.policy(td.clone())["action"]
@@ -124,6 +126,27 @@ def test_a_reward_function_cannot_be_loaded(tmp_path: Path) -> None:
     fit.save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(ValueError, match="reward function"):
         alone().on_load_checkpoint(torch.load(tmp_path / "last.ckpt", weights_only=True))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_another_model_s_way_of_ending_is_refused(learns: bool) -> None:
+    module, other = built(), small().build(POINT, targets=targets_of(terminated=True), num_members=3)
+    module, other = (other, module) if learns else (module, other)
+    checkpoint: dict[str, Any] = {}
+    module.trainer = other.trainer = SimpleNamespace(datamodule=None)  # type: ignore[assignment]
+    module.on_save_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=f"model {'learns' if learns else 'does not learn'} where episodes terminate"):
+        other.on_load_checkpoint(checkpoint)
+    if not learns:
+        del checkpoint["dynamics_ensemble"]["learns_terminated"]  # an earlier one
+        built().on_load_checkpoint(checkpoint)
+
+
+def test_a_function_that_tells_ends_leaves_nothing_to_learn() -> None:
+    told_by_function = small(terminated=OutsideBox([-1.0, None], [1.0, None]))
+    told_by_function.build(POINT, num_members=3, targets=targets_of(terminated=True))
+    assert told_by_function.state_dict().keys() == built().state_dict().keys()
+    assert not told_by_function.world_model.learns_terminated
 
 
 def test_state_dict_holds_each_tensor_once() -> None:

@@ -27,16 +27,20 @@ def member(ensemble: GaussianEnsemble, number: int, activation: str) -> nn.Seque
 @pytest.mark.parametrize("activation", ["silu", "tanh"])
 @pytest.mark.parametrize("probabilistic", [True, False])
 @pytest.mark.parametrize("hidden", [[], [8, 6]])
+@pytest.mark.parametrize("terminates", [False, True])
 def test_members_compute_and_learn_as_separate_networks_do(
-    activation: str, probabilistic: bool, hidden: list[int]
+    activation: str, probabilistic: bool, hidden: list[int], terminates: bool
 ) -> None:
     torch.manual_seed(0)
-    ensemble = GaussianEnsemble(M, INPUTS, OUTPUTS, hidden, activation, probabilistic)
+    ensemble = GaussianEnsemble(M, INPUTS, OUTPUTS, hidden, activation, probabilistic, OUTPUTS if terminates else 0)
     for bias in ensemble.biases:
         nn.init.normal_(bias)
+    for scale in ensemble.buffers():
+        nn.init.uniform_(scale, 0.5, 2.0)
     inputs, targets = torch.randn(M, B, INPUTS), torch.randn(M, B, OUTPUTS)
+    ended = (torch.rand(M, B, 1) < 0.5).float()
     mean, log_variance = ensemble(inputs)
-    terms = ensemble.loss(inputs, targets, weight_decay=0.01)
+    terms = ensemble.loss(inputs, targets, 0.01, ended if terminates else None)
     sum(value for name, value in terms.items() if name.startswith("loss_")).backward()
     for number in range(M):
         network = member(ensemble, number, activation)
@@ -53,13 +57,30 @@ def test_members_compute_and_learn_as_separate_networks_do(
         else:
             assert log_variance is None
             loss = error.mean()
+        if terminates:
+            ends = member(ensemble.ends, number, activation)
+            change = targets[number, :, :OUTPUTS] * ensemble.target_std + ensemble.target_mean
+            following = inputs[number, :, :OUTPUTS] + change / ensemble.input_std[:OUTPUTS]
+            loss = loss + F.binary_cross_entropy_with_logits(ends(following), ended[number])
         weights = [layer.weight for layer in network if isinstance(layer, nn.Linear)]
         (loss + 0.01 * sum(weight.square().sum() for weight in weights)).backward()
         for own, weight in zip(ensemble.weights, weights, strict=True):
             torch.testing.assert_close(own.grad[number], weight.grad.mT)
+        if terminates:
+            torch.testing.assert_close(ensemble.ends.weights[0].grad[number], ends[0].weight.grad.mT)
         if probabilistic:
             torch.testing.assert_close(ensemble.min_log_variance.grad[number, 0], low.grad)
             torch.testing.assert_close(ensemble.max_log_variance.grad[number, 0], high.grad)
+
+
+def test_what_learns_terminations_leaves_the_other_weights_as_they_are() -> None:
+    states = []
+    for ends_by in (0, OUTPUTS):
+        torch.manual_seed(0)
+        states.append(GaussianEnsemble(M, INPUTS, OUTPUTS, [8], ends_by=ends_by).state_dict())
+    plain, learning = states
+    assert all(name in plain or name.startswith("ends.") for name in learning)
+    assert all(torch.equal(learning[name], value) for name, value in plain.items())
 
 
 def test_log_variances_stay_within_their_bounds() -> None:

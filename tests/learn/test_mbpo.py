@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Unbounded
 
 from kit.specs import specs_of
-from kit.world_models import POINT, pushed
+from kit.world_models import POINT, pushed, walled
 from torchrl_lightning.learn import CNNNetwork, MBPOModule, MLPNetwork, OutsideBox, WorldModelFit
 
 
@@ -113,9 +113,31 @@ def test_a_branch_ends_where_the_episode_terminates(propagation: str) -> None:
     assert module.imagine(start[[0, 2]], 4).shape == (2,)
 
 
-def test_what_it_has_learnt_is_in_its_state() -> None:
-    module, other = built(), built()
-    module.fit_dynamics(pushed(64, 0), pushed(20, 1))
+@pytest.mark.parametrize("probabilistic", [True, False])
+def test_ends_are_learnt_in_a_few_hundred_steps_and_end_branches(probabilistic: bool) -> None:
+    module = built(num_elites=1, learn_terminated=True, probabilistic=probabilistic, max_epochs=25, patience=25)
+    seen, unseen = walled(400, 0), walled(200, 1)
+    module.fit_dynamics(seen, unseen)  # 25 epochs of 13 batches
+    world = module.world_model
+    told = world.step(unseen["observation"], unseen["action"])[2]
+    stored = unseen["next", "terminated"].squeeze(1)
+    assert 40 < int(stored.sum()) < 100
+    assert (told == stored).float().mean() > 0.95
+    imagined = module.imagine(walled(30, 2), 3)
+    ends = imagined["next", "terminated"].squeeze(1)
+    assert torch.equal(ends, world.step(imagined["observation"], imagined["action"])[2])
+    assert torch.equal(imagined["next", "done"], imagined["next", "terminated"])
+    begin, alive = 0, 30
+    for _ in range(3):
+        begin, alive = begin + alive, alive - int(ends[begin : begin + alive].sum())
+    assert (begin, alive) == (len(imagined), 30 - int(ends.sum()))
+    assert 0 < alive < 30
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_it_has_learnt_is_in_its_state(learns: bool) -> None:
+    module, other = built(learn_terminated=learns), built(learn_terminated=learns)
+    module.fit_dynamics(walled(64, 0), walled(20, 1))
     other.load_state_dict(module.state_dict())
     torch.manual_seed(1)
     expected = module.imagine(pushed(5, 2), 2)

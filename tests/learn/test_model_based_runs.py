@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.wrappers import FlattenObservation
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import CEMPlanner
 
 from kit.counting import ContinuousEnv
 from kit.dynamics import model_data
+from kit.lines import Line
 from kit.runs import trainer
 from torchrl_lightning import (
     BranchedReplay,
@@ -70,6 +73,35 @@ def test_a_reward_function_is_not_learnt() -> None:
     agent = module()
     fit(agent, stream, epochs=1)
     assert agent.ensemble.outputs == 3
+
+
+class Ledge(Line):
+    """Moves by the action, and terminates beyond one on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space, self.place = spaces.Box(-1.0, 1.0, (1,), np.float32), 0.0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.place = 0.0
+        return np.zeros(1, np.float32), super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> Any:
+        self.place += 1.0 * float(action[0])
+        return np.full(1, self.place, np.float32), 1.0, abs(self.place) > 1.0, False, {}
+
+
+def test_where_episodes_terminate_is_learnt_in_a_few_hundred_steps() -> None:
+    fits = {"warmup_frames": 240, "frames_per_fit": 20, "total_frames": 260, "max_epochs_per_fit": 12}
+    stream = model_data(env=Ledge, terminated=True, reset_at_each_batch=False, **fits)
+    agent = module(learning_rate=0.03, patience=12)
+    run = fit(agent, stream)
+    assert 150 < run.global_step < 350
+    place, action = torch.rand(500, 1) * 2.0 - 1.0, torch.rand(500, 1) * 2.0 - 1.0
+    ended = agent.world_model.step(place, action)[2]
+    beyond = ((place + action).abs() > 1.0).squeeze(1)
+    assert 30 < int(beyond.sum()) < 200
+    assert (ended == beyond).float().mean() > 0.95
 
 
 def test_a_checkpoint_is_all_that_acting_needs(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
-from kit.world_models import POINT, pushed, world_model
+from kit.world_models import POINT, targets_of, walled, world_model
 from torchrl_lightning import DynamicsEnsemble, WorldModelFit
 from torchrl_lightning.learn import OutsideBox
 from torchrl_lightning.learn.terminations import TerminationCheck
@@ -17,27 +16,30 @@ from torchrl_lightning.learn.terminations import TerminationCheck
 BOX = OutsideBox([-1.0, None], [1.0, None])
 
 
-def rows(count: int = 50, terminates: bool = True) -> Any:
-    found = pushed(count, seed=0)
-    left = found["next", "observation"][:, :1].abs() > 1.0
-    found["next", "terminated"] = left if terminates else torch.zeros_like(left)
-    return found
-
-
 @pytest.mark.parametrize(
-    ("terminated", "says"),
+    ("settings", "learnt", "says"),
     [
-        (BOX, None),
-        (None, "{ends} of 50 stored steps terminate their episode, but the world model never ends.* Give terminated="),
+        ({"terminated": BOX}, False, None),
+        ({}, True, None),
         (
-            OutsideBox([-0.5, None], [2.0, None]),
-            "disagrees with {both} of 50 stored steps: it misses {missed} of the {ends}.* ends {invented} others",
+            {},
+            False,
+            "{ends} of 50 stored steps terminate their episode, but the world model never ends.* Give terminated=.*; "
+            "or have it learnt by data.terminated=true",
+        ),
+        *(
+            (
+                {"terminated": OutsideBox([-0.5, None], [2.0, None])},
+                learnt,
+                "disagrees with {both} of 50 stored steps: it misses {missed} of the {ends}.* ends {invented} others",
+            )
+            for learnt in (False, True)
         ),
     ],
-    ids=["same", "never", "other"],
+    ids=["same", "learnt", "never", "other", "other, served"],
 )
-def test_disagreements_are_counted_and_said_once(terminated: Any, says: str | None, caplog: Any) -> None:
-    check, world, stored = TerminationCheck(), world_model(terminated=terminated), rows()
+def test_disagreements_are_counted_and_said_once(settings: Any, learnt: bool, says: str | None, caplog: Any) -> None:
+    check, world, stored = TerminationCheck(), world_model(targets_of(terminated=learnt), **settings), walled(50)
     first = stored["next", "observation"][:, 0]
     missed, invented = int(((first > 1) & (first < 2)).sum()), int(((first < -0.5) & (first >= -1)).sum())
     counts = {"ends": int((first.abs() > 1).sum()), "missed": missed, "invented": invented, "both": missed + invented}
@@ -50,7 +52,7 @@ def test_disagreements_are_counted_and_said_once(terminated: Any, says: str | No
 
 
 def test_steps_without_the_flag_or_before_a_reset_are_left_out(caplog: Any) -> None:
-    check, world, stored = TerminationCheck(), world_model(), rows()
+    check, world, stored = TerminationCheck(), world_model(), walled(50)
     with caplog.at_level(logging.WARNING):
         check(world, stored.exclude(("next", "terminated")))
         stored["next", "is_init"] = stored["next", "terminated"].clone()
@@ -64,7 +66,8 @@ def test_learners_look_at_the_first_fit_that_has_such_steps(learner: str, caplog
     world = fit.build(POINT)
     for terminates, said in ((False, 0), (True, 1), (True, 1)):
         with caplog.at_level(logging.WARNING):
-            stored = rows(terminates=terminates)
+            stored = walled(50)
+            stored["next", "terminated"] &= terminates
             if learner == "pets":
                 module.check_transitions(stored)
             else:

@@ -19,17 +19,26 @@ def predicted(world: WorldModel, observation: Tensor, action: Tensor, member: in
     return following, torch.empty(0) if reward is None else reward[:, 0]
 
 
+def end_logits(world: WorldModel, following: Tensor, member: int) -> Tensor:
+    """Return how sure one member of the whole ensemble is that the episode has terminated there."""
+    inputs = world.targets.input_scaler
+    x = (following - inputs.mean[:2].float()) / inputs.std[:2].float()
+    return world.ensemble.ends(x.expand(3, *x.shape))[0][member, :, 0].detach()
+
+
+@pytest.mark.parametrize("learnt", [False, True])
 @pytest.mark.parametrize("elites", [[0, 1, 2], [2, 0], [1]])
-def test_each_row_is_predicted_by_its_own_elite(elites: list[int]) -> None:
-    world = world_model(elites=elites)
+def test_each_row_is_predicted_by_its_own_elite(elites: list[int], learnt: bool) -> None:
+    world = world_model(targets_of(terminated=learnt), elites=elites)
     observation, action = torch.randn(7, 2), torch.randn(7, 1)
     members = torch.tensor([0, 0, 1, 0, 0, 1, 0]) % len(elites)  # uneven shares
-    following, reward, ended = world.step(observation, action, members)
+    following, reward, told = world.step(observation, action, members)
     for row, member in enumerate(members.tolist()):
         expected = predicted(world, observation, action, elites[member])
         torch.testing.assert_close(following[row], expected[0][row])
         torch.testing.assert_close(reward[row], expected[1][row])
-    assert not ended.any()
+        assert bool(told[row]) is (learnt and bool(end_logits(world, expected[0], elites[member])[row] > 0))
+    assert not learnt or 0 < int(told.sum()) < 7
 
 
 def test_rows_are_dealt_evenly_and_at_random() -> None:
@@ -60,35 +69,42 @@ def test_weights_that_change_are_seen() -> None:
     torch.testing.assert_close(world.step(observation, action, members)[0], expected)
 
 
-def test_samples_have_the_member_s_mean_and_deviation() -> None:
-    world = world_model(elites=[1], sample=True)
+@pytest.mark.parametrize("learnt", [False, True])
+def test_samples_have_the_member_s_mean_and_deviation(learnt: bool) -> None:
+    world = world_model(targets_of(terminated=learnt), elites=[1], sample=True)
     observation, action = torch.randn(1, 2), torch.randn(1, 1)
     inputs = world.targets.input_scaler(torch.cat([observation, action], -1))
     mean, log_variance = (each[1, 0].detach() for each in world.ensemble(inputs.expand(3, 1, 3)))
-    following, reward, _ = world.step(observation.expand(20_000, 2), action.expand(20_000, 1))
+    following, reward, told = world.step(observation.expand(20_000, 2), action.expand(20_000, 1))
     change = torch.cat([following - observation, reward[:, None]], 1)
     drawn = world.targets.target_scaler(change)
     torch.testing.assert_close(drawn.mean(0), mean, atol=0.04, rtol=0.0)
     torch.testing.assert_close(drawn.std(0), (0.5 * log_variance).exp(), atol=0.0, rtol=0.03)
+    assert torch.equal(told, end_logits(world, following, 1) > 0 if learnt else torch.zeros_like(told))
 
 
 @pytest.mark.parametrize("propagation", ["step", "trajectory"])
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
-def test_returns_are_rewards_until_the_end(propagation: str, known: bool, ends: bool) -> None:
-    targets = targets_of(reward=known_reward if known else None)
-    terminated = OutsideBox([-1.0, None], [1.0, None]) if ends else None
+@pytest.mark.parametrize("ends", [None, "told", "learnt"])
+def test_returns_are_rewards_until_the_end(propagation: str, known: bool, ends: str | None) -> None:
+    targets = targets_of(reward=known_reward if known else None, terminated=ends == "learnt")
+    terminated = OutsideBox([-1.0, None], [1.0, None]) if ends == "told" else None
     world = world_model(targets, elites=[2], propagation=propagation, terminated=terminated)
     observation, actions = 0.5 * torch.randn(20, 2), torch.rand(6, 20, 1) * 2.0 - 1.0
+    if ends == "learnt":  # some of the first steps
+        world.ensemble.ends.biases[-1].data -= end_logits(world, observation, 2).quantile(0.8)
     total, alive = torch.zeros(20), torch.ones(20, dtype=torch.bool)
     state = observation
     for action in actions:
         following, reward = predicted(world, state, action, 2)
         reward = known_reward(state, action, following) if known else reward
         total += torch.where(alive, reward, 0.0)
-        alive &= (following[:, 0].abs() <= 1.0) | (not ends)
+        if ends == "told":
+            alive &= following[:, 0].abs() <= 1.0
+        elif ends == "learnt":
+            alive &= end_logits(world, following, 2) <= 0.0
         state = following
-    assert (not ends) or (0 < int(alive.sum()) < 20)
+    assert ends is None or (0 < int(alive.sum()) < 20)
     torch.testing.assert_close(world.returns(observation, actions), total)
 
 

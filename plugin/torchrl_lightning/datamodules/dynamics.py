@@ -68,7 +68,8 @@ class DynamicsDataModule(ExperienceDataModule):
         max_validation: most rows that are held out.
         observation_keys: the observations that are learned, in the order of their columns; all of them if None.
         reward: an analytic reward (see :class:`~torchrl_lightning.DynamicsTargets`); then it is not learned.
-        terminated: serve ``terminated``, too.
+        terminated: serve ``terminated``, too, from which a :class:`~torchrl_lightning.DynamicsEnsemble` learns where
+            episodes terminate, unless it is given a function ``terminated``.
         frames_per_batch: frames collected at a time; ``frames_per_fit`` if None, rounded up to whole steps.
 
     The other arguments are those of :class:`ExperienceDataModule`.

@@ -51,13 +51,16 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         \overline{(\mu(x) - y)^2 e^{-\ell(x)}} + \overline{\ell(x)}
         + 0.01 \Big(\sum \ell_{\max} - \sum \ell_{\min}\Big) + \lambda \sum W^2
 
-    with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019).
+    with log-variances \(\ell\) between \(\ell_{\min}\) and \(\ell_{\max}\), as in MBPO (Janner et al., 2019). Where
+    terminations are served, and no function ``terminated`` is given, a second perceptron of each member learns them by
+    binary cross-entropy.
 
-    Batches are TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]`` and ``targets`` ``[M, B, O]``, as a
-    ``DynamicsDataModule`` serves them; validation batches ``[B]`` hold rows that no member has seen. A fit begins with
-    ``begin_fit``. After each epoch the members that have lowered their error on those rows by more than
-    ``min_improvement`` are kept; the fit is over when none has for ``patience`` epochs. The planner acts with what was
-    kept, of the ``num_elites`` best members, and the next fit goes on from there. All of this is in a checkpoint.
+    Batches are TensorDicts ``[M, B]`` with ``inputs`` ``[M, B, I]``, ``targets`` ``[M, B, O]`` and, if asked for,
+    ``terminated`` ``[M, B, 1]``, as a ``DynamicsDataModule`` serves them; validation batches ``[B]`` hold rows that no
+    member has seen. A fit begins with ``begin_fit``. After each epoch the members that have lowered their error on
+    those rows by more than ``min_improvement`` are kept; the fit is over when none has for ``patience`` epochs. The
+    planner acts with what was kept, of the ``num_elites`` best members, and the next fit goes on from there. All of
+    this is in a checkpoint.
 
     Args:
         num_elites: How many members the world model consists of; all if None.
@@ -188,7 +191,8 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
     def terms(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Return the parts of the loss and the mean squared error, on a batch ``[M, B]``."""
         ensemble = self.require_built(self.ensemble)
-        return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay)
+        ends = batch.get("terminated", None)
+        return ensemble.loss(batch.get("inputs"), batch.get("targets"), self.weight_decay, ends)
 
     def training_step(self, batch: TensorDictBase, batch_idx: int) -> None:
         """Update all members, each on its own rows."""
@@ -239,6 +243,7 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
             "num_members": self.require_built(self.ensemble).num_members,
             "observation_keys": [list(path_of(key)) for key in targets.observation_keys],
             "learns_reward": targets.reward is None,
+            "learns_terminated": self.require_built(self.world_model).learns_terminated,
             "epochs_waited": self.epochs_waited,
             "is_judged": self._is_judged,
         }
@@ -249,12 +254,14 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
         """Restore it; refuse the checkpoint of another environment, or, by a KeyError, of another kind of module.
 
         Raises:
-            ValueError: The networks are not built yet, and plan with a reward function.
+            ValueError: The networks are not built yet, and plan with a reward function; or either the checkpoint's or
+                these have learnt where episodes terminate, but not both.
         """
         super().on_load_checkpoint(checkpoint)
         if STATE not in checkpoint:
             raise KeyError(f"the checkpoint has no {STATE!r}: it was not written by a DynamicsEnsemble")
         state = checkpoint[STATE]
+        learnt = bool(state.get("learns_terminated"))  # earlier checkpoints say nothing
         if not self.is_built:
             members, specs = state["num_members"], self._data.specs
             if not state["learns_reward"]:
@@ -264,8 +271,14 @@ class DynamicsEnsemble(WorldModelSettings, TermsModule):
                     "DynamicsTargets(specs.observation, specs.action, reward=my_reward)))"
                 )
             keys = [tuple(path) for path in state["observation_keys"]]
-            targets = DynamicsTargets(specs.observation, specs.action, observation_keys=keys)
+            options: dict[str, Any] = {"observation_keys": keys, "terminated": learnt}
+            targets = DynamicsTargets(specs.observation, specs.action, **options)
             self.build(specs, num_members=members, targets=targets)
+        if learnt != self.require_built(self.world_model).learns_terminated:
+            raise ValueError(
+                f"the checkpoint's model {'learns' if learnt else 'does not learn'} where episodes terminate, but this "
+                f"one {'does not' if learnt else 'does'}; go on with data.terminated and model.terminated as they were."
+            )
         self.epochs_waited, self._is_judged = int(state["epochs_waited"]), bool(state["is_judged"])
         if "planner" in state and isinstance(self.policy, ShootingPlanner):  # earlier checkpoints have none
             self.policy.set_extra_state(state["planner"])

@@ -35,6 +35,9 @@ class GaussianEnsemble(nn.Module):
     of each member's own. Weights start from normals of deviation \(1 / (2 \sqrt{I})\), truncated at two deviations, and
     biases from zero (Chua et al., 2018). Inputs and targets are standardised, by buffers that a state dict holds.
 
+    If asked for, each member has a second perceptron of as many and as wide hidden layers, which tells by the next
+    observation whether an episode has terminated. It learns apart from the first, which is as it would be without it.
+
     Args:
         num_members: M.
         inputs: I.
@@ -42,6 +45,8 @@ class GaussianEnsemble(nn.Module):
         hidden_sizes: Width of each hidden layer.
         activation: Name of the activation.
         probabilistic: Whether there are log-variances; else the members are trained by their squared errors.
+        ends_by: How many of the first inputs are observations, whose changes are the first targets, that tell
+            terminations; these are not learnt if 0.
 
     Example:
         >>> mean, log_variance = GaussianEnsemble(3, 4, 2, [8])(torch.zeros(3, 5, 4))
@@ -62,6 +67,7 @@ class GaussianEnsemble(nn.Module):
         hidden_sizes: Sequence[int] = (200, 200, 200),
         activation: str = "silu",
         probabilistic: bool = True,
+        ends_by: int = 0,
     ) -> None:
         super().__init__()
         self.num_members, self.inputs, self.outputs = integer(num_members, "num_members"), inputs, outputs
@@ -82,6 +88,9 @@ class GaussianEnsemble(nn.Module):
         for name, size in (("input", inputs), ("target", outputs)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
+        self.ends: GaussianEnsemble | None = None
+        if ends_by:
+            self.ends = GaussianEnsemble(num_members, ends_by, 1, hidden_sizes, activation, probabilistic=False)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map standardised inputs ``[M, B, I]`` to means and, if there are any, log-variances ``[M, B, O]``."""
@@ -96,10 +105,13 @@ class GaussianEnsemble(nn.Module):
         mean, log_variance = x.chunk(2, -1)
         return mean, softly_bounded(log_variance, self.min_log_variance, self.max_log_variance)
 
-    def loss(self, inputs: Tensor, targets: Tensor, weight_decay: float) -> dict[str, Tensor]:
+    def loss(
+        self, inputs: Tensor, targets: Tensor, weight_decay: float, terminated: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the parts of the loss on standardised inputs and targets ``[M, B, *]``, summed over the members.
 
         Each member's gradient is that of its own loss, as :class:`~torchrl_lightning.DynamicsEnsemble` states it.
+        Where terminations are learnt, ``terminated`` says by 0 and 1 which rows terminate, ``[M, B, 1]``.
         """
         mean, log_variance = self(inputs)
         error = (mean - targets).square()
@@ -113,6 +125,12 @@ class GaussianEnsemble(nn.Module):
             }
         if weight_decay:
             terms["loss_decay"] = weight_decay * sum(weight.square().sum() for weight in self.weights)
+        if self.ends is not None and terminated is not None:
+            columns = self.ends.inputs
+            change = targets[..., :columns] * self.target_std[:columns] + self.target_mean[:columns]
+            logits, _ = self.ends(inputs[..., :columns] + change / self.input_std[:columns])
+            surprise = F.binary_cross_entropy_with_logits(logits, terminated, reduction="none")
+            terms["loss_terminated"] = surprise.mean((1, 2)).sum()
         return {**terms, "error": error.detach().mean()}
 
     @torch.no_grad()

@@ -34,12 +34,13 @@ class TerminationCheck:
         stored = targets.terminated(rows).flatten().bool()
         steps, ends = len(stored), int(stored.sum())
         if known is None:
-            if ends:
+            if ends and not model.learns_terminated:
                 self._say(
                     f"{ends} of {steps} stored steps terminate their episode, but the world model never ends one and "
                     "goes on behind them: where each step is worth as much as another, all plans are equal. Give "
                     "terminated=, such as OutsideBox(low, high), or a function of observations, actions and next "
-                    "observations."
+                    "observations; or have it learnt by data.terminated=true (model.dynamics.learn_terminated=true of "
+                    "MBPO)."
                 )
             return
         action = targets.action(rows.get(targets.action_key), rows.shape)

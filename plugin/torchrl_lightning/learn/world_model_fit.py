@@ -18,7 +18,7 @@ from torchrl_lightning.learn.ensembles import Widths
 from torchrl_lightning.learn.flat_parameters import OptimizedParameters
 from torchrl_lightning.learn.terminations import TerminationCheck
 from torchrl_lightning.learn.world_models import WorldModel, WorldModelSettings
-from torchrl_lightning.settings import Count, setting
+from torchrl_lightning.settings import Count, Switch, setting
 from torchrl_lightning.trust import Nameable
 
 
@@ -35,10 +35,12 @@ class WorldModelFit(WorldModelSettings, Nameable):
         num_elites: How many of the best members the world model consists of.
         batch_size: Rows of each member in a batch.
         max_epochs: Most epochs of a fit.
+        learn_terminated: Whether the ensemble learns where episodes terminate, instead of a function ``terminated``.
         activation: As in :class:`WorldModelSettings`, like everything that is not named here.
 
     Raises:
-        ValueError: A number is out of range, or there are fewer members than elites.
+        ValueError: A number is out of range, there are fewer members than elites, or terminations are both given and to
+            be learnt.
 
     Example:
         >>> from torchrl_lightning import environment_specs, make_vector_env
@@ -53,16 +55,19 @@ class WorldModelFit(WorldModelSettings, Nameable):
     sample: bool = True
     batch_size: Count = 256
     max_epochs: Count = 100
+    learn_terminated: Switch = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_elites > self.num_members:
             raise ValueError(f"num_elites={self.num_elites} is more than num_members={self.num_members}.")
+        if self.learn_terminated and self.terminated is not None:
+            raise ValueError("learn_terminated=True learns what the function terminated= tells; take one of the two.")
         self._check_terminations = TerminationCheck()
 
     def build(self, specs: Any) -> WorldModel:
         """Build the world model of an environment, whose reward it learns, for its ``EnvironmentSpecs``."""
-        targets = DynamicsTargets(specs.observation, specs.action)
+        targets = DynamicsTargets(specs.observation, specs.action, terminated=self.learn_terminated)
         ensemble = self.new_ensemble(self.num_members, targets).requires_grad_(False)
         return self.new_world_model(ensemble, targets, self.num_elites)
 
@@ -81,12 +86,11 @@ class WorldModelFit(WorldModelSettings, Nameable):
         training, validation = (rows[targets.usable(rows)] for rows in (training, validation))
         ensemble = copy.deepcopy(model.ensemble).requires_grad_(True)
         ensemble.standardise(targets.input_scaler, targets.target_scaler)
-        held = targets(validation)
+        seen, held = targets(training), targets(validation)
         check_finite(held["inputs"], targets.input_columns)
         check_finite(held["targets"], targets.target_columns)
-        (x, y), (held_x, held_y) = (
-            (rows["inputs"].to(device), rows["targets"].to(device)) for rows in (targets(training), held)
-        )
+        (x, y), (held_x, held_y) = ((rows["inputs"].to(device), rows["targets"].to(device)) for rows in (seen, held))
+        ends = seen["terminated"].to(device) if model.learns_terminated else None
         drawn = torch.randint(len(x), (self.num_members, len(x)), device=device)
         parameters = list(ensemble.parameters())
         optimizer = LeanAdam(parameters, lr=self.learning_rate)
@@ -96,7 +100,8 @@ class WorldModelFit(WorldModelSettings, Nameable):
             for part in torch.randperm(len(x), device=device).split(self.batch_size):
                 rows = drawn.index_select(1, part)
                 with torch.enable_grad():
-                    terms = ensemble.loss(x[rows], y[rows], self.weight_decay)
+                    known = None if ends is None else ends[rows]
+                    terms = ensemble.loss(x[rows], y[rows], self.weight_decay, known)
                     loss = torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
                 flat.clear()
                 loss.backward()

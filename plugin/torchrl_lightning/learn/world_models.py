@@ -62,8 +62,8 @@ class WorldModelSettings(Settings):
         propagation: Whether a row's member is drawn anew at each ``"step"``, or once for a ``"trajectory"``.
         sample: Whether the world model draws from a member's Gaussian instead of taking its mean.
         terminated: Maps observations, actions and next observations to whether an episode has terminated, such as
-            :class:`~torchrl_lightning.OutsideBox`; the world model never terminates if None. A warning says where it
-            disagrees with the stored transitions.
+            :class:`~torchrl_lightning.OutsideBox`. A warning says where it disagrees with the stored transitions. If
+            None, the ensemble learns where episodes terminate if it is served that; else none ever does.
         learning_rate: Of Adam.
         weight_decay: Factor of the squared weights in the loss.
         patience: Epochs without improvement after which a fit is over.
@@ -84,9 +84,9 @@ class WorldModelSettings(Settings):
     def new_ensemble(self, num_members: int, targets: DynamicsTargets) -> GaussianEnsemble:
         """Build an ensemble of so many members for what it predicts."""
         sizes = num_members, len(targets.input_columns), len(targets.target_columns)
-        return GaussianEnsemble(
-            *sizes, hidden_sizes=self.hidden_sizes, activation=self.activation, probabilistic=self.probabilistic
-        )
+        learns = targets.has_terminated and self.terminated is None
+        ends_by = len(targets.observation_columns) if learns else 0
+        return GaussianEnsemble(*sizes, self.hidden_sizes, self.activation, self.probabilistic, ends_by)
 
     def new_world_model(self, ensemble: GaussianEnsemble, targets: DynamicsTargets, num_elites: int) -> WorldModel:
         """Return an ensemble as a world model, at first of its first members."""
@@ -107,7 +107,8 @@ class WorldModel(nn.Module):
         ensemble: Maps standardised inputs to standardised targets.
         targets: What inputs and targets it was trained on; the rewards are those of its reward function, if it has one,
             else the last target.
-        terminated: The termination function; nothing terminates if None.
+        terminated: The termination function. If None, a row terminates where its member holds that for more likely than
+            not by the predicted next observation; nothing does if the ensemble has not learnt terminations.
         propagation: ``"step"`` or ``"trajectory"``.
         sample: Whether next observations and rewards are drawn from the member's Gaussian; else its mean is taken.
     """
@@ -126,12 +127,14 @@ class WorldModel(nn.Module):
     ) -> None:
         super().__init__()
         self.ensemble, self.terminated, self.sample = ensemble, terminated, sample
+        self.learns_terminated = ensemble.ends is not None and terminated is None
         self.propagation = propagations(propagation, "propagation")
         self.observations = len(targets.observation_columns)
         # Not registered: the state of the transform is its owner's.
         hold(self, targets=targets)
         self.register_buffer("elites", torch.arange(ensemble.num_members))
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._end_layers: list[tuple[Tensor, Tensor]] = []
         self._size = 0
         self._made_of: tuple[Any, ...] = ()
 
@@ -169,22 +172,31 @@ class WorldModel(nn.Module):
         def of_elites(values: Tensor) -> Tensor:
             return values.detach().index_select(0, self.elites)
 
-        self._layers = [
-            (of_elites(weight), of_elites(bias)) for weight, bias in zip(ensemble.weights, ensemble.biases, strict=True)
-        ]
+        def layers_of(network: GaussianEnsemble) -> list[tuple[Tensor, Tensor]]:
+            layers = zip(network.weights, network.biases, strict=True)
+            return [(of_elites(weight), of_elites(bias)) for weight, bias in layers]
+
+        def take_inputs_as_they_are(layers: list[tuple[Tensor, Tensor]]) -> None:
+            weight, bias = layers[0]
+            inputs = weight.shape[1]
+            weight = weight / ensemble.input_std[:inputs, None]
+            layers[0] = weight, bias - (ensemble.input_mean[:inputs] @ weight).unsqueeze(1)
+
+        self._layers = layers_of(ensemble)
         if ensemble.probabilistic and self.sample:
             self._bounds = of_elites(ensemble.min_log_variance), of_elites(ensemble.max_log_variance)
         elif ensemble.probabilistic:  # nobody asks for the variances
             weight, bias = self._layers[-1]
             self._layers[-1] = weight[..., : ensemble.outputs], bias[..., : ensemble.outputs]
         # Both scales become part of the first and the last layer.
-        weight, bias = self._layers[0]
-        weight = weight / ensemble.input_std[:, None]
-        self._layers[0] = weight, bias - (ensemble.input_mean @ weight).unsqueeze(1)
+        take_inputs_as_they_are(self._layers)
         weight, bias = self._layers[-1]
         mean, std = torch.zeros_like(bias[0, 0]), torch.ones_like(bias[0, 0])
         mean[: ensemble.outputs], std[: ensemble.outputs] = ensemble.target_mean, ensemble.target_std
         self._layers[-1] = weight * std, bias * std + mean
+        if self.learns_terminated and ensemble.ends is not None:
+            self._end_layers = layers_of(ensemble.ends)
+            take_inputs_as_they_are(self._end_layers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._made_of = ()  # weights that move to another device stay the same objects
@@ -221,7 +233,9 @@ class WorldModel(nn.Module):
             change = change.index_select(0, places)
         following = observation + change[:, : self.observations]
         known, terminated = self.targets.reward, self.terminated
-        reward = change[:, -1] if known is None else known(observation, action, following).reshape(rows)
+        reward = change[:, self.observations] if known is None else known(observation, action, following).reshape(rows)
+        if self.learns_terminated:
+            return following, reward, change[:, -1] > 0.0
         if terminated is None:
             return following, reward, torch.zeros_like(reward, dtype=torch.bool)
         return following, reward, terminated(observation, action, following).reshape(rows)
@@ -259,17 +273,18 @@ class WorldModel(nn.Module):
         """Step the state ``[R, O + 1]``, whose last column is the sum of rewards; return it, and what has ended."""
         observation = state[:, :-1]
         x = torch.cat((observation, action), 1)
-        change = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1)
+        change, now = self.predict(x.view(self._size, -1, x.shape[1])).view(len(x), -1), None
+        if self.learns_terminated:
+            change, now = change[:, :-1], change[:, -1] > 0.0
         if self.targets.reward is not None:
             reward = self.targets.reward(observation, action, observation + change)
             change = torch.cat((change, reward.view(-1, 1)), 1)
         if ended is not None:
             change[:, -1].masked_fill_(ended, 0.0)
         state = state + change
-        if self.terminated is None:
-            return state, None
-        now = self.terminated(observation, action, state[:, :-1]).view(-1)
-        return state, now if ended is None else ended | now
+        if self.terminated is not None:
+            now = self.terminated(observation, action, state[:, :-1]).view(-1)
+        return state, now if now is None or ended is None else ended | now
 
     def _places(self, rows: int) -> Tensor:
         """Return a place ``[R]`` for each row in equal shares of the elites, which lie one after the other."""
@@ -277,13 +292,22 @@ class WorldModel(nn.Module):
         return torch.randperm(-(-rows // elites) * elites, device=self.elites.device)[:rows]
 
     def predict(self, x: Tensor) -> Tensor:
-        """Map inputs ``[E, R, I]`` of each elite to targets ``[E, R, O]``, neither of them standardised."""
-        *hidden, (weight, bias) = self._layers
+        """Map inputs ``[E, R, I]`` of each elite to targets ``[E, R, O]``, neither of them standardised.
+
+        Where terminations are learnt, a last column holds their logits.
+        """
+        now, (*hidden, (weight, bias)) = x, self._layers
         for each, its_bias in hidden:
             x = self._activation(torch.baddbmm(its_bias, x, each))
         x = torch.baddbmm(bias, x, weight)
-        if not (self.sample and self.ensemble.probabilistic):
+        if self.sample and self.ensemble.probabilistic:
+            (low, high), std = self._bounds, self.ensemble.target_std
+            mean, log_variance = x.chunk(2, -1)
+            x = mean + (0.5 * softly_bounded(log_variance, low, high)).exp() * std * torch.randn_like(mean)
+        if not self.learns_terminated:
             return x
-        (low, high), std = self._bounds, self.ensemble.target_std
-        mean, log_variance = x.chunk(2, -1)
-        return mean + (0.5 * softly_bounded(log_variance, low, high)).exp() * std * torch.randn_like(mean)
+        logit = now[..., : self.observations] + x[..., : self.observations]
+        *hidden, (weight, bias) = self._end_layers
+        for each, its_bias in hidden:
+            logit = self._activation(torch.baddbmm(its_bias, logit, each))
+        return torch.cat((x, torch.baddbmm(bias, logit, weight)), -1)
