@@ -157,7 +157,8 @@ step, expected True or False: mend its step.
         wrong = f"info as {_named(returned[-1])} from {call}, expected a dict"
     elif call == "step":
         for name, value in zip(names[1:4], returned[1:4], strict=True):
-            kind = np.asarray(value).dtype.kind if np.ndim(value) == 0 else "array"
+            shown = np.asarray(value)
+            kind = "array" if shown.ndim else shown.dtype.kind
             if name == "reward" and kind not in "biuf":
                 wrong = f"reward as {_named(value)} from step, expected a number"
             elif name != "reward" and kind != "b" and not (kind in "iu" and value in (0, 1)):
