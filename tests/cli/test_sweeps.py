@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
+from cli.commands import TINY
 from cli.written_runs import keep
 from torchrl_lightning.cli.plot import main
 from torchrl_lightning.cli.sweeps import Trial, draw_trials, read_trials, table
@@ -161,3 +163,15 @@ def test_bad_input_gets_one_line(tmp_path, capsys):
         assert stop.value.code == 2
         assert capsys.readouterr().err == f"torchrl-lightning-plot: error: {message}\n"
     assert not output.exists()
+
+
+@pytest.mark.skipif(find_spec("hydra_plugins.hydra_submitit_launcher") is None, reason="needs the extra slurm")
+def test_each_run_of_a_sweep_is_a_job(run, tmp_path):
+    run("train", "--multirun", "hydra/launcher=submitit_local", "seed=0,1", "experiment=ppo_cartpole", *TINY)
+    made = sorted(path.parent for path in tmp_path.glob("logs/train/sweep_*/*/*/*/csv"))
+    assert [path.parts[-2:] for path in made] == [("seed_0", "0"), ("seed_1", "1")]
+    for folder in made:
+        assert (folder / "checkpoints" / "last.ckpt").exists()
+    said = [path.read_text() for path in tmp_path.glob("logs/train/sweep_*/.submitit/*/*_log.out")]
+    assert len(said) == 2
+    assert all("mean evaluation return" in each for each in said)

@@ -163,9 +163,9 @@ class WorkerPool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._slots: list[list[TensorDict]] = []
-        self._waiting = TimedCalls(_FOR_EVER, _AFTER_SIGTERM)
         context = multiprocessing.get_context("spawn")
         check_descriptors(len(payloads), 2 + _ENTRIES * slots)
+        self._waiting = TimedCalls(_FOR_EVER, _AFTER_SIGTERM)
         try:
             for worker, (payload, before) in enumerate(zip(payloads, begun, strict=True)):
                 ours, theirs = context.Pipe()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 __room__ = ["ClusterFault"]
 
+import os
 import platform
+import socket
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from torchrl_lightning.fitting import Fault
 
+_PATIENCE = 5.0  # seconds in which a cluster has to answer
 _PACKAGES = ("torchrl-lightning", "torch", "torchrl", "tensordict")
 
 
@@ -34,7 +38,14 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
         raise ClusterFault("Collectors on Ray need it: pip install 'torchrl-lightning[ray]'.") from error
     if ray.is_initialized():
         return ray, False
-    address = config.get("address")
+    address = config.get("address") or os.environ.get("RAY_ADDRESS") or _last_cluster()
+    if address is not None and not _answers(address):
+        if config.get("address") or "RAY_ADDRESS" in os.environ:
+            raise ClusterFault(
+                f"Nothing answers at address={address!r}. Start a cluster there (ray start --head), write its address, "
+                "or leave the address out of ray_init_config for a cluster on this machine."
+            )
+        config = {**config, "address": "local"}  # what ran here was killed
     try:
         ray.init(**config)
     except (ConnectionError, TimeoutError, ValueError) as error:
@@ -50,6 +61,24 @@ def joined(config: Mapping[str, Any]) -> tuple[Any, bool]:
             "Python and Ray on all machines."
         ) from error
     return ray, True
+
+
+def _last_cluster() -> str | None:
+    """Return the address of the cluster that was started last on this machine, as Ray looks for it."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    return note.read_text().strip() or None if note.is_file() else None
+
+
+def _answers(address: str) -> bool:
+    """Return whether something listens; Ray itself would try for minutes, and end the process."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():  # local, auto
+        return True
+    try:
+        socket.create_connection((host, int(port)), _PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 def installed() -> dict[str, str]:

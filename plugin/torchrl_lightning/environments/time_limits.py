@@ -21,6 +21,7 @@ from torchrl_lightning.environments.faults import numbered
 from torchrl_lightning.processes import is_main_thread
 
 _MEND = "Mend the environment, or give it more seconds by step_timeout of its recipe."
+_LONGEST_PAUSE = 1.0  # seconds until calls are seen that were added meanwhile
 _GRACE = 1.0  # seconds in which an interrupted call has to return
 _INTERRUPT = getattr(signal, "SIGURG", None)  # ignored where nobody handles it
 
@@ -84,7 +85,7 @@ class _Watch:
     def _run(self) -> None:
         seen: dict[TimedCalls, tuple[int, float]] = {}
         while True:
-            self._pause(min(map(self._limit, self._calls), default=4.0) / 4)
+            self._pause(min([_LONGEST_PAUSE, *(self._limit(calls) / 4 for calls in list(self._calls))]))
             now, before, seen = time.monotonic(), seen, {}
             for calls in list(self._calls):
                 moves = calls.moves

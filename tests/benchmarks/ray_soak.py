@@ -1,0 +1,173 @@
+"""Kill actors and take away machines in a run over a Ray cluster: it ends with its score, and counts every frame once.
+
+    python tests/benchmarks/ray_soak.py [--kills 60] [--removed 5] [--frames 400128] [--json soak.json]
+
+The settings of ``vtrace_cartpole``, over three collectors of a cluster of four nodes on this machine. Kills (SIGKILL to
+an actor drawn at random) and removed nodes, in whose place another is added a little later, are spread evenly over the
+frames of the run. Looked at are the frames that were delivered and counted, the numbers of the trajectories, the score
+of 20 episodes, and what is left of the actors. Needs the extra ``ray``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import one_thread, say
+
+if __name__ == "__main__":
+    one_thread(pin=False)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    warnings.simplefilter("ignore")
+
+import lightning as L
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from ray.cluster_utils import Cluster
+from tensordict import TensorDict
+
+from torchrl_lightning import RayCollector
+from torchrl_lightning._conf import CONF_DIR
+from torchrl_lightning.keys import TRAJ_IDS
+
+COLLECTORS, NODES = 3, 4
+
+
+class NotingCollector(RayCollector):
+    """Notes how many frames it delivered, and in which order the trajectories of each environment came."""
+
+    delivered = 0
+    trajectories: dict[int, list[int]] = {}  # one collector in this process
+    misplaced = 0
+
+    def rollout(self) -> TensorDict:
+        """Note the next rollout."""
+        batch = super().rollout()
+        self.delivered += batch.numel()
+        starts, ids = batch["is_init"][..., 0], batch[TRAJ_IDS].reshape(batch.shape)
+        for row, env in enumerate(batch["collector", "env_ids"][:, 0].tolist()):
+            seen = self.trajectories.setdefault(env, [])
+            for is_start, number in zip(starts[row].tolist(), ids[row].tolist(), strict=True):
+                if is_start != (not seen or seen[-1] != number):
+                    self.misplaced += 1
+                if is_start:
+                    seen.append(number)
+        return batch
+
+
+def actors() -> list[int]:
+    """Return the processes of the actors of this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::RolloutActor"):
+                found.append(int(path.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def disturb(data: Any, cluster: Any, kills: int, removed: int, done: threading.Event) -> None:
+    """Kill and remove where the run has come so far."""
+    draw = random.Random(0)
+    at = [(data.total_frames * (i + 1) // (kills + 1), "kill") for i in range(kills)]
+    at += [(data.total_frames * (i + 1) // (removed + 1), "remove") for i in range(removed)]
+    nodes = list(cluster.worker_nodes)
+    for frames, what in sorted(at):
+        while data.frames < frames and not done.is_set():
+            time.sleep(0.1)
+        if what == "remove":
+            cluster.remove_node(nodes.pop(draw.randrange(len(nodes))), allow_graceful=False)
+            time.sleep(2.0)
+            nodes.append(cluster.add_node(num_cpus=2, object_store_memory=2**27))
+            continue
+        while not (alive := actors()) and not done.is_set():
+            time.sleep(0.1)
+        if alive:
+            os.kill(draw.choice(alive), signal.SIGKILL)
+
+
+def run(kills: int, removed: int, frames: int) -> dict[str, Any]:
+    """Train through it all, and return what became of it."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 2**27})
+    for _ in range(NODES):
+        cluster.add_node(num_cpus=2, object_store_memory=2**27)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        settings = [f"data.total_frames={frames}", f"data.num_envs={8 * COLLECTORS}", "seed=0"]
+        cfg = compose("train", ["experiment=vtrace_cartpole", "collector=ray", *settings])
+    cfg.data.collector = None
+    kept: list[NotingCollector] = []
+
+    def collector(policy: Any, seed: int, num_envs: int, frames_per_batch: int, num_collectors: int) -> Any:
+        sizes = {"num_collectors": num_collectors, "num_envs": num_envs, "frames_per_batch": frames_per_batch}
+        options = {"seed": seed, "ray_init_config": {"address": cluster.address, "log_to_driver": False}}
+        kept.append(NotingCollector("CartPole-v1", policy, **sizes, **options))
+        return kept[-1]
+
+    data = instantiate(cfg.data, collector=partial(collector, num_collectors=COLLECTORS))
+    model = instantiate(cfg.model)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(max_epochs=-1, accelerator="cpu", limit_val_batches=0, **quiet)
+    done, began = threading.Event(), time.monotonic()
+    killer = threading.Thread(target=disturb, args=(data, cluster, kills, removed, done), daemon=True)
+    killer.start()
+    try:
+        trainer.fit(model, datamodule=data)
+    finally:
+        done.set()
+        killer.join(60)
+    (noted,) = kept
+    every = [number for numbers in noted.trajectories.values() for number in numbers]
+    returns = data.evaluate(model.policy, 20)["episode_return"]
+    time.sleep(2.0)
+    found = {
+        "seconds": round(time.monotonic() - began),
+        "frames counted": data.frames,
+        "frames delivered": noted.delivered,
+        "trajectories": len(every),
+        "numbers given twice": len(every) - len(set(every)),
+        "rows that do not follow": noted.misplaced,
+        "deaths": noted.deaths,
+        "replaced": noted.restarts,
+        "frames lost": noted.lost_frames,
+        "score": float(returns.mean()),
+        "actors left": len(actors()),
+    }
+    cluster.shutdown()
+    return found
+
+
+def main() -> None:
+    """Print one line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--removed", type=int, default=5)
+    parser.add_argument("--frames", type=int, default=400_128)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = run(options.kills, options.removed, options.frames)
+    for name, value in found.items():
+        say(f"{name}: {value}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
