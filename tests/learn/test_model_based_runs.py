@@ -87,7 +87,7 @@ class Ledge(Line):
         return np.zeros(1, np.float32), super().reset(**kwargs)[1]
 
     def step(self, action: Any) -> Any:
-        self.place += 1.0 * float(action[0])
+        self.place += float(action[0])
         return np.full(1, self.place, np.float32), 1.0, abs(self.place) > 1.0, False, {}
 
 
