@@ -76,35 +76,32 @@ class ResumingLoader(OwnLoader):
         self._records: dict[Path, Record | None] = {}
         self._asked: tuple[list[str], DictConfig] | None = None
 
-    def load_configuration(
+    def _load(
         self,
         config_name: str | None,
         overrides: list[str],
         run_mode: RunMode,
-        from_shell: bool = True,
+        from_shell: bool,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Compose a config, resumed where it says so."""
-        overrides = [_POWER_OF_TEN.sub(_as_integer, override) for override in overrides]
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == overrides and run_mode == RunMode.RUN:
             return asked[1]
         # Hydra first asks whether the config says that it is a sweep, and mostly composes the same one again.
         if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and not self._sweeps(config_name, overrides):
             try:
-                config = self._load(config_name, overrides, RunMode.RUN, from_shell)
-                self._asked = overrides, _of_own_class(config)
+                self._asked = overrides, self._resume(config_name, overrides, RunMode.RUN, from_shell)
                 return self._asked[1]
             except HydraException as error:
                 if not str(error).startswith("You must specify"):  # what a group is to be, a sweep may leave open
                     raise
-        return super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        return self._resume(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
 
     def _sweeps(self, config_name: str | None, overrides: list[str]) -> bool:
         given, _ = self._parse_overrides_and_create_caching_repo(config_name, overrides)
         return any(override.is_sweep_override() for override in given)
 
-    def _load(
+    def _resume(
         self,
         config_name: str | None,
         overrides: list[str],
