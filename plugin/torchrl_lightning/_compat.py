@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import LazyTensorStorage, Storage
@@ -436,3 +437,8 @@ class BufferBase(OwnSignature, OwnFiles, TensorDictReplayBuffer):
 def logger_connector(trainer: Any) -> Any:
     """Return what writes the rows of a Lightning trainer, by its ``log_metrics(metrics, step=None)``."""
     return trainer._logger_connector
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks are registered that run with every torch module."""
+    return _has_any_global_hook()

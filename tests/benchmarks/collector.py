@@ -47,7 +47,7 @@ from torchrl_lightning.replay.prepared import PreparedRows
 
 ENV, NUM_ENVS, STEPS = "CartPole-v1", 8, 128
 FRAMES = NUM_ENVS * STEPS
-OVER_TORCHRL, OVER_SB3 = 3.0, 1.5  # asked
+OVER_TORCHRL, OVER_SB3, STEPWISE = 3.0, 2.2, 1.5  # asked
 OURS = "torchrl-lightning"
 SB3 = "stable-baselines3"
 NOT_STORED = ("collector", "done", "terminated", "truncated")
@@ -185,7 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     comparisons = {"rollouts": rollouts(), "rollouts with values": with_values(), "steps of replay": steps_of_replay()}
-    asked = {"rollouts": ("torchrl,", OVER_TORCHRL)}
+    asked = {"rollouts": ("torchrl,", OVER_TORCHRL), "steps of replay": (SB3, STEPWISE)}
     results: dict[str, list[Timing]] = {}
     missed = False
     for name, contenders in comparisons.items():

@@ -18,7 +18,7 @@ from torchrl_lightning.collectors._stepper import VectorStepper
 from torchrl_lightning.entries import Path, join, level_of, next_key, path_of
 from torchrl_lightning.environments.faults import EnvironmentFault
 from torchrl_lightning.environments.played import Array, Playing, ReplayedRows, ReplaySource
-from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, unsaid
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call, unsaid
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.keys import FLAGS, LOG_PROB
 
@@ -60,9 +60,9 @@ class RolloutLoop:
         for key, value in self.recurrent.items():
             self._step[key] = value
         self._next_states = {key: join((), next_key(key)) for key in self.states}
-        # What a policy prepares once for the step's tensors, which stay where they are.
-        self._prepare: Callable[..., Callable[[], Outputs]] | None = getattr(type(policy), "standing", None)
-        self._standing: Callable[[], Outputs] | None = None
+        self._standing: Callable[[], Outputs] | None = (
+            None  # prepared for the step's tensors, which stay where they are
+        )
         self._unsaid: dict[NestedKey, Tensor] | None = None
         self._is_new = True  # nothing was looked at that is not looked at each time
         self._is_nested = any(isinstance(value, TensorDictBase) for value in level_of(self._step).values())
@@ -147,12 +147,13 @@ class RolloutLoop:
     def _actor(self, device: torch.device) -> Callable[[], Outputs]:
         policy, step, bare = self.policy, self._step, bare_call(self.policy)
         move = device.type != "cpu"
-        if bare is not None and not move and self._prepare is not None:
-            if self._standing is None:
-                self._standing = self._prepare(policy, step)
-            return self._standing
+        if bare is not None and move:
+            return lambda: bare(step.to(device))
         if bare is not None:
-            return lambda: bare(step.to(device) if move else step)
+            if self._standing is None:
+                self._standing = standing_call(policy, step)
+            assert self._standing is not None
+            return self._standing
         assert policy is not None
 
         def dispatched() -> Outputs:

@@ -47,7 +47,7 @@ class GymnasiumCollector(CollectorBase):
         env: An id, a factory of one environment, or a ready vector environment.
         policy: Reads a TensorDict ``[N]`` and writes ``action``; ``None`` draws random actions. What it reads is
             overwritten at the next step. A method ``act_on(step)``, which returns what it would write as a dict, is
-            called in its place: that spares a small network half of its time.
+            called in its place: that spares a small network half of its time. Perceptrons of our modules are compiled.
         num_envs: The number of environments; ``None`` means one, or as many as a ready vector environment has.
         frames_per_batch: Steps per batch over all environments; a multiple of ``num_envs``.
         total_frames: Iteration stops when this many steps are collected, replayed ones included; -1 means never.

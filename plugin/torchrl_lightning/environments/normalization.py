@@ -16,7 +16,7 @@ from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
 from torchrl_lightning._compat import new_tensordict, put_entry
 from torchrl_lightning.entries import level_of, nested_key, path_of
-from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs
+from torchrl_lightning.environments.policies import Outputs, Policy, bare_call, policy_outputs, standing_call
 from torchrl_lightning.environments.specs import EnvironmentSpecs
 from torchrl_lightning.kernels.compiled import jitted
 from torchrl_lightning.kernels.scan import LIKE
@@ -232,14 +232,15 @@ class NormalizedPolicy(TensorDictModuleBase):
         for key in normalizer.keys:
             entries[key], refresh = normalizer.standing(key, entries[key])
             refreshers.append(refresh)
-        given, bare = new_tensordict(entries, step.batch_size), bare_call(policy)
+        given = new_tensordict(entries, step.batch_size)
+        call = standing_call(policy, given)
 
         def act() -> Outputs:
             for refresh in refreshers:
                 refresh()
-            if bare is None or any(hooks):
+            if call is None or any(hooks):
                 return policy_outputs(policy, given.copy())
-            return bare(given)
+            return call()
 
         return act
 

@@ -109,13 +109,15 @@ class ResumableVectorEnv(SyncVectorEnv):
             returned = env.step(action)
             if checks:
                 self._check(returned, "step", i)
-            shown[i], rewards[i], terminated[i], truncated[i], info = returned
-            if terminated[i] or truncated[i]:
+            shown[i], rewards[i], ends, is_cut, info = returned
+            terminated[i], truncated[i] = ends, is_cut
+            if ends or is_cut:
                 if not checks:
                     self._check(returned, "step", i)
                 infos = self._add_info(infos, {"final_obs": shown[i], "final_info": info}, i)
                 shown[i], info = env.reset()
-            infos = self._add_info(infos, info, i)
+            if info:
+                infos = self._add_info(infos, info, i)
         self._checks = False
         self._observations = concatenate(self.single_observation_space, shown, self._observations)
         return self._observations, rewards.copy(), terminated.copy(), truncated.copy(), infos

@@ -41,6 +41,25 @@ def bare_call(policy: object) -> Callable[[TensorDictBase], Outputs] | None:
     return None
 
 
+def standing_call(policy: object, step: TensorDictBase) -> Callable[[], Outputs] | None:
+    """Return a call of a policy's ``act_on`` for a step on the CPU whose tensors stay the same and are overwritten.
+
+    A policy prepares it once by its method ``standing(step)``, whose call may return the same tensors each time. Ask
+    :func:`bare_call` before each call whether there still is an ``act_on``, which is called where nothing is prepared;
+    None if there is none.
+    """
+    bare = bare_call(policy)
+    if bare is None:
+        return None
+    for kind in type(policy).__mro__:
+        if "standing" in kind.__dict__ and "standing" not in getattr(policy, "__dict__", ()):
+            prepared: Callable[[], Outputs] = policy.standing(step)  # type: ignore[attr-defined]
+            return prepared
+        if "act_on" in kind.__dict__:
+            break
+    return lambda: bare(step)
+
+
 def policy_device(policy: object) -> torch.device:
     """Return the device of the policy's first parameter or buffer, or the CPU if it has none."""
     return device_of(policy) or torch.device("cpu")

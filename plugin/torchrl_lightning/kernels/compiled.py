@@ -12,6 +12,16 @@ from types import FunctionType
 from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
+_IN_ANY_ORDER: set[Callable[..., Any]] = set()
+
+
+def in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a kernel whose sums and products may be taken in any order, as vectors of numbers need it; return it.
+
+    What is not a number stays so.
+    """
+    _IN_ANY_ORDER.add(function)
+    return function
 
 
 @functools.cache
@@ -27,13 +37,16 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
     assert isinstance(function, FunctionType)
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if function in _IN_ANY_ORDER:
+        options["fastmath"] = {"reassoc", "contract", "nsz"}
     known = function.__globals__
     called = {name: _callee(known[name]) for name in function.__code__.co_names if name in known}
     function = FunctionType(function.__code__, {**known, **called}, function.__name__, None, function.__closure__)
     try:
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
+        return numba.njit(function, cache=True, **options)
     except RuntimeError:  # numba finds no folder that it may write its cache to
-        return numba.njit(function, nogil=True, error_model="numpy")
+        return numba.njit(function, **options)
 
 
 def _callee(value: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 __all__ = ["build_actor", "build_critic"]
 __room__ = ["Actor", "Critic"]
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -21,6 +22,7 @@ from torchrl_lightning._modules import hold
 from torchrl_lightning.entries import path_of
 from torchrl_lightning.keys import BOOKKEEPING, FEATURES
 from torchrl_lightning.learn.action_heads import ActionHead, build_head
+from torchrl_lightning.learn.compiled_layers import CompiledLayers, defines_both
 from torchrl_lightning.learn.networks import MLPNetwork, Network, mlp, orthogonal
 
 _DETERMINISTIC = {InteractionType.RANDOM: False, InteractionType.DETERMINISTIC: True}
@@ -64,6 +66,29 @@ class Actor(ProbabilisticActor):
         features, states = self.trunk.step(step)
         outputs = self.head.sample(self.head.read(features), _DETERMINISTIC[kind])
         return dict(zip(self.out_keys, (*outputs, *states), strict=True))
+
+    def standing(self, step: TensorDictBase) -> Callable[[], dict[NestedKey, Tensor]]:
+        """Return :meth:`act_on` of a step ``[N]`` on the CPU whose tensors stay the same and are overwritten.
+
+        It may return the same tensors each time. Perceptrons and some heads are compiled, equal to the module's own to
+        float error, for as long as the module is what it is now.
+        """
+        head, keys = self.head, self.out_keys
+        sample = layers = None
+        if defines_both(head, "compiled_sample", "sample"):
+            with suppress(ValueError):
+                layers = CompiledLayers(step.get(self.trunk.in_keys[0]), self.trunk, head, head.stack)
+                sample = head.compiled_sample(layers)
+        if layers is None or sample is None:
+            return lambda: self.act_on(step)
+
+        def act() -> dict[NestedKey, Tensor]:
+            deterministic = _DETERMINISTIC.get(interaction_type() or InteractionType.RANDOM)
+            if deterministic is None or not layers.hold():
+                return self.act_on(step)
+            return dict(zip(keys, sample(deterministic), strict=True))
+
+        return act
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the action, its log-probability and, where there is one, the next recurrent state."""

@@ -18,6 +18,7 @@ from torchrl_lightning._modules import hold
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import Ranged, action_name
 from torchrl_lightning.learn.actors import linear_head, observation_entries
+from torchrl_lightning.learn.compiled_layers import CompiledLayers
 from torchrl_lightning.learn.networks import MLPEncoder, MLPNetwork, Network
 from torchrl_lightning.learn.squashed import DEFAULT_NETWORK, action_range
 from torchrl_lightning.learn.transitions import Entries
@@ -49,6 +50,10 @@ class QNetwork(QValueActor):
     def values(self, entries: Entries) -> Tensor:
         """Return the action values ``[*B, A]`` of observation entries."""
         return self.head(self.trunk.encoder(*entries))
+
+    def compiled_values(self, entries: Entries) -> CompiledLayers:
+        """Return ``values`` as compiled layers; a ValueError where they are not compiled."""
+        return CompiledLayers(entries[0], self.trunk, self.head, [self.head])
 
 
 def build_q_network(specs: Any, network: Network | None = None, *, dueling: bool = False) -> QNetwork:

@@ -5,8 +5,10 @@ from __future__ import annotations
 __room__ = ["build_deterministic_actor", "build_squashed_actor"]
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
@@ -14,9 +16,13 @@ from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
 from torchrl_lightning._modules import hold
+from torchrl_lightning.kernels.compiled import jitted
+from torchrl_lightning.kernels.perceptron import choose_squashed
 from torchrl_lightning.keys import FEATURES
 from torchrl_lightning.learn.action_heads import POLICY_GAIN, ActionHead, Parameters, Ranged, action_name, bounds_of
 from torchrl_lightning.learn.actors import Actor, trunk_and_layers
+from torchrl_lightning.learn.compiled_layers import CompiledLayers
+from torchrl_lightning.learn.flat_parameters import addresses
 from torchrl_lightning.learn.networks import MLPNetwork, Network, orthogonal
 
 DEFAULT_NETWORK = MLPNetwork([256, 256], "relu")
@@ -74,6 +80,28 @@ class SquashedHead(ActionHead, Ranged):
         preimage = loc if deterministic else torch.addcmul(loc, std, torch.randn_like(loc))
         return self.scale(self._tanh(preimage))
 
+    @property
+    def stack(self) -> list[nn.Module | None]:
+        """What it computes of features, in order."""
+        *hidden, last = [self.layers] if isinstance(self.layers, _MeanAndLogStd) else self.layers.children()
+        return [*hidden, last.linear if isinstance(last, _MeanAndLogStd) else last]
+
+    def compiled_act(self, layers: CompiledLayers) -> Callable[[bool], Tensor]:
+        """Return ``act`` of what compiled layers read (``deterministic`` or not), the same tensor each time."""
+        rows, size = len(layers.arguments[0]), layers.outputs // 2
+        noise, action, shape = torch.empty(rows, size), torch.empty(rows, size), np.empty(2, np.int64)
+        limits = tuple(map(np.float32, (*LOG_STD_RANGE, _limit(action))))
+        kernel, drawn, chosen = jitted(choose_squashed), noise.numpy(), action.numpy()
+
+        def act(deterministic: bool) -> Tensor:
+            if not deterministic:
+                noise.normal_()
+            shape[:] = addresses((self.center, self.half_range))
+            kernel(*layers.arguments, not deterministic, drawn, shape, limits, chosen)
+            return action
+
+        return act
+
     def rsample(self, parameters: Parameters) -> tuple[Tensor, Tensor]:
         """Return actions ``[*B, A]`` and their log-probabilities ``[*B]``, both differentiable."""
         loc, std = parameters
@@ -90,8 +118,13 @@ class SquashedHead(ActionHead, Ranged):
 
     @staticmethod
     def _tanh(preimage: Tensor) -> Tensor:
-        limit = 1.0 - torch.finfo(preimage.dtype).resolution  # as TorchRL's: the action stays invertible
+        limit = _limit(preimage)
         return preimage.tanh().clamp(-limit, limit)
+
+
+def _limit(values: Tensor) -> float:
+    """Return the greatest number behind a tanh, as TorchRL's: the action stays invertible."""
+    return 1.0 - torch.finfo(values.dtype).resolution
 
 
 class DeterministicHead(Ranged):
@@ -102,6 +135,11 @@ class DeterministicHead(Ranged):
         self.set_range(*action_range(spec))
         last = orthogonal(nn.Linear(features, self.center.numel()), POLICY_GAIN)
         self.layers = last if hidden is None else nn.Sequential(hidden, last)
+
+    @property
+    def stack(self) -> list[nn.Module | None]:
+        """What it computes of features, in order, in front of the tanh."""
+        return [self.layers]
 
     def squashed(self, features: Tensor) -> Tensor:
         """Return actions ``[*B, A]`` in [-1, 1]."""

@@ -1,0 +1,104 @@
+"""A perceptron that a kernel computes from a torch module's own weights, as long as the module is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchrl_lightning._compat import has_global_hooks
+from torchrl_lightning.kernels.perceptron import NONE, RELU, TANH
+from torchrl_lightning.learn.networks import MLP, MLPEncoder
+from torchrl_lightning.learn.trunks import Trunk
+
+_ACTIVATIONS = {nn.ReLU: RELU, nn.Tanh: TANH}
+MOST_PRODUCTS = 1 << 21  # of rows and weights: beyond it torch's own products are faster
+
+
+class CompiledLayers:
+    """Linear layers, tanh and relu over one entry of an observation, for a fixed number of rows.
+
+    What lies in the modules' parameters is read at each call, wherever they have been moved.
+
+    Args:
+        x: The entry, ``[N, F]``: its memory stays where it is, and is overwritten.
+        trunk: What computes features of it.
+        head: What comes behind it.
+        modules: What the head computes of the features, in order; of those with children, these are.
+
+    Raises:
+        ValueError: There is something else to compute, or too much.
+    """
+
+    def __init__(self, x: Tensor, trunk: Any, head: nn.Module, modules: Sequence[nn.Module | None]) -> None:
+        if type(trunk) is not Trunk or type(trunk.encoder) is not MLPEncoder or not trunk.encoder.flat.trivial:
+            raise ValueError(f"{type(trunk).__name__} is not compiled.")
+        self._linear: list[nn.Linear] = []
+        activations: list[int] = []
+        for leaf in (leaf for module in (trunk.encoder.layers, *modules) for leaf in _leaves(module)):
+            if type(leaf) is nn.Linear and leaf.bias is not None:
+                self._linear.append(leaf)
+                activations.append(NONE)
+            elif type(leaf) in _ACTIVATIONS and activations and activations[-1] == NONE:
+                activations[-1] = _ACTIVATIONS[type(leaf)]
+            else:
+                raise ValueError(f"{type(leaf).__name__} is not compiled.")
+        parts = [*trunk.modules(), *head.modules()]
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._children = [part._modules for part in parts]
+        self._known_children = [dict(children) for children in self._children]
+        self._parameters = [layer._parameters for layer in self._linear]
+        self._shapes = [parameter.shape for parameter in self._found()]
+        self._addresses: list[int] = []
+        rows, weights = len(x), sum(layer.weight.numel() for layer in self._linear)
+        if not self._linear or rows * weights > MOST_PRODUCTS or not _is_plain(x) or not x.ndim == 2:
+            raise ValueError(f"{rows} rows of {weights} weights are not compiled.")
+        self._table = np.zeros((len(self._linear), 5), np.int64)
+        self._table[:, 2:] = [
+            [*layer.weight.shape[::-1], kind] for layer, kind in zip(self._linear, activations, strict=True)
+        ]
+        widest = int(self._table[:, 3].max())
+        self.outputs = int(self._table[-1, 3])
+        work = np.empty((2, rows * widest), np.float32), np.empty((rows, self.outputs), np.float32)
+        self.arguments: tuple[NDArray[Any], ...] = x.numpy(), self._table, *work
+        """What a kernel of :mod:`torchrl_lightning.kernels.perceptron` takes first."""
+
+    def _found(self) -> list[nn.Parameter]:
+        return [parameter for level in self._parameters for parameter in level.values() if parameter is not None]
+
+    def hold(self) -> bool:
+        """Return whether the modules are what they were; see to where their parameters lie."""
+        if any(self._hooks) or self._children != self._known_children:
+            return False
+        found = self._found()
+        addresses = [parameter.data_ptr() for parameter in found]
+        if addresses != self._addresses:
+            if [parameter.shape for parameter in found] != self._shapes or not all(map(_is_plain, found)):
+                return False
+            self._addresses = addresses
+            self._table[:, :2] = np.reshape(addresses, (-1, 2))
+        return not (torch.is_autocast_enabled("cpu") or has_global_hooks())
+
+
+def _leaves(module: nn.Module | None) -> Iterator[nn.Module]:
+    if module is not None and type(module) in (nn.Sequential, MLP):
+        for child in module.children():
+            yield from _leaves(child)
+    elif module is not None:
+        yield module
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def defines_both(thing: object, name: str, beside: str) -> bool:
+    """Return whether the class that says ``beside`` says ``name``, too: a subclass may have changed the former."""
+    for kind in type(thing).__mro__:
+        if name in vars(kind) or beside in vars(kind):
+            return name in vars(kind) and beside in vars(kind) and beside not in vars(thing)
+    return False
